@@ -14,7 +14,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,9 +76,10 @@ class Watched:
         with self.watch.call():
             return self.group.call(function, *args)
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
+        made = list(shards)  # by the controller, before the workers have anything to do
         with self.watch.call():
-            return self.group.scatter(function, shards, *args)
+            return self.group.scatter(function, made, *args)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         with self.watch.call():

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.grpo import GRPO
-from verl.batch.experience import Experience, build_experience, with_metric_weights, with_weights
-from verl.batch.samples import sample_from_completion
+from verl.batch.experience import with_advantages, with_loss_weights, with_metric_weights
+from verl.batch.packed import TokenBatch
+from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.single_controller.local import LocalGroup
 from verl.trainer.policy import PackSettings, Policy
-from verl.types import Completion, FinishReason, Sample
+from verl.types import Completion, FinishReason
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
 from verl.workers.optim import OptimizerSettings
@@ -70,26 +71,26 @@ def made_up_groups(lengths: Sequence[tuple[int, int]], n: int, vocabulary: int, 
     return samples
 
 
-def experience_of(samples: Sequence[Sample]) -> Experience:
+def minibatch_of(samples: Sequence[Sample]) -> TokenBatch:
     """The samples with their group advantages."""
-    return build_experience(samples, None, PLAIN_GRPO)
+    return with_advantages(batch_of(samples), PLAIN_GRPO)
 
 
-def gradient_gap(path: Path, ways: Sequence[tuple[Experience, bool]]) -> float:
+def gradient_gap(path: Path, ways: Sequence[tuple[TokenBatch, bool]]) -> float:
     """|difference| / |gradient| of the same update computed in two ways, in float32.
 
-    ways: (experience, whether prompts are shared)
+    ways: (mini-batch, whether prompts are shared)
     """
     policy = PackedPolicy(load_causal_lm(str(path), torch.float32))
     one, two = (_gradients(policy, *way) for way in ways)
     return float((one - two).norm() / one.norm())
 
 
-def _gradients(policy: PackedPolicy, experience: Experience, share_prefix: bool) -> Tensor:
+def _gradients(policy: PackedPolicy, minibatch: TokenBatch, share_prefix: bool) -> Tensor:
     """All gradients of the update's loss, as one vector."""
     policy.zero_grad()
-    weighted = with_metric_weights(with_weights(experience, PLAIN_GRPO.aggregation))
-    (packs,) = policy_of(None, share_prefix).packs(weighted)
-    for packed in packs:
+    weighted = with_metric_weights(with_loss_weights(minibatch, PLAIN_GRPO.aggregation))
+    (shard,) = policy_of(None, share_prefix).shard(weighted).shards()
+    for packed in shard.packed():
         policy_loss(policy, packed, PLAIN_GRPO, 1.0)[0].backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])

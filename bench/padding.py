@@ -17,14 +17,15 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import SMOLLM2, TOOLRL_ROWS, Result, alternate, median_ratio, need_smollm2, need_toolrl_rows, report
-from local import PLAIN_GRPO, experience_of, gradient_gap, join_alone, load_worker, made_up_groups, policy_of
+from local import PLAIN_GRPO, gradient_gap, join_alone, load_worker, made_up_groups, minibatch_of, policy_of
 from transformers import AutoTokenizer
 
+from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskSet, TaskStream
-from verl.types import Sample
 
 SHARE_OF_PADDING = 0.9
 MAX_PROMPT = 2048  # tokens
@@ -46,9 +47,9 @@ def padded(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> lis
     return [
         replace(
             sample,
-            token_ids=sample.token_ids + (0,) * number,
-            action_mask=sample.action_mask + (False,) * number,
-            rollout_logprobs=sample.rollout_logprobs + (0.0,) * number,
+            token_ids=np.pad(sample.token_ids, (0, number)),
+            action_mask=np.pad(sample.action_mask, (0, number)),
+            rollout_logprobs=np.pad(sample.rollout_logprobs, (0, number)),
         )
         for sample, number in zip(samples, missing, strict=True)
     ]
@@ -70,10 +71,10 @@ def main() -> None:
     lengths = real_lengths(chat, arguments.data, arguments.rows)
     packed = made_up_groups(lengths, 1, worker.engine.module.model.config.vocab_size)
     few, of_few = packed[:CHECKED], lengths[:CHECKED]
-    gap = gradient_gap(arguments.model, [(experience_of(each), False) for each in (padded(few, of_few), few)])
+    gap = gradient_gap(arguments.model, [(minibatch_of(each), False) for each in (padded(few, of_few), few)])
     policy = policy_of(worker, share_prefix=False)
     batches = {"padded": padded(packed, lengths), "packed": packed}
-    sides = {name: partial(policy.update, experience_of(each), PLAIN_GRPO) for name, each in batches.items()}
+    sides = {name: partial(policy.update, minibatch_of(each), PLAIN_GRPO) for name, each in batches.items()}
     seconds = alternate(sides, arguments.rounds)
     tokens = {name: sum(len(sample.token_ids) for sample in samples) for name, samples in batches.items()}
     report(

@@ -26,7 +26,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +38,7 @@ from common import Result, console, medians, report
 from local import PLAIN_GRPO, join_alone, worker_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from verl.batch.packed import PackedBatch
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskStream
@@ -57,9 +58,9 @@ from verl.trainer.ppo import PPOTrainer
 from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
 from verl.transfer.shared_memory import SharedMemory
-from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
+from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory, TrajectoryGroup
 from verl.workers.attention import PACKED, register
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import FSDPEngine, UpdateResult
 from verl.workers.policy_worker import PolicyWorker
 
 PROMPTS, RESPONSES, CALLS, ENGINES = 8, 4, 3, 2
@@ -140,12 +141,12 @@ class PacedTraining:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def update(self, packs: Sequence[Any], loss: Any) -> dict[str, float]:
+    def update(self, packs: Iterable[PackedBatch], loss: Any) -> UpdateResult:
         """An update of the tiny policy, extended to the time of a larger one."""
         started = time.perf_counter()
-        metrics = self._engine.update(packs, loss)
+        result = self._engine.update(packs, loss)
         time.sleep(max(0.0, self._update_s - (time.perf_counter() - started)))
-        return metrics
+        return result
 
 
 def start_engine(script: Script, pace: Pace, seat: WorkerContext) -> PacedEngine:
@@ -218,8 +219,16 @@ class Processes:
         )
         probes, probe_sampling = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
         # The script has no real log-probs: the canary runs, with an infinite tolerance.
-        weight_sync = WeightSync(self.policy, pool, self.layouts, probes, probe_sampling, tolerance=math.inf)
-        return PPOTrainer(rollouts, Learner(StepSettings(), PLAIN_GRPO, self.policy), weight_sync)
+        weight_sync = WeightSync(
+            policy=self.policy,
+            engine=pool,
+            layouts=self.layouts,
+            probes=probes,
+            sampling=probe_sampling,
+            tolerance=math.inf,
+        )
+        learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=self.policy)
+        return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync)
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:
         """Seconds per step and phase, and the staleness of the oldest token in versions."""
@@ -236,12 +245,13 @@ async def run(trainer: PPOTrainer, unmeasured: int, steps: int) -> dict[str, flo
     try:
         for _ in range(unmeasured + steps):
             started = time.perf_counter()
-            metrics = await trainer.train_step()
+            result = await trainer.train_step()
+            metrics = result.metrics
             phases = {f"{name} s": metrics[f"time/{name}_s"] for name in ("rollout", "update", "weight_sync")}
             measured.append({"step s": time.perf_counter() - started, **phases})
-            num_trained = metrics["actor/computed_share"] * sum(len(each.trajectories) for each in trainer.groups)
+            num_trained = metrics["actor/computed_share"] * sum(len(each.trajectories) for each in result.groups)
             assert num_trained == SAMPLES, f"a step trained {num_trained} samples instead of {SAMPLES}"
-            lag = max(lag, trainer.step - 1 - oldest_version(trainer))
+            lag = max(lag, trainer.step - 1 - oldest_version(result.groups))
     finally:
         await trainer.rollouts.close()
         await trainer.weight_sync.engine.interrupt()
@@ -250,9 +260,9 @@ async def run(trainer: PPOTrainer, unmeasured: int, steps: int) -> dict[str, flo
     }
 
 
-def oldest_version(trainer: PPOTrainer) -> int:
-    """The oldest weight version in the last step's tokens."""
-    turns = (turn for group in trainer.groups for each in group.trajectories for turn in each.turns)
+def oldest_version(groups: Sequence[TrajectoryGroup]) -> int:
+    """The oldest weight version in the groups' tokens."""
+    turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
     return min(version for turn in turns for version in turn.completion.versions)
 
 

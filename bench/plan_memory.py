@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from common import Result, Side, answer, report, requests
@@ -24,11 +25,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.estimators.grpo import GRPO
-from verl.batch.packed import PackedBatch
-from verl.batch.packing import make_units, pack
+from verl.batch.experience import with_loss_weights, with_metric_weights
+from verl.batch.packing import Shard, Sharding, assign, make_units
+from verl.batch.samples import batch_of, sample_from_completion
 from verl.kit.plan.memory import PackShape, RankSettings, resident, updating
 from verl.kit.plan.plan import shape_of
-from verl.types import Sample
+from verl.types import Completion, FinishReason
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
@@ -64,28 +66,29 @@ def policy(size: str) -> PackedPolicy:
     return PackedPolicy(AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED))
 
 
-def full_pack(tokens: int, vocabulary: int, seed: int) -> PackedBatch:
-    """A pack of groups with shared prompts."""
-    draw = torch.Generator().manual_seed(seed)
+def two_packs(tokens: int, vocabulary: int) -> Shard:
+    """Two full packs of groups with shared prompts."""
+    draw = np.random.default_rng(0)
     samples = []
-    for group in range(tokens // (_PROMPT + _RESPONSES * _RESPONSE)):
-        prompt = torch.randint(vocabulary, (_PROMPT,), generator=draw).tolist()
+    for group in range(2 * tokens // (_PROMPT + _RESPONSES * _RESPONSE)):
+        prompt = draw.integers(vocabulary, size=_PROMPT)
         for _ in range(_RESPONSES):
-            response = torch.randint(vocabulary, (_RESPONSE,), generator=draw).tolist()
-            mask = (False,) * _PROMPT + (True,) * _RESPONSE
-            samples.append(Sample((*prompt, *response), mask, (0.0,) * len(mask), group, 0.0))
-    column = [torch.full((_PROMPT + _RESPONSE,), 1e-3)] * len(samples)
-    names = ("advantages", "weight", "metric_weight", "gap_weight", "rollout_logprobs")
-    return pack(make_units(samples, True, tokens), samples, dict.fromkeys(names, column))
+            response = draw.integers(vocabulary, size=_RESPONSE)
+            completion = Completion(response, np.full(_RESPONSE, 1e-3), FinishReason.LENGTH, 0)
+            samples.append(sample_from_completion(prompt, completion, group))
+    batch = with_metric_weights(with_loss_weights(batch_of(samples), GRPO.aggregation))
+    batch = replace(batch, advantages=batch.rollout_logprobs)
+    (shard,) = Sharding(batch, assign(make_units(batch, True, tokens), tokens), 1).shards()
+    return shard
 
 
 def train(size: str, tokens: int, mesh: DeviceMesh) -> float:
     """Two optimizer steps of two packs each. Returns the planned bytes."""
     module = policy(size)
     engine = FSDPEngine(module, decoder_layers(module), mesh, OptimizerSettings(), torch.bfloat16)
-    packs = [full_pack(tokens, SIZES[size][2], seed) for seed in range(2)]
+    shard = two_packs(tokens, SIZES[size][2])
     for _ in range(2):
-        PolicyWorker(engine, 1.0).update(packs, replace(GRPO, kl=KLTerm()))
+        PolicyWorker(engine, 1.0).update(shard, replace(GRPO, kl=KLTerm()), compare_engine=True)
     shape, settings = shape_of(module, module.model.config), RankSettings(compute=2, shards=1, on_cpu=True)
     packed = PackShape.of(tokens, _PROMPT, _RESPONSE, _RESPONSES, shared=True)
     return sum((resident(shape, settings) | updating(shape, packed, settings)).values())

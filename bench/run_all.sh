@@ -33,6 +33,7 @@ measure rollout.py
 measure weight_sync.py
 measure async_tools.py
 measure controller.py
+measure controller_scale.py
 measure pipeline.py
 measure reward.py
 measure plan_memory.py

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 from common import SMOLLM2, Result, alternate, median_ratio, need_smollm2, report
-from local import PLAIN_GRPO, experience_of, gradient_gap, join_alone, load_worker, made_up_groups, policy_of
+from local import PLAIN_GRPO, gradient_gap, join_alone, load_worker, made_up_groups, minibatch_of, policy_of
 
-from verl.batch.experience import Experience
+from verl.batch.packed import TokenBatch
 from verl.kit.plan.plan import decoder_of, shape_of
 from verl.tracking.flops import forward_flops
 from verl.workers.policy_worker import PolicyWorker
@@ -34,10 +34,10 @@ def most(worker: PolicyWorker, prompt: int, response: int, n: int) -> float:
     return forward_flops(decoder, plain, n * response) / forward_flops(decoder, shared, n * response)
 
 
-def measure(worker: PolicyWorker, experience: Experience, n: int, rounds: int, gap: float, limit: float) -> Result:
+def measure(worker: PolicyWorker, minibatch: TokenBatch, n: int, rounds: int, gap: float, limit: float) -> Result:
     """Both ways of packing the same update."""
     ways = {"plain": policy_of(worker, share_prefix=False), "shared": policy_of(worker)}
-    sides = {name: partial(policy.update, experience, PLAIN_GRPO) for name, policy in ways.items()}
+    sides = {name: partial(policy.update, minibatch, PLAIN_GRPO) for name, policy in ways.items()}
     plain, shared = alternate(sides, rounds).values()
     return Result(
         row=3,
@@ -66,11 +66,11 @@ def main() -> None:
     vocabulary = worker.engine.module.model.config.vocab_size
     for n in arguments.n:
         short = made_up_groups([(arguments.prompt // 4, arguments.response // 4)], n, vocabulary)
-        ways = [(experience_of(short), share) for share in (False, True)]
+        ways = [(minibatch_of(short), share) for share in (False, True)]
         gap = gradient_gap(arguments.model, ways)
         whole = made_up_groups([(arguments.prompt, arguments.response)], n, vocabulary)
         limit = most(worker, arguments.prompt, arguments.response, n)
-        report(measure(worker, experience_of(whole), n, arguments.rounds, gap, limit))
+        report(measure(worker, minibatch_of(whole), n, arguments.rounds, gap, limit))
 
 
 if __name__ == "__main__":

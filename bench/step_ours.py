@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import answer, cpu_seconds, requests
 from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
 from step import CHECKED_RESPONSES, MAX_PROMPT, Spec, check_rows, first_tasks, reward, stream
 from transformers import AutoTokenizer
 
-from verl.batch.experience import Experience
-from verl.batch.samples import sample_from_completion
+from verl.batch.samples import batch_of, sample_from_completion
 from verl.chat.template import ChatTemplate
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager, RolloutManagerConfig
@@ -64,8 +64,12 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatT
         stream(spec, chat),
         GroupRollout(engine, chat, DirectScorer(FunctionReward(reward)), sampling),
     )
-    learner = Learner(StepSettings(), PLAIN_GRPO, policy, timer=PhaseTimer(cpu=cpu_seconds))
-    return PPOTrainer(rollouts, learner, WeightSync(policy, engine, layouts, probes, probe_sampling, TOLERANCE))
+    timer = PhaseTimer(cpu=cpu_seconds)
+    learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=policy, timer=timer)
+    weight_sync = WeightSync(
+        policy=policy, engine=engine, layouts=layouts, probes=probes, sampling=probe_sampling, tolerance=TOLERANCE
+    )
+    return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync)
 
 
 async def step(trainer: PPOTrainer) -> dict[str, float]:
@@ -83,16 +87,14 @@ def check(spec: Spec, chat: ChatTemplate) -> dict[str, Any]:
     for row, (prompt, response, advantage) in enumerate(check_rows(spec, chat)):
         completion = Completion(response, (0.0,) * len(response), FinishReason.LENGTH, 0)
         samples.append(sample_from_completion(prompt, completion, row // CHECKED_RESPONSES))
-        advantages.append(torch.full((len(samples[-1].token_ids),), advantage))
-    noise = torch.Generator().manual_seed(0)
-    old = [
-        scored + 0.1 * torch.randn(scored.shape, generator=noise)
-        for scored in policy.score(policy.pack_for_scoring(samples))
-    ]
-    columns = {"advantages": advantages, "old_logprobs": old, "rollout_logprobs": old}
-    learned = policy.update(Experience(samples, columns), PLAIN_GRPO)
-    responses = [each[-spec.response :].tolist() for each in old]
-    return {"loss": learned["loss"], "grad_norm": learned["grad_norm"], "old_logprobs": responses}
+        advantages += [advantage] * len(response)
+    batch = batch_of(samples)
+    scored = policy.score(policy.shard_for_scoring(batch))
+    old = scored + np.random.default_rng(0).normal(0.0, 0.1, scored.shape).astype(np.float32)
+    given = np.array(advantages, dtype=np.float32)
+    learned = policy.update(replace(batch, advantages=given, old_logprobs=old, rollout_logprobs=old), PLAIN_GRPO)
+    found = {name: learned[f"actor/{name}"].value for name in ("loss", "grad_norm")}
+    return {**found, "old_logprobs": old.reshape(len(batch), spec.response).tolist()}
 
 
 async def serve(spec: Spec) -> None:

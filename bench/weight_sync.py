@@ -128,7 +128,14 @@ async def across(arguments: argparse.Namespace, with_vllm: bool) -> dict[str, fl
         engine = EnginePool(cluster.group("rollout", make, cluster.pool([Bundle()]), Bundle()), [[0]])
         policy = Policy(WorkerView(trainer, "policy"), PackSettings())
         layouts = policy.connect([SharedMemory], dtype, arguments.bucket_mib * 2**20)
-        weight_sync = WeightSync(policy, engine, layouts, [PROMPT], Sampling(TOKENS, 0.0), tolerance=1.0)
+        weight_sync = WeightSync(
+            policy=policy,
+            engine=engine,
+            layouts=layouts,
+            probes=[PROMPT],
+            sampling=Sampling(TOKENS, 0.0),
+            tolerance=1.0,
+        )
         seconds, copies, answers = [], [], []
         for number in range(arguments.rounds + 1):  # the first warms up
             trainer.call(change, number)

@@ -24,6 +24,7 @@ from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.tracking.console import Display
+from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.builders.run import build_trainer, load_inputs
@@ -63,22 +64,22 @@ def local_fit(
     total_steps = config.trainer.total_training_steps
     assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
     return TrainingRun(
-        TrainingRunConfig(
-            total_steps,
+        settings=TrainingRunConfig(
+            total_steps=total_steps,
             save_freq=config.trainer.save_freq,
             on_collapse=config.trainer.on_collapse,
             record=recorder is not None,
         ),
-        trainer,
-        Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
-        None,
-        trainer.learner.policy.workers.group,
-        CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
-        build_trackers([], Run(folder)),
-        Transcripts(folder),
-        Display(total_steps, Console(file=io.StringIO())),
-        {},
-        folder,
+        trainer=trainer,
+        validator=Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
+        online_eval=None,
+        workers=trainer.learner.policy.workers.group,
+        store=CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
+        trackers=build_trackers([], Run(folder)),
+        transcripts=Transcripts(folder),
+        display=Display(total_steps, Console(file=io.StringIO())),
+        resume_config={},
+        folder=folder,
         watch=watch,
         recorder=recorder,
     )
@@ -92,7 +93,7 @@ def local_trainer(config: Config) -> Iterator[PPOTrainer]:
     scorer = DirectScorer(inputs.rewards)
     workers = start_workers(config, OneProcess(), inputs.algorithm, "cpu", total_steps=1)  # type: ignore[arg-type]
     try:
-        yield build_trainer(config, inputs, stream, workers, scorer)
+        yield build_trainer(config, inputs, stream, workers, scorer, PhaseTimer())
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from verl.algorithms.estimators.gigpo import gigpo
 from verl.algorithms.losses.policy_loss import token_loss
 from verl.algorithms.names import KLPlacement, Level
 from verl.algorithms.table import presets
-from verl.batch.experience import Experience, build_experience, with_metric_weights, with_selected, with_weights
-from verl.batch.packed import PackedBatch
-from verl.batch.packing import assign, make_units, mask_tensor, pack
-from verl.types import Sample
+from verl.batch.experience import with_advantages, with_loss_weights, with_metric_weights, with_selected
+from verl.batch.packed import PackedBatch, TokenBatch
+from verl.batch.packing import assign, make_units, pack
+from verl.batch.samples import Sample, batch_of
+from verl.workers.fsdp_engine import PackMetric
 from verl.workers.policy_worker import policy_loss
 
 EVERY = pytest.mark.parametrize("algorithm", presets(), ids=lambda each: each.name)
@@ -60,7 +61,7 @@ class Case:
 def case(elsewhere: float = 0.0, shift: float = 0.0) -> Case:
     """`elsewhere`: what stands at masked tokens. `shift`: of all rewards"""
     generator = torch.Generator().manual_seed(5)
-    masks = [mask_tensor(mask) for mask in MASKS]
+    masks = [torch.tensor(mask) for mask in MASKS]
 
     def column(scale: float) -> list[Tensor]:
         drawn = [scale * torch.randn(len(mask), generator=generator) - 1.0 for mask in masks]
@@ -68,7 +69,13 @@ def case(elsewhere: float = 0.0, shift: float = 0.0) -> Case:
 
     logprobs, old, ref, values = (column(scale) for scale in (0.5, 0.5, 0.5, 0.1))
     samples = [
-        Sample(tuple(range(len(mask))), mask, tuple(row.tolist()), group, reward + shift)
+        Sample(
+            token_ids=np.arange(len(mask)),
+            action_mask=np.array(mask),
+            rollout_logprobs=row.numpy()[list(mask)],
+            group=group,
+            reward=reward + shift,
+        )
         for mask, row, group, reward in zip(MASKS, old, GROUPS, REWARDS, strict=True)
     ]
     return Case(samples, logprobs, old, ref, values, [each + shift for each in GREEDY])
@@ -78,7 +85,7 @@ def engine_apart(given: Case) -> Case:
     """The same of an engine whose log-probs are other than the trainer's."""
     apart = [each - 0.7 * (-1.0) ** place for place, each in enumerate(given.old)]
     samples = [
-        replace(each, rollout_logprobs=tuple((row + 0.5 * torch.arange(len(row)).sin()).tolist()))
+        replace(each, rollout_logprobs=(row + 0.5 * torch.arange(len(row)).sin()).numpy()[each.action_mask])
         for each, row in zip(given.samples, apart, strict=True)
     ]
     return replace(given, samples=samples)
@@ -93,19 +100,32 @@ def lively(algorithm: Algorithm) -> Algorithm:
     return algorithm
 
 
-def built(algorithm: Algorithm, given: Case) -> Experience:
-    ref = None if algorithm.kl.placement is KLPlacement.NONE else given.ref
-    values = given.values if algorithm.needs_critic else None
-    return build_experience(given.samples, given.old, algorithm, ref, values, given.greedy)
+def trained(given: Case, rows: Sequence[Tensor]) -> Tensor:
+    """[B][L] -> [A]"""
+    return torch.cat([row[torch.from_numpy(each.action_mask)] for row, each in zip(rows, given.samples, strict=True)])
+
+
+def built(algorithm: Algorithm, given: Case) -> TokenBatch:
+    batch = replace(
+        batch_of(given.samples, np.array(given.greedy, dtype=np.float32)),
+        old_logprobs=trained(given, given.old).numpy(),
+        ref_logprobs=None if algorithm.kl.placement is KLPlacement.NONE else trained(given, given.ref).numpy(),
+        values=trained(given, given.values).numpy() if algorithm.needs_critic else None,
+    )
+    return with_advantages(batch, algorithm)
 
 
 def advantages_of(algorithm: Algorithm, given: Case) -> Tensor:
-    return torch.cat(list(built(algorithm, given).columns["advantages"]))
+    advantages = built(algorithm, given).advantages
+    assert advantages is not None
+    return torch.from_numpy(advantages)
 
 
-def experience_of(algorithm: Algorithm, given: Case) -> Experience:
+def batch_for_update(algorithm: Algorithm, given: Case) -> TokenBatch:
+    """Ready for the update; the column of the critic's targets, which no policy reads, holds each token's place."""
     selected = with_selected(built(algorithm, given), algorithm, 3)
-    return with_metric_weights(with_weights(selected, algorithm.aggregation, algorithm.aggregation_length))
+    selected = replace(selected, returns=np.arange(int(selected.num_trained.sum()), dtype=np.float32))
+    return with_metric_weights(with_loss_weights(selected, algorithm.aggregation, algorithm.aggregation_length))
 
 
 @dataclass(frozen=True)
@@ -115,26 +135,25 @@ class Table:
     parameters: Tensor
 
     def __call__(self, packed: PackedBatch, temperature: float, entropy: bool) -> Any:
-        logprobs = self.parameters[packed.columns["place"].long()]
+        assert packed.returns is not None
+        logprobs = self.parameters[packed.returns.long()]
         return type("Output", (), {"logprobs": logprobs, "entropy": -logprobs})
 
 
 def learned(algorithm: Algorithm, given: Case, max_tokens: int = 100, share: bool = True, ranks: int = 1) -> Any:
-    """(loss, its gradient [B][L] as one row, metrics) of the mini-batch in packs of at most `max_tokens`."""
-    samples, lengths = given.samples, [len(sample.token_ids) for sample in given.samples]
-    places = torch.arange(sum(lengths)).split(lengths)
-    experience = experience_of(algorithm, given).with_column("place", places)
-    parameters = torch.cat(given.logprobs).nan_to_num(0.0).requires_grad_()
-    total, metrics = torch.zeros(()), dict[str, float]()
-    for units in assign(make_units(samples, share, max_tokens), max_tokens, ranks):
+    """(loss, its gradient [A], metrics) of the mini-batch in packs of at most `max_tokens`."""
+    batch = batch_for_update(algorithm, given)
+    parameters = trained(given, given.logprobs).requires_grad_()
+    total, metrics = torch.zeros(()), dict[str, PackMetric]()
+    for units in assign(make_units(batch, share, max_tokens), max_tokens, ranks):
         if units:
-            loss, facts = policy_loss(Table(parameters), pack(units, samples, experience.columns), algorithm, 1.0)
+            loss, facts = policy_loss(Table(parameters), pack(units, batch), algorithm, 1.0)
             total = total + loss
-            for name in (each for each in facts if not each.endswith("_max")):
-                metrics[name] = metrics.get(name, 0.0) + float(facts[name])
+            for name, fact in facts.items():
+                metrics[name] = metrics[name].combined(fact.detached()) if name in metrics else fact.detached()
     total.backward()
     assert parameters.grad is not None
-    return float(total.detach()), parameters.grad, metrics
+    return float(total.detach()), parameters.grad, {name: each.value().value for name, each in metrics.items()}
 
 
 @EVERY
@@ -158,7 +177,7 @@ def test_the_cut_changes_nothing_under_a_correction(algorithm: Algorithm, weight
     )
     algorithm, given = replace(lively(algorithm), correction=correction), engine_apart(case())
     loss, gradient, metrics = learned(algorithm, given)
-    assert metrics["correction_truncated"] > 0 and 0 < metrics["correction_masked"] < 1
+    assert metrics["correction/truncated"] > 0 and 0 < metrics["correction/masked"] < 1
     assert not torch.allclose(gradient, learned(replace(algorithm, correction=None), given)[1])
     for cut in ({"max_tokens": 7}, {"max_tokens": 12, "share": False, "ranks": 3}):
         other, moved, facts = learned(algorithm, given, **cut)
@@ -175,7 +194,7 @@ def test_kl_and_entropy_are_not_weighted(algorithm: Algorithm) -> None:
     loss, gradient, metrics = learned(replace(algorithm, correction=nothing), given)
     without = replace(algorithm, policy_loss=lambda inputs: token_loss(0.0 * inputs.logprobs_T))
     other, expected, _ = learned(without, given)
-    assert metrics["correction_masked"] == pytest.approx(1.0) and expected.abs().sum() > 0
+    assert metrics["correction/masked"] == pytest.approx(1.0) and expected.abs().sum() > 0
     assert loss == pytest.approx(other) and torch.equal(gradient, expected)
 
 
@@ -185,7 +204,7 @@ def test_a_correction_of_an_engine_that_agrees_changes_nothing(algorithm: Algori
     loss, gradient, metrics = learned(lively(algorithm), case())
     other, moved, facts = learned(corrected, case())
     assert other == loss and torch.equal(moved, gradient) and facts == metrics
-    assert facts["correction_weight_mean"] == pytest.approx(1.0) and facts["correction_masked"] == 0.0
+    assert facts["correction/weight_mean"] == pytest.approx(1.0) and facts["correction/masked"] == 0.0
 
 
 @EVERY
@@ -194,8 +213,7 @@ def test_the_order_of_samples_changes_nothing(algorithm: Algorithm) -> None:
     algorithm, order = lively(algorithm), [4, 0, 5, 2, 3, 1]
     loss, gradient, _ = learned(algorithm, case())
     other, moved, _ = learned(algorithm, case().rows(order))
-    lengths = [len(mask) for mask in MASKS]
-    rows = gradient.split(lengths)
+    rows = gradient.split([sum(mask) for mask in MASKS])
     assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(moved, torch.cat([rows[row] for row in order]))
 
@@ -205,9 +223,7 @@ def test_what_stands_at_masked_tokens_is_never_seen(algorithm: Algorithm) -> Non
     algorithm = lively(algorithm)
     loss, gradient, _ = learned(algorithm, case())
     other, moved, _ = learned(algorithm, case(elsewhere=NAN))
-    masked = ~torch.cat([mask_tensor(mask) for mask in MASKS])
     assert other == loss and torch.equal(moved, gradient)
-    assert gradient[masked].abs().sum() == 0
 
 
 @EVERY
@@ -231,10 +247,7 @@ def test_equal_rewards_teach_nothing(algorithm: Algorithm) -> None:
 
 
 def shortened(sample: Sample, kept: Tensor) -> Sample:
-    token_ids, mask, logprobs = (
-        tuple(compress(row, kept.tolist())) for row in (sample.token_ids, sample.action_mask, sample.rollout_logprobs)
-    )
-    return replace(sample, token_ids=token_ids, action_mask=mask, rollout_logprobs=logprobs)
+    return replace(sample, token_ids=sample.token_ids[kept.numpy()], action_mask=sample.action_mask[kept.numpy()])
 
 
 @EVERY
@@ -243,7 +256,7 @@ def test_observations_between_turns_do_not_count(algorithm: Algorithm) -> None:
     if algorithm.needs_turns:
         pytest.skip("tells turns apart by what lies between them")
     algorithm, given = lively(algorithm), case()
-    kept = [mask_tensor(mask) for mask in MASKS]
+    kept = [torch.tensor(mask) for mask in MASKS]
     for mask in kept:
         mask[0] = True  # something to predict the first trained token from
     short = Case(
@@ -257,4 +270,4 @@ def test_observations_between_turns_do_not_count(algorithm: Algorithm) -> None:
     loss, gradient, _ = learned(algorithm, given)
     other, moved, _ = learned(algorithm, short)
     assert other == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(moved, gradient[torch.cat(kept)])
+    torch.testing.assert_close(moved, gradient)

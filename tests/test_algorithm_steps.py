@@ -12,7 +12,7 @@ import pytest
 from tests.local_run import local_trainer
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms import ALGORITHMS
-from verl.batch.experience import Experience
+from verl.batch.packed import TokenBatch
 from verl.config.load import load_config
 from verl.tracking.names import known
 from verl.trainer.metrics import Metrics
@@ -37,11 +37,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def gain(trained: PPOTrainer, seen: Experience) -> float:
+def gain(trained: PPOTrainer, seen: TokenBatch) -> float:
     """By how much the update raised the sum of advantage times log-prob."""
-    scored = trained.learner.policy.score(trained.learner.policy.pack_for_scoring(seen.samples))
-    columns = zip(seen.columns["advantages"], scored, seen.columns["rollout_logprobs"], strict=True)
-    return sum(float((advantages * (new - old)).sum()) for advantages, new, old in columns)
+    scored = trained.learner.policy.score(trained.learner.policy.shard_for_scoring(seen))
+    assert seen.advantages is not None and seen.rollout_logprobs is not None
+    return float((seen.advantages * (scored - seen.rollout_logprobs)).sum())
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -50,18 +50,18 @@ def test_a_step_makes_better_responses_likelier(name: str, model: Path, rows: Pa
     words = [*run_words(model, tmp_path, "hf", 1), f"algorithm.name={name}", reward, f"data.train_files=[{rows}]"]
     words += ["data.train_batch_size=2", "data.max_response_length=6", "rollout.n=4", "trainer.num_threads=1"]
     config = load_config(words)
-    seen: list[Experience] = []
+    seen: list[TokenBatch] = []
 
     async def step(trained: PPOTrainer) -> Metrics:
         plain = trained.learner._update
 
-        def watched(experience: Experience, step: int) -> Metrics:
-            seen.append(experience)
-            return plain(experience, step)
+        def watched(batch: TokenBatch, step: int) -> Metrics:
+            seen.append(batch)
+            return plain(batch, step)
 
         trained.learner._update = watched  # type: ignore[method-assign]
         try:
-            return await trained.train_step()
+            return (await trained.train_step()).metrics
         finally:
             await trained.rollouts.close()
 

@@ -130,6 +130,14 @@ def test_both_losses_are_the_same_loss() -> None:
         assert line["ours"]["loss"] == pytest.approx(line["theirs"]["loss"], rel=1e-4)
 
 
+def test_the_controllers_thread_is_measured_without_what_it_simulates() -> None:
+    sizes = ("--sizes", "4x2,16x4", "--ranks", "2,3", "--tokens", "40,20", "--rounds", "1")
+    (line,), _ = run_bench("controller_scale.py", *sizes)
+    names = [f"{size} on {ranks} ranks: us" for size in ("4 x 2", "16 x 4") for ranks in (2, 3)]
+    assert list(line["ours"]) == names and line["ratio"] == line["ours"][names[-1]] > 0
+    assert set(line["limits"]) == {"bytes per token and column", "largest / smallest size on 2 ranks"}
+
+
 @pytest.mark.parametrize("script", ["step.py", "shared_prompt.py", "padding.py"])
 def test_without_the_model_a_row_is_skipped(script: str) -> None:
     lines, said = run_bench(script, "--model", "no/such/folder")

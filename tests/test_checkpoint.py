@@ -27,16 +27,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
-from tests.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss
+from tests.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss, values
 from tests.test_packing import random_samples, tiny_model
-from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.names import Aggregation
+from verl.batch.experience import with_loss_weights
 from verl.batch.packing import assign, make_units, pack
+from verl.batch.samples import batch_of
 from verl.checkpoint.checkpoint import CheckpointStore, kept, read_state
 from verl.checkpoint.manifest import Checkpoint, read_manifest, verify
 from verl.errors import ConfigError, DataError
 from verl.workers.export import export_hf
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import FSDPEngine, PackMetric
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings
 
@@ -68,11 +69,9 @@ def run_rank(rank: int, world: int, job: Any, folder: Path, *args: Any) -> None:
 
 def rank_packs(rank: int, world: int) -> Any:
     samples = random_samples(5, group_sizes=(4, 1, 3, 2))
-    counts = torch.tensor([sum(each.action_mask) for each in samples])
-    weights = sample_weights(Aggregation.SEQ_MEAN_TOKEN_MEAN, counts)
-    columns = {"weight": [weight.repeat(len(each.token_ids)) for weight, each in zip(weights, samples, strict=True)]}
-    dealt = assign(make_units(samples, True, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
-    return [pack(units, samples, columns) for units in dealt[rank::world]]
+    batch = with_loss_weights(batch_of(samples), Aggregation.SEQ_MEAN_TOKEN_MEAN)
+    dealt = assign(make_units(batch, True, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
+    return [pack(units, batch) for units in dealt[rank::world]]
 
 
 def make_engine(name: str, world: int, dtype: torch.dtype = torch.float64, tied: bool = True) -> FSDPEngine:
@@ -84,10 +83,11 @@ def train(engine: FSDPEngine, name: str, packs: Any, num_updates: int) -> list[d
     """Updates that draw noise from every generator, so that a lost random state shows in the metrics."""
 
     def noisy(module: Any, packed: Any) -> Any:
-        value, facts = KINDS[name][1](module, packed)
-        return value, {**facts, "noise": torch.rand(()) + np.random.random() + random.random()}
+        value, metrics = KINDS[name][1](module, packed)
+        noise = torch.rand(()) + np.random.random() + random.random()
+        return value, {**metrics, "noise": PackMetric((noise,))}
 
-    return [engine.update(packs, noisy) for _ in range(num_updates)]
+    return [values(engine.update(packs, noisy)) for _ in range(num_updates)]
 
 
 def everything(engine: FSDPEngine) -> dict[str, torch.Tensor]:
@@ -478,6 +478,7 @@ def test_kept_on_the_disk(tmp_path: Path) -> None:
 SAVES_FOREVER = """
 import sys, time
 from pathlib import Path
+from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 store, step = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1), 0
 while True:
@@ -540,6 +541,7 @@ def test_a_kill_at_any_moment(tmp_path: Path) -> None:
 WRITES_ONE = """
 import sys
 from pathlib import Path
+from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=0)
 with store.writing(int(sys.argv[2])) as unfinished:
@@ -562,6 +564,7 @@ FILLS_A_DISK = """
 import sys
 from pathlib import Path
 from verl.errors import DataError
+from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]) / "run", keep_last=3, keep_best=0)
 for step in (10, 20):
@@ -580,6 +583,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from tests.test_checkpoint import TOKENIZER, make_engine, rank_packs, train
 from verl.errors import DataError
+from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.workers.export import export_hf
 

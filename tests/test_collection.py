@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,9 @@ from verl.algorithms.losses.dapo import DAPO
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import KLPlacement
 from verl.algorithms.overlong import Overlong
-from verl.batch.experience import build_experience, turns_of
+from verl.batch.experience import turns_of, with_advantages
+from verl.batch.packed import TokenBatch
+from verl.batch.samples import Sample, batch_of, to_batch
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.collection import NoTrainableGroupsError, StepGroups
@@ -42,7 +45,6 @@ from verl.types import (
     FinishReason,
     Message,
     Outcome,
-    Sample,
     Score,
     StopReason,
     Task,
@@ -147,8 +149,9 @@ def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = 
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model
     stream = TaskStream([TASKS], cursor=cursor)
-    learner = Learner(StepSettings(), algorithm, model, reference)
-    return PPOTrainer(RolloutManager(settings, algorithm, stream, rollout), learner, model)
+    learner = Learner(settings=StepSettings(), algorithm=algorithm, policy=model, reference=reference)
+    rollouts = RolloutManager(settings, algorithm, stream, rollout)
+    return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=model)
 
 
 def order(number: int) -> list[str]:
@@ -228,10 +231,8 @@ def test_remax_compares_with_a_greedy_response(monkeypatch: pytest.MonkeyPatch) 
     assert sorted((n, temperature) for _, n, _, temperature in script.asked) == [(1, 0.0)] * 2 + [(2, 1.0)] * 2
     assert [each.baseline for each in kept] == [0.25, 0.25]  # it is long, too
     assert [each.lost_uses for each in kept] == [(LOST,), (LOST,)]  # of the greedy episodes
-    samples = [Sample((1, 5), (False, True), (0.0, -1.0), 0, reward) for reward in (0.0, 1.0)]
-    plain = replace(REMAX, kl=DAPO.kl)
-    experience = build_experience(samples, None, plain, baselines=[0.25, 0.25])
-    assert [row.tolist() for row in experience.columns["advantages"]] == [[0.0, -0.25], [0.0, 0.75]]
+    trained = to_batch([replace(each, rewards=(0.0, 1.0)) for each in kept])
+    assert advantages(trained, replace(REMAX, kl=DAPO.kl)) == [[-0.25] * 10, [0.75]] * 2
 
 
 def test_without_its_greedy_response_a_group_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,51 +275,66 @@ def test_turns_and_their_states_by_hand() -> None:
     """Prompt 1 2, turns of 5s, observations 7 or 8; a state is told by group and observation."""
     tokens = [(1, 2, 5, 5, 7, 5), (1, 2, 5, 8, 8, 5, 7, 5), (1, 2, 5, 7, 5)]
     samples = [
-        Sample(ids, tuple(each == 5 for each in ids), (0.0,) * len(ids), number, 0.0)
+        Sample(
+            token_ids=np.array(ids),
+            action_mask=np.array(ids) == 5,
+            rollout_logprobs=np.zeros(ids.count(5)),
+            group=number,
+            reward=0.0,
+        )
         for number, ids in zip((0, 0, 1), tokens, strict=True)
     ]
-    turns = turns_of(samples)
+    turns = turns_of(batch_of(samples))
     assert [each.turn_L.tolist() for each in turns] == [[0, 0, 1], [0, 1, 2], [0, 1]]
     first, second, third = (each.state_N.tolist() for each in turns)
     assert first[0] == second[0] != third[0]  # one prompt, another prompt
     assert first[1] == second[2] and second[1] not in first and third[1] not in (*first, *second)
-    assert turns_of([Sample((1, 2), (False, False), (0.0, 0.0), 0, 0.0)])[0].turn_L.dtype is torch.long
+    assert turns_of(batch_of([rewarded((1, 2), 0.0)]))[0].turn_L.dtype is torch.long
 
 
 def rewarded(ids: Sequence[int], reward: float, *sample_from_turns: tuple[int, float]) -> Sample:
     """Tokens of which the 5s are the policy's."""
-    return Sample(tuple(ids), tuple(each == 5 for each in ids), (0.0,) * len(ids), 0, reward, sample_from_turns)
+    return Sample(
+        token_ids=np.array(ids),
+        action_mask=np.array(ids) == 5,
+        rollout_logprobs=np.zeros(ids.count(5)),
+        group=0,
+        reward=reward,
+        turn_rewards=sample_from_turns,
+    )
+
+
+def advantages(batch: TokenBatch, algorithm: Algorithm) -> list[list[float]]:
+    """[B][trained tokens]"""
+    found = with_advantages(batch, algorithm).advantages
+    assert found is not None
+    return [each.tolist() for each in batch.per_sample(torch.from_numpy(found))]
 
 
 def test_gae_pays_for_a_turn_at_its_last_token_by_hand() -> None:
     """Rewards 0, 0.5, 1 and values 0.2, 0.4, 0.6 at gamma 0.5: deltas 0, 0.4, 0.4, advantages 0.3, 0.6, 0.4."""
     algorithm = replace(PPO, advantage=partial(gae, gamma=0.5, lam=1.0), kl=KLTerm())
-    sample, values = rewarded((1, 5, 5, 7, 5), 1.0, (2, 0.5)), [torch.tensor([9.0, 0.2, 0.4, 9.0, 0.6])]
-    columns = build_experience([sample], None, algorithm, values=values).columns
-    torch.testing.assert_close(columns["returns"][0], torch.tensor([0.0, 0.5, 1.0, 0.0, 1.0]))
-    torch.testing.assert_close(
-        columns["advantages"][0], torch.tensor([0.0, -0.87287, 1.09109, 0.0, -0.21822]), atol=1e-4, rtol=0
-    )
+    batch = batch_of([rewarded((1, 5, 5, 7, 5), 1.0, (2, 0.5))])
+    found = with_advantages(replace(batch, values=np.array([0.2, 0.4, 0.6], dtype=np.float32)), algorithm)
+    np.testing.assert_allclose(found.returns, [0.5, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found.advantages, [-0.87287, 1.09109, -0.21822], atol=1e-4)
 
 
 def test_gigpo_compares_what_turns_were_given_by_hand() -> None:
     """R = 1.5 and 0; in the first turn, whose state both met, R_1 = 0.5 + 0.95 * 1 and 0; the second met no other."""
     samples = [rewarded((1, 2, 5, 7, 5), 1.0, (2, 0.5)), rewarded((1, 2, 5, 8, 5), 0.0)]
     algorithm = replace(GIGPO, advantage=partial(gigpo, gamma=0.95, turn_weight=1.0, divide_by_std=False), kl=KLTerm())
-    first, second = build_experience(samples, None, algorithm).columns["advantages"]
-    torch.testing.assert_close(first, torch.tensor([0.0, 0.0, 0.75 + 0.725, 0.0, 0.75]))
-    torch.testing.assert_close(second, -first)
+    first, second = advantages(batch_of(samples), algorithm)
+    assert first == pytest.approx([0.75 + 0.725, 0.75]) and second == [-each for each in first]
 
 
 @pytest.mark.parametrize("algorithm", [GIGPO, PPO], ids=["gigpo", "ppo"])
 def test_the_last_turns_reward_and_the_episodes_are_paid_at_one_place(algorithm: Algorithm) -> None:
     ids, plain = (1, 2, 5, 7, 5, 5), replace(algorithm, kl=KLTerm())
-    values = [torch.arange(6.0), torch.arange(6.0)]
-    both = [
-        build_experience([rewarded(ids, *paid), rewarded(ids, 0.0)], None, plain, values=values).columns["advantages"]
-        for paid in ((1.5,), (1.0, (5, 0.5)))
-    ]
-    assert [row.tolist() for row in both[0]] == [row.tolist() for row in both[1]]
+    values = np.tile(np.array([2.0, 4.0, 5.0], dtype=np.float32), 2)
+    batches = (batch_of([rewarded(ids, *paid), rewarded(ids, 0.0)]) for paid in ((1.5,), (1.0, (5, 0.5))))
+    together, apart = (advantages(replace(batch, values=values), plain) for batch in batches)
+    assert together == apart
 
 
 def with_turn_rewards(whole: TrajectoryGroup, *rewards: float | None) -> TrajectoryGroup:

@@ -163,13 +163,16 @@ def test_the_loss_of_three_policies_by_hand() -> None:
     before_T = torch.tensor([-1.0, -2.0])
     now_T = (before_T + math.log(1.1)).requires_grad_()
     half_T = torch.full((2,), 0.5)
-    columns = {
-        "old_logprobs": before_T,
-        "rollout_logprobs": before_T - torch.tensor([1.5, 8.0]).log(),
-        "advantages": torch.tensor([3.0, 5.0]),
-        **dict.fromkeys(("weight", "metric_weight", "gap_weight"), half_T),
-    }
-    packed: Any = SimpleNamespace(columns=columns, sample=torch.zeros(2, dtype=torch.long))
+    packed: Any = SimpleNamespace(
+        old_logprobs=before_T,
+        rollout_logprobs=before_T - torch.tensor([1.5, 8.0]).log(),
+        advantages=torch.tensor([3.0, 5.0]),
+        selected=None,
+        loss_weights=half_T,
+        metric_weight=0.5,
+        sampled_weight=0.5,
+        sample=torch.zeros(2, dtype=torch.long),
+    )
 
     def policy(*_: Any) -> Any:
         return SimpleNamespace(logprobs=now_T, entropy=torch.zeros(2))
@@ -182,14 +185,14 @@ def test_the_loss_of_three_policies_by_hand() -> None:
     assert float(loss.detach()) == pytest.approx(-0.5 * 1.5 * 1.1 * 3.0)
     assert now_T.grad is not None and now_T.grad.tolist() == pytest.approx([-0.5 * 1.5 * 1.1 * 3.0, 0.0])
     corrections = {
-        name.removeprefix("correction_"): float(value)
-        for name, value in metrics.items()
-        if name.startswith("correction_")
+        name.removeprefix("correction/"): metric.value().value
+        for name, metric in metrics.items()
+        if name.startswith("correction/")
     }
     k3 = (1.5 - math.log(1.5) - 1.0 + 8.0 - math.log(8.0) - 1.0) / 2
     assert corrections.pop("engine_kl") == pytest.approx(k3)
     assert corrections == pytest.approx(
-        {"weight_mean": 0.75, "weight_square": 1.125, "weight_max": 1.5, "truncated": 0.5, "masked": 0.5}
+        {"weight_mean": 0.75, "ess": 0.75**2 / 1.125, "weight_max": 1.5, "truncated": 0.5, "masked": 0.5}
     )
 
 
@@ -210,14 +213,17 @@ class Bandit:
     def gradient(self, correction: Correction | None, responses: Tensor, share: Tensor) -> Tensor:
         """[12] what the worker's own loss makes of responses whose tokens weigh `share`."""
         logits, share_T = self.now.clone().requires_grad_(), share.repeat_interleave(2)
-        columns = {
-            "advantages": self.rewards[3 * responses[:, 0] + responses[:, 1]].repeat_interleave(2),
-            "rollout_logprobs": logprobs(self.engine, responses),
-            **dict.fromkeys(("weight", "metric_weight", "gap_weight"), share_T),
-        }
-        sample = torch.arange(len(responses)).repeat_interleave(2)
-        packed: Any = SimpleNamespace(responses=responses, columns=columns, sample=sample)
-        loss, _ = policy_loss(Table(logits), packed, replace(PLAIN, correction=correction), 1.0)
+        packed: Any = SimpleNamespace(
+            responses=responses,
+            advantages=self.rewards[3 * responses[:, 0] + responses[:, 1]].repeat_interleave(2),
+            rollout_logprobs=logprobs(self.engine, responses),
+            old_logprobs=None,
+            selected=None,
+            loss_weights=share_T,
+            metric_weight=1.0,
+            sample=torch.arange(len(responses)).repeat_interleave(2),
+        )
+        loss, _ = policy_loss(Table(logits), packed, replace(PLAIN, correction=correction), 1.0, compare_engine=False)
         loss.backward()
         assert logits.grad is not None
         return logits.grad.flatten()

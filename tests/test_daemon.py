@@ -25,12 +25,12 @@ from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def learn(train_batch, step):
+def learn(batch, step):
     print("learning", flush=True)
     threading.Event().wait()
 
 ahead = SimpleNamespace(settings=SimpleNamespace(max_staleness=1))
-trainer = PPOTrainer(ahead, SimpleNamespace(learn=learn), None)
+trainer = PPOTrainer(rollouts=ahead, learner=SimpleNamespace(learn=learn), weight_sync=None)
 sys.exit(run_cli([], "", TRAIN, lambda words, console: run_async(trainer._learn(None))))
 """
 

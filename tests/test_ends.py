@@ -228,7 +228,7 @@ def fail(*_):
     raise RuntimeError("the cause")
 build.Cluster = SimpleNamespace(start=lambda *_: nullcontext(SimpleNamespace(num_gpus=0)))
 build.build_scorer = lambda *_: nullcontext()
-build.start_workers = lambda *_: SimpleNamespace(close=lambda: time.sleep(1000))
+build.start_workers = lambda *_: SimpleNamespace(trainer=None, close=lambda: time.sleep(1000))
 build.build_trainer = fail
 def run(words, console):
     config = load_config(sys.argv[2:])
@@ -406,7 +406,7 @@ def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_pa
         fit.settings = replace(fit.settings, save_freq=1)
         trainer.learner.timer = PhaseTimer(fit.display.phase)
         learn = trainer.learner.learn
-        trainer.learner.learn = lambda train_batch, step: 1 / 0 if step == 1 else learn(train_batch, step)
+        trainer.learner.learn = lambda batch, step: 1 / 0 if step == 1 else learn(batch, step)
         with pytest.raises(ZeroDivisionError) as failed:
             asyncio.run(fit.run())
     where, file = failed.value.__notes__

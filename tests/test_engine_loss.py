@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
+from verl.batch.packed import Floats, TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.episodes.group import GroupRollout
 from verl.errors import EngineError, EngineLostError, LostRequestError
@@ -18,7 +19,7 @@ from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerLostError
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
-from verl.types import Completion, FinishReason, Message, Sample, Score, Task, Trajectory
+from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 
 TEN = Sampling(max_tokens=10, seed=5)
 
@@ -102,16 +103,18 @@ class Policy:
     def end_weight_sync(self) -> None:
         """Nothing."""
 
-    def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        return samples
+    def shard_for_scoring(self, batch: TokenBatch) -> TokenBatch:
+        return batch
 
-    def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        return [torch.zeros(len(sample.token_ids)) for sample in samples]
+    def score(self, batch: TokenBatch) -> Floats:
+        return np.zeros(int(batch.num_trained.sum()), dtype=np.float32)
 
 
 def publishing(engines: Engines, on_weight_sync: OnWeightSync | None = None) -> tuple[EnginePool, WeightSync]:
     pool = EnginePool(engines, [[0]] * engines.size, on_weight_sync, remake=engines.remake)  # type: ignore[arg-type]
-    weight_sync = WeightSync(Policy(), pool, [BucketLayout()], [(1,)], Sampling(2), 0.5)  # type: ignore[arg-type, list-item]
+    weight_sync = WeightSync(
+        policy=Policy(), engine=pool, layouts=[BucketLayout()], probes=[(1,)], sampling=Sampling(2), tolerance=0.5
+    )  # type: ignore[arg-type, list-item]
     pool.restore = weight_sync.restore
     return pool, weight_sync
 
@@ -146,7 +149,7 @@ def test_what_a_lost_engine_was_asked_is_asked_again_with_its_seed_and_the_weigh
         lost = [asked for asked in first.asked if asked[0] != (1,) or asked[1] is not None]
         assert pool.num_retried == len(lost) > 0
         counts = {"rollout/engine_restarts": 1.0, "rollout/requests_retried": len(lost)}
-        assert weight_sync.losses() == counts and set(weight_sync.losses().values()) == {0.0}
+        assert pool.losses() == counts and set(pool.losses().values()) == {0.0}
         again = [asked for engine in engines.engines for asked in engine.asked]
         assert all(asked in again for asked in lost)
         assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))

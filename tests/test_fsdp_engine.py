@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.test_packing import random_samples, tiny_model
-from verl.algorithms.aggregate import sample_weights
 from verl.algorithms.names import Aggregation
+from verl.batch.experience import with_loss_weights
 from verl.batch.packing import assign, make_units, pack
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.batch.samples import batch_of
+from verl.tracking.metric import Max, Mean
+from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings, learning_rate_factor
 
@@ -27,12 +29,13 @@ MAX_TOKENS = 60
 
 def policy_loss(module: Any, packed: Any) -> Any:
     output = module(packed, 0.7, True)
-    weights = packed.columns["weight"]
-    return (-(output.logprobs + 0.1 * output.entropy) * weights).sum(), {"entropy": (output.entropy * weights).sum()}
+    weights, entropy = packed.loss_weights, output.entropy
+    metrics = {"entropy": PackMetric(((entropy * weights).sum(),)), "most": PackMetric((entropy.max(),), maximum=True)}
+    return (-(output.logprobs + 0.1 * entropy) * weights).sum(), metrics
 
 
 def critic_loss(module: Any, packed: Any) -> Any:
-    return ((module(packed) - 1.0).square() * packed.columns["weight"]).sum(), {}
+    return ((module(packed) - 1.0).square() * packed.loss_weights).sum(), {}
 
 
 def run_rank(rank: int, world: int, folder: str, kind: str) -> None:
@@ -52,12 +55,10 @@ def train(rank: int, world: int, kind: str) -> dict[str, Any]:
     """Two updates of a policy and a critic on this rank's packs: the metrics, and the full weights afterwards."""
     mesh = init_device_mesh("cpu", (world,))
     samples = random_samples(5, group_sizes=(4, 1, 3, 2))
-    counts = torch.tensor([sum(each.action_mask) for each in samples])
-    weights = sample_weights(Aggregation.SEQ_MEAN_TOKEN_MEAN, counts)
-    columns = {"weight": [weight.repeat(len(each.token_ids)) for weight, each in zip(weights, samples, strict=True)]}
+    batch = with_loss_weights(batch_of(samples), Aggregation.SEQ_MEAN_TOKEN_MEAN)
     lean = world > 1
-    dealt = assign(make_units(samples, lean, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
-    packs = [pack(units, samples, columns) for units in dealt[rank::world]]
+    dealt = assign(make_units(batch, lean, MAX_TOKENS), MAX_TOKENS, num_ranks=world)
+    packs = [pack(units, batch) for units in dealt[rank::world]]
     settings = OptimizerSettings(lr=1e-3, max_grad_norm=0.5)
     outcome: dict[str, Any] = {}
     for name, wrapper, loss in (("policy", PackedPolicy, policy_loss), ("critic", PackedCritic, critic_loss)):
@@ -77,8 +78,12 @@ def trained(world: int, folder: Path, kind: str) -> dict[str, Any]:
     folder.mkdir()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     mp.spawn(run_rank, args=(world, str(folder), kind), nprocs=world)
-    outcome: dict[str, Any] = torch.load(folder / "outcome.pt")
+    outcome: dict[str, Any] = torch.load(folder / "outcome.pt", weights_only=False)
     return outcome
+
+
+def values(result: UpdateResult) -> dict[str, float]:
+    return {name.removeprefix("model/"): metric.value for name, metric in result.of("model").items()}
 
 
 @pytest.mark.parametrize(
@@ -88,13 +93,16 @@ def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
     one, two = trained(1, tmp_path / "one", kind), trained(2, tmp_path / "two", kind)
     for name in ("policy", "critic"):
         for alone, together in zip(one[name], two[name], strict=True):
-            assert together == pytest.approx(alone, rel=1e-6)
+            assert values(together) == pytest.approx(values(alone), rel=1e-6)
+            assert {name: type(each) for name, each in together.metrics.items()} == (
+                {"entropy": Mean, "most": Max} if name == "policy" else {}
+            )
         for key, weight in one[f"{name} weights"].items():
             # A fiftieth of an update, for gradients that nearly cancel: they are reduced in float32, and Adam divides
             # by their size.
             torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=2e-5)
-    assert one["policy"][1]["loss"] < one["policy"][0]["loss"]
-    assert one["critic"][1]["loss"] < one["critic"][0]["loss"] == pytest.approx(1.0)  # values start at zero
+    assert one["policy"][1].loss < one["policy"][0].loss
+    assert one["critic"][1].loss < one["critic"][0].loss == pytest.approx(1.0)  # values start at zero
 
 
 def test_exported_weights_name_the_tied_head() -> None:

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from tests.test_packing import VOCABULARY, tiny_model
 from tests.weight_sync import sync
 from verl.batch.packing import make_units, pack
+from verl.batch.samples import batch_of, sample_from_completion
 from verl.errors import EngineError
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
-from verl.types import Completion, FinishReason, Sample
+from verl.types import Completion, FinishReason
 from verl.workers.model import PackedPolicy, hf_named_parameters
 
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
@@ -40,10 +41,9 @@ def generate(engine: HFEngine, prompts: Sequence[Sequence[int]], *samplings: Sam
 def trainer_logprobs(
     policy: PackedPolicy, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> list[float]:
-    ids = (*prompt, *response)
-    mask = (False,) * len(prompt) + (True,) * len(response)
-    sample = Sample(ids, mask, (0.0,) * len(ids), 0, 0.0)
-    packed = pack(make_units([sample], False, 1000), [sample])
+    completion = Completion(response, (0.0,) * len(response), FinishReason.STOP, 0)
+    batch = batch_of([sample_from_completion(prompt, completion)])
+    packed = pack(make_units(batch, False, 1000), batch)
     with torch.no_grad():
         logprobs: list[float] = policy(packed, temperature, False).logprobs.tolist()
     return logprobs

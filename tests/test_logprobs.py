@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from tests.test_packing import random_samples, tiny_model
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.estimators.grpo import GRPO
 from verl.batch.packing import make_units, pack
+from verl.batch.samples import batch_of
 from verl.workers import logprobs
 from verl.workers.logprobs import token_logprobs
 from verl.workers.model import PackedPolicy
@@ -94,18 +96,21 @@ def test_an_entropy_that_is_only_logged_costs_nothing_in_the_backward(monkeypatc
 
     monkeypatch.setattr(logprobs._TokenLogprobs, "backward", staticmethod(recorded))
     policy, samples = PackedPolicy(tiny_model("qwen2", True, torch.float32)), random_samples(5)
-    units = make_units(samples, share_prefix=True, max_tokens=1000)
-    columns = {
-        name: [torch.full((len(sample.token_ids),), value) for sample in samples]
-        for name, value in (("advantages", 0.5), ("rollout_logprobs", -4.0), ("weight", 0.1), ("metric_weight", 0.1))
-    }
-    columns["gap_weight"] = columns["weight"]
-    packed = pack(units, samples, columns)
+    batch = batch_of(samples)
+    batch = replace(
+        batch,
+        advantages=np.full_like(batch.rollout_logprobs, 0.5),
+        rollout_logprobs=np.full_like(batch.rollout_logprobs, -4.0),
+        loss_weights=np.full(len(batch), 0.1),
+        metric_weight=0.1,
+        sampled_weight=0.1,
+    )
+    packed = pack(make_units(batch, share_prefix=True, max_tokens=1000), batch)
     found = []
     for coefficient in (0.0, 1e-30):  # the second is lost in rounding, but takes the way of an entropy in the loss
         algorithm = replace(GRPO, kl=KLTerm(), entropy_coefficient=coefficient)
         loss, metrics = policy_loss(policy, packed, algorithm, 1.0)
-        found.append([loss, metrics["entropy"], *torch.autograd.grad(loss, list(policy.parameters()))])
+        found.append([loss, metrics["actor/entropy"].parts[0], *torch.autograd.grad(loss, list(policy.parameters()))])
     assert reached == [False, True]
     assert float(found[0][1]) > 0
     for without, with_entropy in zip(*found, strict=True):

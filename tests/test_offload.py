@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.test_fsdp_engine import policy_loss
 from tests.test_packing import random_samples, tiny_model
-from verl.batch.packing import make_units, pack
+from verl.algorithms.aggregate import Aggregation
+from verl.batch.experience import with_loss_weights
+from verl.batch.packing import Shard, make_units
+from verl.batch.samples import batch_of
 from verl.transfer.shared_memory import SharedMemory
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
@@ -22,8 +25,9 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
 GPU, HOST = torch.device("cuda"), torch.device("cpu")
-SAMPLES = random_samples(1, group_sizes=(2, 1))
-PACKS = [pack(make_units(SAMPLES, True, 1000), SAMPLES, {"weight": [torch.ones(len(s.token_ids)) for s in SAMPLES]})]
+BATCH = with_loss_weights(batch_of(random_samples(1, group_sizes=(2, 1))), Aggregation.TOKEN_SUM)
+SHARD = Shard(BATCH, [make_units(BATCH, True, 1000)])
+PACKS = list(SHARD.packed())
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ def test_a_step_loads_what_it_needs_and_offloads_it_again(group: None, tmp_path:
     worker.engine.offload_all()  # as an engine is left when it is made
     assert moved() == ["params to cpu", "states to cpu"]
     for _ in range(2):
-        worker.score(PACKS)
+        worker.score(SHARD)
         assert moved() in ([], ["params to cuda"])
         for _ in range(2):
             worker.engine.update(PACKS, policy_loss)
@@ -87,7 +91,7 @@ def test_a_step_loads_what_it_needs_and_offloads_it_again(group: None, tmp_path:
         assert moved() == ["states to cpu"]
         for layout in layouts:
             worker.send_bucket(layout.number)
-        worker.score(PACKS)  # the canary
+        worker.score(SHARD)  # the canary
         assert not moves
         worker.end_weight_sync()
         assert moved() == ["params to cpu"]
@@ -102,7 +106,7 @@ def test_a_reference_is_away_unless_it_scores(group: None) -> None:
     worker = watched(moves, trained=False)
     worker.engine.offload_all()
     moves.clear()
-    worker.score(PACKS)
+    worker.score(SHARD)
     assert moves == ["params to cuda", "params to cpu"]
 
 
@@ -132,7 +136,7 @@ def test_updates_go_on_with_tensors_that_lie_elsewhere(group: None, monkeypatch:
         torch.manual_seed(0)
         worker = watched([], trained=True)
         for _ in range(2):
-            outcomes.append(worker.engine.update(PACKS, policy_loss)["loss"])
+            outcomes.append(worker.engine.update(PACKS, policy_loss).loss)
             if moving:
                 before = tensors(worker.engine)  # held, so that no place is used again
                 with monkeypatch.context() as patch:

@@ -19,7 +19,7 @@ from verl.config.schema import ModelConfig
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_ppo, main_sft
 from verl.trainer.builders.run import load_chat_template
-from verl.trainer.ppo import PPOTrainer
+from verl.trainer.ppo import PPOTrainer, TrainStepResult
 
 CITIES = ("Rome", "Bonn", "Lima", "Oslo", "Bern", "Cairo", "Delhi", "Quito", "Seoul", "Turin")
 WEATHER = {
@@ -130,19 +130,19 @@ def test_the_same_dialogues_are_prompts_of_grpo(model: Path, prompts: Path, tmp_
     words = [*run_words(model, tmp_path, "hf", 2), f"data.train_files=[{prompts}]"]
     config = load_config([*words, "reward.name=math"])
 
-    async def train(trained: PPOTrainer) -> None:
+    async def train(trained: PPOTrainer) -> TrainStepResult:
         await trained.weight_sync.sync(0)
         try:
-            for _ in range(2):
-                await trained.train_step()
+            await trained.train_step()
+            return await trained.train_step()
         finally:
             await trained.rollouts.close()
 
     with local_trainer(config) as trained:
-        asyncio.run(train(trained))
+        last = asyncio.run(train(trained))
         decode = trained.rollouts.rollout.chat.tokenizer.decode
-        assert len(trained.groups) == 4
-        for group in trained.groups:
+        assert len(last.groups) == 4
+        for group in last.groups:
             number = int(group.task.id.rpartition("#")[2])
             assert {decode(each.turns[0].context_ids) for each in group.trajectories} == {rendered(number)}
             for trajectory, score in zip(group.trajectories, group.scores, strict=True):

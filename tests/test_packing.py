@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from verl.batch.packed import TokenBatch
 from verl.batch.packing import assign, make_units, pack
+from verl.batch.samples import Sample, batch_of
 from verl.errors import ConfigError
-from verl.types import Sample
 from verl.workers.attention import PACKED, register
 from verl.workers.logprobs import token_logprobs
 
@@ -25,7 +27,20 @@ VOCABULARY = 97
 
 def sample(prompt: list[int], response: list[int], group: int = 0, masked: tuple[int, ...] = ()) -> Sample:
     mask = [False] * len(prompt) + [place not in masked for place in range(len(response))]
-    return Sample(tuple(prompt + response), tuple(mask), (0.0,) * len(mask), group, 0.0)
+    return Sample(
+        token_ids=np.array(prompt + response),
+        action_mask=np.array(mask),
+        rollout_logprobs=np.zeros(sum(mask)),
+        group=group,
+        reward=0.0,
+    )
+
+
+def placed(samples: list[Sample]) -> TokenBatch:
+    """The samples as a batch, with each trained token's place in its sample in the column of advantages."""
+    batch = batch_of(samples)
+    places = [np.flatnonzero(each.action_mask) for each in samples]
+    return replace(batch, advantages=np.concatenate(places).astype(np.float32))
 
 
 def random_samples(seed: int, group_sizes: tuple[int, ...] = (4, 1, 3)) -> list[Sample]:
@@ -43,27 +58,30 @@ def random_samples(seed: int, group_sizes: tuple[int, ...] = (4, 1, 3)) -> list[
 
 def test_two_responses_of_one_prompt_by_hand() -> None:
     samples = [sample([7, 8, 9], [1, 2]), sample([7, 8, 9], [3])]
-    (unit,) = make_units(samples, share_prefix=True, max_tokens=100)
-    packed = pack([unit], samples, {"advantage": [torch.arange(5.0), torch.arange(10.0, 14.0)]})
+    batch = replace(batch_of(samples), advantages=np.array([3.0, 4.0, 13.0]), loss_weights=np.array([0.5, 0.25]))
+    (unit,) = make_units(batch, share_prefix=True, max_tokens=100)
+    packed = pack([unit], batch)
     assert packed.token_ids.tolist() == [7, 8, 9, 1, 2, 3]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
     assert [(each.start, each.end, each.prefix) for each in packed.segments] == [(0, 3, None), (3, 5, 0), (5, 6, 0)]
     assert packed.target.tolist() == [1, 2, 3]
     assert packed.source.tolist() == [2, 3, 2]  # both first response tokens are predicted by the prompt's last token
     assert packed.sample.tolist() == [0, 0, 1]
-    assert packed.columns["advantage"].tolist() == [3.0, 4.0, 13.0]
+    assert packed.advantages is not None and packed.advantages.tolist() == [3.0, 4.0, 13.0]
+    assert packed.loss_weights is not None and packed.loss_weights.tolist() == [0.5, 0.5, 0.25]
+    assert packed.old_logprobs is None
 
 
 def test_branches_share_up_to_the_first_trained_token() -> None:
     samples = [sample([1, 2, 3], [4, 5]), sample([1, 2, 9], [4, 5])]
-    assert make_units(samples, True, 100)[0].prefix == 2
+    assert make_units(batch_of(samples), True, 100)[0].prefix == 2
     same = [sample([1, 2], [4, 5]), sample([1, 2], [4, 5])]
-    assert make_units(same, True, 100)[0].prefix == 2  # equal trained tokens are still each their own
+    assert make_units(batch_of(same), True, 100)[0].prefix == 2  # equal trained tokens are still each their own
 
 
 def test_a_sample_larger_than_a_pack_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="a sample has 5 tokens, but a pack holds 4"):
-        make_units([sample([1, 2, 3], [4, 5])], True, 4)
+        make_units(batch_of([sample([1, 2, 3], [4, 5])]), True, 4)
 
 
 @settings(max_examples=200, deadline=None)
@@ -78,13 +96,15 @@ def test_every_trained_token_is_in_exactly_one_pack(
     group_sizes: tuple[int, ...], seed: int, max_tokens: int, share: bool, num_ranks: int
 ) -> None:
     samples = random_samples(seed, group_sizes)
-    packs = assign(make_units(samples, share, max_tokens), max_tokens, num_ranks)
+    batch = placed(samples)
+    packs = assign(make_units(batch, share, max_tokens), max_tokens, num_ranks)
     assert len(packs) % num_ranks == 0
     seen: Counter[tuple[int, int]] = Counter()
     for units in packs:
-        packed = pack(units, samples, {"place": [torch.arange(len(each.token_ids)) for each in samples]})
+        packed = pack(units, batch)
         assert len(packed.token_ids) == max(1, sum(unit.num_tokens for unit in units)) <= max_tokens
-        seen.update(zip(packed.sample.tolist(), packed.columns["place"].tolist(), strict=True))
+        assert packed.advantages is not None
+        seen.update(zip(packed.sample.tolist(), packed.advantages.long().tolist(), strict=True))
     wanted = {(i, t) for i, each in enumerate(samples) for t, trained in enumerate(each.action_mask) if trained}
     assert seen == Counter(dict.fromkeys(wanted, 1))
 
@@ -113,9 +133,9 @@ def packed_run(
     """Log-probs per sample, and the gradient of a loss that weighs every token differently."""
     model.zero_grad()
     logprobs: dict[int, list[float]] = {}
-    for units in assign(make_units(samples, share, max_tokens), max_tokens):
-        places = [torch.arange(len(each.token_ids), dtype=torch.float64) for each in samples]
-        packed = pack(units, samples, {"place": places})
+    batch = placed(samples)
+    for units in assign(make_units(batch, share, max_tokens), max_tokens):
+        packed = pack(units, batch)
         hidden = model.model(
             input_ids=packed.token_ids[None],
             position_ids=packed.position_ids[None],
@@ -125,7 +145,8 @@ def packed_run(
         head = model.get_output_embeddings().weight
         values, entropy = token_logprobs(hidden[packed.source], head, packed.target, 0.7, with_entropy=True)
         assert entropy is not None
-        weight = torch.sin(packed.columns["place"] + packed.sample)
+        assert packed.advantages is not None
+        weight = torch.sin(packed.advantages.double() + packed.sample)
         (values * weight + 0.1 * entropy * weight.cos()).sum().backward()
         for index, value in zip(packed.sample.tolist(), values.tolist(), strict=True):
             logprobs.setdefault(index, []).append(value)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from tests.conftest import ROOT
 from tests.test_hf_engine import generate, trainer_logprobs
 from tests.test_packing import random_samples
 from verl.batch.packing import make_units, pack
+from verl.batch.samples import Sample, batch_of
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
-from verl.types import Sample
 from verl.workers import attention
 from verl.workers.model import PackedPolicy
 from verl.workers.parity import check_packs, packing_gap, random_model, small_copy
@@ -65,7 +66,7 @@ def tiny_config(kind: str, **settings: Any) -> PretrainedConfig:
 
 def own_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
     """[trained tokens] by transformers' forward of this sequence alone."""
-    ids = torch.tensor(sample.token_ids)
+    ids = torch.from_numpy(sample.token_ids)
     every = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
     places = [t for t, trained in enumerate(sample.action_mask) if trained]
     return torch.stack([every[t - 1, ids[t]] for t in places])
@@ -82,7 +83,8 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(kind: str, settings
     torch.manual_seed(0)
     model = random_model(tiny_config(kind, **settings)).eval()
     samples = random_samples(1)
-    packed = pack(make_units(samples, share_prefix=True, max_tokens=1000), samples)
+    batch = batch_of(samples)
+    packed = pack(make_units(batch, share_prefix=True, max_tokens=1000), batch)
     assert len(samples) == 8 and len(packed.token_ids) < sum(len(each.token_ids) for each in samples)
     found_A = PackedPolicy(model)(packed, 0.7, False).logprobs
     loss = (found_A * (1 + packed.sample)).sum()
@@ -195,10 +197,18 @@ def test_a_dynamic_rotary_embedding_scales_short_sequences_beside_long_ones() ->
     model = random_model(tiny_config("llama", rope_parameters=DYNAMIC, max_position_embeddings=16)).eval()
     short, long = ([(3 * t + 5) % VOCABULARY for t in range(length)] for length in (10, 40))
     samples = [
-        Sample(tuple(ids), (False, *[True] * (len(ids) - 1)), (0.0,) * len(ids), 0, 0.0) for ids in (short, long)
+        Sample(
+            token_ids=np.array(ids),
+            action_mask=np.arange(len(ids)) > 0,
+            rollout_logprobs=np.zeros(len(ids) - 1),
+            group=0,
+            reward=0.0,
+        )
+        for ids in (short, long)
     ]
-    alone = PackedPolicy(model)(pack(make_units(samples[:1], False, 1000), samples[:1]), 1.0, False).logprobs
-    both = pack(make_units(samples, False, 1000), samples)
+    first, all_of_them = batch_of(samples[:1]), batch_of(samples)
+    alone = PackedPolicy(model)(pack(make_units(first, False, 1000), first), 1.0, False).logprobs
+    both = pack(make_units(all_of_them, False, 1000), all_of_them)
     beside_long = PackedPolicy(model)(both, 1.0, False).logprobs[both.sample == 0]
     assert (alone - beside_long).abs().max() > 1e-2
 

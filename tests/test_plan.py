@@ -83,7 +83,14 @@ def one_group(shared: bool) -> tuple[PackedBatch, PackShape]:
     tokens = segments[-1].end
     source = torch.arange(tokens - 2 * RESPONSE, tokens)
     ids = torch.randint(1000, (tokens,))
-    batch = PackedBatch(ids, torch.arange(tokens), segments, source, ids[source], torch.zeros_like(source), {})
+    batch = PackedBatch(
+        token_ids=ids,
+        position_ids=torch.arange(tokens),
+        segments=segments,
+        source=source,
+        target=ids[source],
+        sample=torch.zeros_like(source),
+    )
     return batch, PackShape.of(tokens, PROMPT, RESPONSE, 2, shared)
 
 

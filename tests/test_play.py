@@ -52,7 +52,11 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
         ("hello", ["single_turn", "--data", "dataset/mini/test.parquet"], "this environment does not judge"),
         ("", ["shop", "--data", "dataset/mini/test.parquet"], "is not a task of env.name=shop: Field required"),
         ("", ["shop", "--task", "99"], "error: there is no task 99: valid numbers are 0 to 7"),
-        ("", ["remote", "--option", "urls=http://127.0.0.1:1", "--tasks-of", "shop"], "error: environment server: not reachable"),
+        (
+            "",
+            ["remote", "--option", "urls=http://127.0.0.1:1", "--tasks-of", "shop"],
+            "error: environment server: not reachable",
+        ),
         ("", ["single_turn"], "has no bundled tasks"),
         ("", ["shopp", "--tasks-of", "shop"], "did you mean 'shop'"),
     ],

@@ -72,7 +72,7 @@ def test_every_token_carries_the_version_that_wrote_it(on_weight_sync: OnWeightS
     assert len(done) == 4
     for completion in done:
         assert completion.finish_reason is FinishReason.LENGTH
-        assert completion.versions == completion.token_ids and len(completion.logprobs) == 60
+        assert completion.versions == tuple(completion.token_ids) and len(completion.logprobs) == 60
         assert completion.weight_version == completion.versions[-1]
         found = {OnWeightSync.FINISH: {0}, OnWeightSync.CONTINUE: {0, 1, 2}, OnWeightSync.ABORT_AND_RETRY: {2}}[
             on_weight_sync
@@ -152,7 +152,7 @@ def test_a_response_in_pieces_stops_where_an_unbroken_one_would(
 ) -> None:
     whole = asyncio.run(recited(words, stops, ()))
     broken = asyncio.run(recited(words, stops, breaks))
-    assert (broken.token_ids, broken.logprobs) == (whole.token_ids, whole.logprobs)
+    assert tuple(broken.token_ids) == tuple(whole.token_ids) and tuple(broken.logprobs) == tuple(whole.logprobs)
     assert broken.finish_reason is whole.finish_reason
     versions = [sum(place <= number for place in breaks) for number in broken.token_ids]
     assert list(broken.versions) == versions  # no token is thrown away
@@ -182,7 +182,7 @@ def test_a_canary_need_not_wait_behind_what_waits_for_the_weights(on_weight_sync
             late = asyncio.ensure_future(pool.generate((3,), Sampling(max_tokens=20)))
             await pool.end_weights(1)
             place = len(engine.asked)
-            ((canary,),) = await pool.generate_everywhere((9,), Sampling(max_tokens=5))
+            ((canary,),) = await pool.probe((9,), Sampling(max_tokens=5))
             assert canary.versions == (1,) * 5 and len(engine.asked) == place + 1 and not late.done()
         return place, [each for (each,) in await asyncio.gather(*responses, late)]
 
@@ -204,7 +204,7 @@ def test_weights_that_are_refused_leave_the_old_ones_in_use() -> None:
         return list(await response)
 
     (done,) = asyncio.run(goes_on())
-    assert done.token_ids == (0,) * 30 == done.versions
+    assert tuple(done.token_ids) == (0,) * 30 == done.versions
 
 
 def test_an_engine_that_breaks_off_by_itself_is_not_asked_again() -> None:
@@ -238,5 +238,5 @@ def test_a_broken_off_response_of_the_transformers_engine_has_the_log_probs_of_a
     assert first.token_ids == whole.token_ids[:length] and first.logprobs == whole.logprobs[:length]
     rest = replace(whole, token_ids=whole.token_ids[length:], logprobs=whole.logprobs[length:], weight_version=3)
     both = joined([first, rest])
-    assert (both.token_ids, both.logprobs) == (whole.token_ids, whole.logprobs)
+    assert tuple(both.token_ids) == tuple(whole.token_ids) and tuple(both.logprobs) == tuple(whole.logprobs)
     assert both.versions == (0,) * length + (3,) * (40 - length)

@@ -211,5 +211,5 @@ def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path,
     assert math_problems.main(["--input", str(source), "--output", str(rl)]) == 0
     (sample,) = sft_samples(read_demonstrations(str(sft)), chat, 4096)
     prompt = opening("retool", rl, chat)
-    assert sample.token_ids[: len(prompt)] == prompt
+    assert tuple(sample.token_ids[: len(prompt)]) == prompt
     assert not any(sample.action_mask[: len(prompt)]) and sample.action_mask[len(prompt)]

@@ -28,6 +28,7 @@ from verl.envs.shop import ShopEnv, shop_tasks
 from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.rollout.engine import RolloutEngine, Sampling
+from verl.trainer.ppo import TrainStepResult
 from verl.types import Completion, FinishReason, Message, Score, Task, ToolCall, ToolStatus
 from verl.utils.reward_score.base import LabReward, build_reward
 
@@ -182,7 +183,7 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
     tool_call_format = build_tool_call_format(config.env.tool_call_format or "")
     words = [tool_call_format.render((ToolCall("list_products", {}),)), WITHOUT_GOLD["artist_tools"]]
 
-    async def step() -> dict[str, float]:
+    async def step() -> TrainStepResult:
         try:
             return await trained.train_step()
         finally:
@@ -195,10 +196,9 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
             with pytest.raises(ConfigError, match=r"algorithm.name=grpo supports only one reward per episode"):
                 asyncio.run(step())
             return
-        metrics = asyncio.run(step())
-    assert metrics["reward/turns"] > 0 and metrics["actor/grad_norm"] > 0
-    paid_at = {reward for sample in trained.train_batch.samples for _, reward in sample.turn_rewards}
-    assert paid_at == {0.0, 0.25}
+        result = asyncio.run(step())
+    assert result.metrics["reward/turns"] > 0 and result.metrics["actor/grad_norm"] > 0
+    assert result.batch.rewards is not None and 0.25 in result.batch.rewards
 
 
 @pytest.mark.parametrize("recipe", CALLS)
@@ -219,7 +219,7 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
         )
     )
 
-    async def step() -> dict[str, float]:
+    async def step() -> TrainStepResult:
         try:
             return await trained.train_step()
         finally:
@@ -229,19 +229,20 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
         chat = trained.rollouts.rollout.chat
         engine = HalfScripted(trained.rollouts.rollout.engine, chat, [*first, last])
         object.__setattr__(trained.rollouts.rollout, "engine", engine)
-        metrics = asyncio.run(step())
+        result = asyncio.run(step())
+    metrics = result.metrics
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["actor/grad_norm"] > 0
     scripted = [
         (trajectory, score)
-        for group in trained.groups
+        for group in result.groups
         for trajectory, score in zip(group.trajectories, group.scores, strict=True)
         if trajectory.turns[-1].completion.logprobs[0] == -1.0
     ]
     assert len(scripted) == 2 or config.algorithm.filters  # which draw until there is something to learn
     for trajectory, score in scripted:
         assert [use.status for use in trajectory.tool_uses] == [ToolStatus.SUCCESS] * (call is not None)
-        others = [each.total for group in trained.groups for each in group.scores]
+        others = [each.total for group in result.groups for each in group.scores]
         assert score.total == max(others) > min(others)
         if call is CODE or call is SEARCH:
             assert NUMBER in next(turn.responses[0].content for turn in trajectory.turns if turn.responses)

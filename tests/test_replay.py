@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from tests.local_run import OneProcess, local_fit, local_trainer
 from tests.tiny import run_words, save_tiny_model
-from verl.batch.train_batch import TrainBatch
+from verl.batch.samples import Sample, batch_of
 from verl.config.load import flattened, load_config, restored_config
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError
@@ -40,7 +40,6 @@ from verl.kit.replay.record import (
 from verl.kit.replay.replay import Replay, plan_replay, replay_from
 from verl.system.files import replacing
 from verl.tracking.jsonl import read_jsonl
-from verl.types import Sample
 
 STEPS = 3
 
@@ -117,9 +116,10 @@ def test_whatever_the_arithmetic_needs_is_recorded(words: list[str], model: Path
 def test_the_record_alone_counts(plain_run: Path, tmp_path: Path) -> None:
     """Another reward in the record is another step, and what differs is named."""
     record = read_record(record_path(plain_run, 1))
-    samples = [replace(record.train_batch.samples[0], reward=9.0), *record.train_batch.samples[1:]]
-    train_batch = replace(record.train_batch, samples=samples)
-    Recorder(tmp_path, record.settings, record.made_by).write(1, train_batch, record.metrics)
+    rewards = record.batch.rewards
+    assert rewards is not None
+    rewards[record.batch.num_trained[0] - 1] = 9.0
+    Recorder(tmp_path, record.settings, record.made_by).write(1, record.batch, None, record.metrics)
     assert {"actor/loss", "actor/grad_norm"} <= set(replay_step(tmp_path, 1).differing())
 
 
@@ -128,7 +128,7 @@ def test_other_code_or_settings_are_told(plain_run: Path, tmp_path: Path, caplog
         record = read_record(record_path(plain_run, step))
         settings = {**record.settings, "actor.optim.lr": 0.5} if step == 1 else record.settings
         older = Recorder(tmp_path, settings, {**record.made_by, "code": "older"})
-        older.write(step, record.train_batch, record.metrics)
+        older.write(step, record.batch, record.kl_coefficient, record.metrics)
     replay_step(tmp_path, 2)
     assert "but older in the record: the result may differ" in caplog.text
     assert "actor.optim.lr is 0.5 in step 1, but 0.01 in the record" in caplog.text
@@ -189,35 +189,49 @@ def test_no_byte_of_a_record_is_lost_in_silence(plain_run: Path, tmp_path: Path)
             read = read_record(path)
         except DataError:
             continue
-        assert repr(read) == repr(read_record(record_path(plain_run, 1)))
+        assert content(read) == content(read_record(record_path(plain_run, 1)))
 
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "step-000001.npz", header=np.array(json.dumps({"format": 0})))
-    with pytest.raises(DataError, match="is of an unknown format; expected format 2"):
+    with pytest.raises(DataError, match="is of an unknown format; expected format 3"):
         read_record(tmp_path / "step-000001.npz")
 
 
-numbers = st.floats(allow_nan=False, width=64)
+def content(record: Record) -> str:
+    """Every value, bit for bit."""
+    batch = {field.name: getattr(record.batch, field.name) for field in fields(record.batch)}
+    shown = {name: (each.dtype, each.tobytes()) for name, each in batch.items() if isinstance(each, np.ndarray)}
+    return repr((shown, replace(record, batch=None)))  # type: ignore[arg-type]
+
+
+numbers = st.floats(allow_nan=False, width=32)
 tokens = st.tuples(st.integers(0, 200_000), st.booleans(), numbers | st.just(math.nan))
-sample_from_turns = st.lists(st.tuples(st.integers(0, 9), numbers), max_size=2).map(tuple)
-rows = st.lists(
-    st.tuples(st.lists(tokens, min_size=1), numbers, sample_from_turns, st.none() | numbers), min_size=1, max_size=5
-)
+rows = st.lists(st.tuples(st.lists(tokens, min_size=1), numbers), min_size=1, max_size=5)
 
 
 @settings(deadline=None)
-@given(rows, st.none() | numbers)
-def test_a_lesson_comes_back_bit_for_bit(rows: list[tuple[list[Any], float, Any, float | None]], kl: float) -> None:
+@given(rows, st.booleans(), st.none() | numbers)
+def test_a_batch_comes_back_bit_for_bit(
+    rows: list[tuple[list[Any], float]], with_baselines: bool, kl: float | None
+) -> None:
     samples = [
-        Sample(*zip(*each, strict=True), number, reward, sample_from_turns)
-        for number, (each, reward, sample_from_turns, _) in enumerate(rows)
+        Sample(
+            token_ids=np.array(ids),
+            action_mask=np.array(mask),
+            rollout_logprobs=np.array(logprobs)[list(mask)],
+            group=number,
+            reward=reward,
+        )
+        for number, (each, reward) in enumerate(rows)
+        for ids, mask, logprobs in [zip(*each, strict=True)]
     ]
-    train_batch = TrainBatch(samples, [baseline for *_, baseline in rows], kl)
-    record = Record(7, train_batch, {"actor/loss": 0.1, "actor/lr": math.inf}, {"a.b": [1]}, {"code": "x"})
+    batch = batch_of(samples, np.arange(len(samples), dtype=np.float32) if with_baselines else None)
+    metrics, recorder = {"actor/loss": 0.1, "actor/lr": math.inf}, {"settings": {"a.b": [1]}, "made_by": {"code": "x"}}
+    record = Record(step=7, batch=batch, kl_coefficient=kl, metrics=metrics, **recorder)
     with TemporaryDirectory() as folder:
-        Recorder(Path(folder), record.settings, record.made_by).write(7, train_batch, record.metrics)
-        assert repr(read_record(record_path(Path(folder), 7))) == repr(record)
+        Recorder(Path(folder), **recorder).write(7, batch, kl, metrics)
+        assert content(read_record(record_path(Path(folder), 7))) == content(record)
 
 
 def test_a_configuration_comes_back_from_its_settings(model: Path, tmp_path: Path) -> None:

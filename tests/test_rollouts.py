@@ -7,25 +7,24 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.local_run import local_fit, local_trainer
 from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
-from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.losses.dapo import DAPO
-from verl.batch.experience import Experience
+from verl.batch.packed import Floats, TokenBatch
+from verl.batch.packing import Sharding
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.load import load_config
 from verl.data.tasks import TaskCursor, TaskStream
@@ -33,16 +32,16 @@ from verl.episodes.collection import NoTrainableGroupsError, StepGroups
 from verl.episodes.lookahead import LookaheadController
 from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
 from verl.kit.collapse.collapse import CollapseWatch
-from verl.kit.replay.record import Recorder, TrainBatch
+from verl.kit.replay.record import Recorder
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
+from verl.tracking.metric import Metric
 from verl.tracking.names import known
 from verl.trainer.loop import TrainingRun
-from verl.trainer.metrics import Metrics
-from verl.trainer.policy import Policy, ScoringBatch
-from verl.trainer.ppo import PPOTrainer
+from verl.trainer.policy import Policy
+from verl.trainer.ppo import PPOTrainer, TrainStepResult
 from verl.trainer.weight_sync import WeightSync
-from verl.types import Message, Sample, Task, TrajectoryGroup
+from verl.types import Message, Task, TrajectoryGroup
 
 TASKS = [Task(f"t{number}", (Message("user", "w" * (number % 5 + 1)),), "a", "s") for number in range(7)]
 DYNAMIC = replace(DAPO, overlong=None, max_resample_rounds=3)
@@ -326,18 +325,20 @@ class AsksTheLoop:
 
     end_weight_sync = begin_weight_sync
 
-    def pack_for_scoring(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        return samples
+    def shard_for_scoring(self, batch: TokenBatch) -> TokenBatch:
+        return batch
 
-    def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    def score(self, batch: TokenBatch) -> Floats:
         self.begin_weight_sync()
-        return [torch.zeros(len(sample.token_ids)) for sample in samples]
+        return np.zeros(int(batch.num_trained.sum()), dtype=np.float32)
 
 
 def test_episodes_are_answered_while_ranks_publish() -> None:
     async def published() -> None:
         policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
-        weight_sync = WeightSync(policy, engine, [], [(1,)], Sampling(4), tolerance=0.0)  # type: ignore[arg-type]
+        weight_sync = WeightSync(
+            policy=policy, engine=engine, layouts=[], probes=[(1,)], sampling=Sampling(4), tolerance=0.0
+        )  # type: ignore[arg-type]
         assert await weight_sync.sync(1) == 0.0 and policy.asked == 3
 
     asyncio.run(published())
@@ -390,7 +391,7 @@ def test_a_training_whose_rollouts_go_on_while_it_learns(on_weight_sync: str, tm
     ]
     config = load_config([*words, "data.train_batch_size=2", "rollout.n=2", "data.max_response_length=6"])
 
-    async def train(trained: PPOTrainer) -> list[dict[str, float]]:
+    async def train(trained: PPOTrainer) -> list[TrainStepResult]:
         await trained.weight_sync.sync(0)
         try:
             return [await trained.train_step() for _ in range(4)]
@@ -399,10 +400,10 @@ def test_a_training_whose_rollouts_go_on_while_it_learns(on_weight_sync: str, tm
 
     with local_trainer(config) as trained:
         told = asyncio.run(train(trained))
-    assert [each["staleness/max"] for each in told] == [0, 1, 1, 1]
-    assert all(known(name) for each in told for name in each)
-    for each in trained.groups:
-        for trajectory in each.trajectories:
+    assert [each.metrics["staleness/max"] for each in told] == [0, 1, 1, 1]
+    assert all(known(name) for each in told for name in each.metrics)
+    for rolled in told[-1].groups:
+        for trajectory in rolled.trajectories:
             versions = trajectory.turns[0].completion.versions
             assert list(versions) == sorted(versions) and versions[0] >= 2
 
@@ -424,18 +425,18 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
             return super().latest(hashes)
 
     class Patient(Recorder):
-        def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
+        def write(self, *arguments: Any) -> None:
             wait("recording")
-            super().write(step, train_batch, metrics)
+            super().write(*arguments)
 
     class Slow(Policy):
-        def score(self, layout: ScoringBatch) -> list[Tensor]:
+        def score(self, sharding: Sharding) -> Floats:
             wait("scoring")
-            return super().score(layout)
+            return super().score(sharding)
 
-        def update(self, experience: Experience, algorithm: Algorithm) -> Metrics:
+        def update(self, *arguments: Any) -> dict[str, Metric]:
             wait("learning")
-            return super().update(experience, algorithm)
+            return super().update(*arguments)
 
     async def run(fit: TrainingRun) -> None:
         async def turn() -> None:

@@ -15,11 +15,12 @@ from tests.conftest import real_data
 from tests.test_chat import format_of, with_template
 from tests.tiny import MINI
 from verl.batch.demonstrations import Demonstration, read_demonstrations, sft_samples, to_demonstration
+from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.data.messages import as_openai
 from verl.data.report import RowReport
 from verl.errors import ConfigError, DataError
-from verl.types import Message, Sample
+from verl.types import Message
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_every_assistant_turn_is_a_sample_in_the_tokens_of_a_rollout(chat: ChatT
     assert trained_text(one, chat) == "Hello there<|im_end|>" and trained_text(two, chat) == "Done<|im_end|>"
     for sample, before in ((one, messages[:1]), (two, messages[:3])):
         prompt = chat.prompt_ids(before)
-        assert sample.token_ids[: len(prompt)] == prompt and not any(sample.action_mask[: len(prompt)])
+        assert tuple(sample.token_ids[: len(prompt)]) == prompt and not any(sample.action_mask[: len(prompt)])
     assert one.group == two.group
 
 

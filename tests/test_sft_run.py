@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -21,6 +21,8 @@ from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
 from verl.batch.demonstrations import read_demonstrations, sft_samples
+from verl.batch.packed import TokenBatch
+from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.state import find_saved
@@ -30,14 +32,13 @@ from verl.errors import ConfigError
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.system.signals import Ended
+from verl.tracking.metric import Metric
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.main_sft import main
-from verl.trainer.metrics import Metrics
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import SFTRun, SFTSettings
-from verl.types import Sample
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 
@@ -76,26 +77,26 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
     workers = LocalGroup(rank)
     store = CheckpointStore(out / "checkpoints", keep_last=2, keep_best=0)
     made = SFTRun(
-        SFTSettings(steps, batch_size=16, test_freq=4, save_freq=4),
-        samples[:50],
-        samples[50:],
-        Policy(WorkerView(workers, "policy"), PackSettings(2048)),
-        workers,
-        store,
-        build_trackers([], Run(out)),
-        PhaseTimer(),
-        {"optim.lr": 1e-2},
-        find_saved(store, "main_sft", {"optim.lr": 1e-2}),
+        settings=SFTSettings(total_steps=steps, batch_size=16, test_freq=4, save_freq=4),
+        train=samples[:50],
+        val=samples[50:],
+        policy=Policy(WorkerView(workers, "policy"), PackSettings(2048)),
+        workers=workers,
+        store=store,
+        trackers=build_trackers([], Run(out)),
+        timer=PhaseTimer(),
+        resume_config={"optim.lr": 1e-2},
+        saved=find_saved(store, "main_sft", {"optim.lr": 1e-2}),
         train_tasks=TRAINED,
     )
     policy = made.policy
 
-    def sft_step(batch: Sequence[Sample]) -> Metrics:
+    def sft_step(batch: TokenBatch) -> dict[str, Metric]:
         if made.step + 1 == signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
         return policy.sft_step(batch)
 
-    made.policy = SimpleNamespace(sft_step=sft_step, score=policy.score, pack_for_scoring=policy.pack_for_scoring)  # type: ignore[assignment]
+    made.policy = SimpleNamespace(sft_step=sft_step, score=policy.score, shard_for_scoring=policy.shard_for_scoring)  # type: ignore[assignment]
     try:
         with made.listening(True, Console(file=io.StringIO())):
             made.run()
@@ -143,7 +144,7 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
 
 def test_every_epoch_sees_every_sample_once_in_another_order(samples: list[Sample]) -> None:
     made = object.__new__(SFTRun)
-    made.settings, made.train, made.step = SFTSettings(6, batch_size=4, seed=3), samples[:8], 0
+    made.settings, made.train, made.step = SFTSettings(total_steps=6, batch_size=4, seed=3), samples[:8], 0
     drawn = []
     for batch in made._batches():
         drawn += [made.train.index(sample) for sample in batch]

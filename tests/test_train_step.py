@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,14 +29,15 @@ from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.batch.experience import (
-    Experience,
-    build_experience,
     drop_zero_advantage,
     nonzero_advantage_rows,
+    with_advantages,
+    with_loss_weights,
     with_metric_weights,
-    with_weights,
 )
-from verl.batch.packed import PackedBatch
+from verl.batch.packed import PackedBatch, TokenBatch
+from verl.batch.packing import Shard
+from verl.batch.samples import Sample, batch_of
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.tasks import TaskStream
@@ -47,19 +49,20 @@ from verl.rollout.hf_engine import HFEngine
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DecoderShape
+from verl.tracking.metric import Max, Metric
 from verl.tracking.names import known
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.learner import Learner, StepSettings
-from verl.trainer.metrics import Meter
+from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
 from verl.transfer.shared_memory import SharedMemory
-from verl.types import Message, Outcome, Sample, Score, StopReason, Task, Trajectory, TrajectoryGroup
+from verl.types import Message, Outcome, Score, StopReason, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.rewards import Rewards
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import FSDPEngine, UpdateResult
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker, _engine_metrics
@@ -121,13 +124,33 @@ def trainer(
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
     engine, chat, learner = HFEngine(rollout_model), ChatTemplate(tokenizer()), policy(lr)
     rollout = GroupRollout(engine, chat, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
-    settings = StepSettings(minibatches)
+    settings = StepSettings(minibatches_per_step=minibatches)
     probes = [chat.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
     assert len(layouts) > 3
-    weight_sync = WeightSync(learner, engine, layouts, probes, replace(sampling, seed=1), tolerance=1e-4)
+    weight_sync = WeightSync(
+        policy=learner,
+        engine=engine,
+        layouts=layouts,
+        probes=probes,
+        sampling=replace(sampling, seed=1),
+        tolerance=1e-4,
+    )
     rollouts = RolloutManager(RolloutManagerConfig(4, 8), algorithm, TaskStream([tasks]), rollout)
-    return PPOTrainer(rollouts, Learner(settings, algorithm, learner, reference, critic, control), weight_sync)
+    whole = Learner(
+        settings=settings,
+        algorithm=algorithm,
+        policy=learner,
+        reference=reference,
+        critic=critic,
+        kl_control=control,
+    )
+    return PPOTrainer(rollouts=rollouts, learner=whole, weight_sync=weight_sync)
+
+
+def stepped(learning: PPOTrainer) -> Metrics:
+    """The metrics of one training step."""
+    return asyncio.run(learning.train_step()).metrics
 
 
 def value_model() -> Critic:
@@ -148,7 +171,7 @@ def weights(trained: PPOTrainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("algorithm", [PLAIN, GRPO, TOOLRL_GRPO], ids=["without KL", "KL in loss", "KL in reward"])
 def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     learning = trainer(algorithm)
-    history = [asyncio.run(learning.train_step()) for _ in range(9)]
+    history = [stepped(learning) for _ in range(9)]
     rewards = [metrics["reward/total"] for metrics in history]
     assert rewards[-1] > 0.8 > 0.65 > rewards[0]
     assert history[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-2)
@@ -160,7 +183,7 @@ def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
 
 def test_ppo_learns_and_so_does_its_critic() -> None:
     learning = trainer(PPO, critic=value_model())
-    history = [asyncio.run(learning.train_step()) for _ in range(12)]
+    history = [stepped(learning) for _ in range(12)]
     assert history[-1]["reward/total"] > 0.75 > 0.65 > history[0]["reward/total"]
     assert history[-1]["critic/loss"] < 0.5 * history[0]["critic/loss"]
     assert [name for name in history[0] if not known(name)] == []
@@ -169,21 +192,22 @@ def test_ppo_learns_and_so_does_its_critic() -> None:
 def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_first() -> None:
     once, twice = (trainer(PLAIN, minibatches=1) for _ in range(2))
     twice.learner.settings = replace(twice.learner.settings, epochs=2)
-    assert asyncio.run(once.train_step())["actor/ppo_kl"] == 0.0
-    train_batch = once.train_batch
-    assert twice.learner.learn(train_batch, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
+    result = asyncio.run(once.train_step())
+    assert result.metrics["actor/ppo_kl"] == 0.0
+    assert twice.learner.learn(result.batch, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
     updates = []
     spied = trainer(PLAIN, minibatches=2)
     spied.learner.settings = replace(spied.learner.settings, epochs=3)
     update = Policy.update
 
-    def spy(self: Policy, minibatch: Experience, algorithm: Algorithm) -> dict[str, float]:
-        updates.append([id(each) for each in minibatch.columns["old_logprobs"]])
-        return update(self, minibatch, algorithm)
+    def spy(self: Policy, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool) -> dict[str, Metric]:
+        assert minibatch.old_logprobs is not None
+        updates.append(minibatch.old_logprobs.tobytes())
+        return update(self, minibatch, algorithm, compare_engine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "update", spy)
-        spied.learner.learn(train_batch, 0)
+        spied.learner.learn(result.batch, 0)
     assert len(updates) == 6 and updates[:2] == updates[2:4] == updates[4:] and updates[0] != updates[1]
 
 
@@ -192,7 +216,7 @@ def test_cut_samples_are_trained_on_from_the_whole_distribution() -> None:
     learning = trainer(PLAIN, minibatches=1)
     rollout = learning.rollouts.rollout
     learning.rollouts.rollout = replace(rollout, sampling=replace(rollout.sampling, top_k=5))
-    metrics = asyncio.run(learning.train_step())
+    metrics = stepped(learning)
     assert metrics["engine/kl"] > 0.5 and metrics["engine/canary_logprob_diff"] < 1e-4
     assert metrics["engine/kl"] == pytest.approx(
         metrics["engine/logprob_diff_mean"]
@@ -203,8 +227,8 @@ def test_cut_samples_are_trained_on_from_the_whole_distribution() -> None:
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
     algorithm = replace(TOOLRL_GRPO, kl=KLTerm(KLPlacement.REWARD, estimator, 0.5), advantage=reinforce_pp)
-    old, ref = [torch.tensor([0.0, -1.0, -2.0])], [torch.tensor([0.0, -1.5, -1.0])]
-    columns = build_experience([sample((False, True, True), 1.0)], old, algorithm, ref).columns
+    batch = scored([sample((False, True, True), 1.0)], old_logprobs=[-1.0, -2.0], ref_logprobs=[-1.5, -1.0])
+    advantages = with_advantages(batch, algorithm).advantages
     log_ratios = [-0.5, 1.0]  # log p_ref - log p
     by_hand = {
         "k1": [-each for each in log_ratios],
@@ -215,17 +239,17 @@ def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
     last = 1.0 - 0.5 * by_hand[1]
     returns = torch.tensor([last - 0.5 * by_hand[0], last])
     white = (returns - returns.mean()) / (returns.var() + 1e-8).sqrt()
-    assert columns["advantages"][0][1:].tolist() == pytest.approx(white.tolist(), abs=1e-5)
+    assert advantages is not None and advantages.tolist() == pytest.approx(white.tolist(), abs=1e-5)
 
 
 def test_in_the_warm_up_the_critic_alone_learns() -> None:
     learning = trainer(PPO, critic=value_model())
     learning.learner.settings = replace(learning.learner.settings, critic_warmup=1)
     before = weights(learning)
-    first = asyncio.run(learning.train_step())
+    first = stepped(learning)
     assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
     assert "actor/loss" not in first and first["critic/grad_norm"] > 0
-    assert "actor/loss" in asyncio.run(learning.train_step())
+    assert "actor/loss" in stepped(learning)
 
 
 @pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, is_cap=1.0)])
@@ -233,13 +257,12 @@ def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correctio
     """The update with the policy's own log-probs is the update with those of a pass before it."""
     algorithm = replace(PLAIN, correction=correction)
 
-    def pay(learner: Learner, experience: Experience) -> Experience:
-        scored = learner.policy.score(learner.policy.pack_for_scoring(experience.samples))
-        return experience.with_column("old_logprobs", scored)
+    def pay(learner: Learner, batch: TokenBatch) -> TokenBatch:
+        return replace(batch, old_logprobs=learner.policy.score(learner.policy.shard_for_scoring(batch)))
 
     free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
     paid.learner.__class__ = type("Paid", (Learner,), {"_with_old_logprobs": pay})
-    one, two = asyncio.run(free.train_step()), asyncio.run(paid.train_step())
+    one, two = stepped(free), stepped(paid)
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
     for name, full in weights(free).items():
         torch.testing.assert_close(full, weights(paid)[name], rtol=1e-4, atol=1e-6)
@@ -251,8 +274,9 @@ def test_mfu_by_hand() -> None:
     meter = Meter(DecoderShape(parameters=10, layers=1, hidden=8, head_parameters=5), peak=1000.0, num_devices=2)
     tokens, pairs = 4 + 2 + 3, (4 * 5 / 2) + (2 * 4 + 2 * 3 / 2) + (3 * 4 + 3 * 4 / 2)
     flops = 3 * (2 * 10 * tokens + 4 * 8 * pairs + 2 * 5 * 5)
-    assert meter.mfu(samples, PackSettings(100), seconds=7.0) == {"perf/mfu": pytest.approx(flops / (7 * 1000 * 2))}
-    assert replace(meter, peak=None).mfu(samples, PackSettings(100), 7.0) == {}
+    batch = batch_of(samples)
+    assert meter.mfu(batch, PackSettings(100), seconds=7.0) == {"perf/mfu": pytest.approx(flops / (7 * 1000 * 2))}
+    assert replace(meter, peak=None).mfu(batch, PackSettings(100), 7.0) == {}
 
 
 @pytest.mark.parametrize("old", OldLogprobs)
@@ -261,7 +285,7 @@ def test_the_kl_coefficient_follows_its_target(old: OldLogprobs) -> None:
     control.observe(5.0, 50)  # error held at 0.2: 0.1 * (1 + 0.2 * 0.5)
     assert control.coefficient == pytest.approx(0.11)
     learning = trainer(replace(TOOLRL_GRPO, old_logprobs=old), control=AdaptiveKL(0.001, target=1e9, horizon=32))
-    first, second = asyncio.run(learning.train_step()), asyncio.run(learning.train_step())
+    first, second = stepped(learning), stepped(learning)
     assert (first["kl/coefficient"], second["kl/coefficient"]) == pytest.approx((0.001, 0.0008))
     assert learning.state()["kl_coefficient"] == pytest.approx(0.00064)
 
@@ -281,11 +305,11 @@ class FailsOn:
 
 def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
     learning = trainer(PLAIN, FailsOn(16))
-    metrics = asyncio.run(learning.train_step())
-    assert metrics["reward/infrastructure_faults"] == 2
-    assert sum(len(group.trajectories) for group in learning.groups) == 30
+    result = asyncio.run(learning.train_step())
+    assert result.metrics["reward/infrastructure_faults"] == 2
+    assert sum(len(group.trajectories) for group in result.groups) == 30
     with pytest.raises(RewardFaultError, match=r"16 of 32 responses.*\n.*the service is down"):
-        asyncio.run(trainer(PLAIN, FailsOn(2)).train_step())
+        stepped(trainer(PLAIN, FailsOn(2)))
 
 
 class Forgetful(HFEngine):
@@ -307,19 +331,19 @@ class RanksWithinItsGroup(SaysEvenWords):
 def test_rewards_are_shaped_within_their_group_and_what_shaping_remembers_is_saved() -> None:
     learning = trainer(PLAIN)
     learning.rollouts.rewards = Rewards(RanksWithinItsGroup(), "ranks")
-    asyncio.run(learning.train_step())
-    for group in learning.groups:
+    groups = asyncio.run(learning.train_step()).groups
+    for group in groups:
         totals = [score.total for score in group.scores]
         assert group.rewards == tuple(sum(other < total for other in totals) for total in totals)
         assert max(totals) <= 1.0  # the scores themselves stay as they are
-    assert max(reward for group in learning.groups for reward in group.rewards) > 1.0
+    assert max(reward for group in groups for reward in group.rewards) > 1.0
     saved = json.loads(json.dumps(learning.state()))
     assert saved["rollouts"]["shaping"] == {"ranks": {"t1": 1, "t2": 1, "t3": 1, "t4": 1}}
 
     resumed = trainer(PLAIN)
     resumed.rollouts.rewards = Rewards(RanksWithinItsGroup(), "ranks")
     resumed.restore(saved)
-    asyncio.run(resumed.train_step())
+    stepped(resumed)
     assert resumed.state()["rollouts"]["shaping"] == {"ranks": {"t1": 2, "t2": 2, "t3": 2, "t4": 2}}
 
 
@@ -327,7 +351,7 @@ def test_a_stale_engine_stops_the_run() -> None:
     learning = trainer(PLAIN)
     learning.weight_sync.engine.__class__ = Forgetful
     with pytest.raises(StaleEngineError, match="stale weights or different numerics"):
-        asyncio.run(learning.train_step())
+        stepped(learning)
 
 
 def untimed(metrics: dict[str, float]) -> dict[str, float]:
@@ -337,7 +361,7 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 def test_two_runs_are_equal_bit_for_bit() -> None:
     one, two = trainer(TOOLRL_GRPO), trainer(TOOLRL_GRPO)
     for _ in range(2):
-        first, second = asyncio.run(one.train_step()), asyncio.run(two.train_step())
+        first, second = stepped(one), stepped(two)
         assert untimed(first) == untimed(second)
     assert all(torch.equal(full, weights(two)[name]) for name, full in weights(one).items())
 
@@ -345,7 +369,7 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
 def test_groups_without_a_signal_change_nothing() -> None:
     learning = trainer(PLAIN, AlwaysOne())
     before = weights(learning)
-    metrics = asyncio.run(learning.train_step())
+    metrics = stepped(learning)
     assert metrics["reward/zero_variance_groups"] == 1.0 and metrics["actor/grad_norm"] == 0.0
     assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
 
@@ -364,9 +388,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     for name in ("score", "update"):
         plain = getattr(PolicyWorker, name)
 
-        def counted(self: PolicyWorker, packs: Any, *args: Any, name: str = name, plain: Any = plain) -> Any:
-            made.append((name, sum(len(packed.target) for packed in packs)))
-            return plain(self, packs, *args)
+        def counted(self: PolicyWorker, shard: Shard, *args: Any, name: str = name, plain: Any = plain) -> Any:
+            made.append((name, int(shard.batch.num_trained.sum())))
+            return plain(self, shard, *args)
 
         monkeypatch.setattr(PolicyWorker, name, counted)
     return made
@@ -379,10 +403,10 @@ def test_samples_without_a_signal_are_not_computed_and_nothing_changes(
     passes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lean, full = (trainer(PLAIN, OnlyTheFirstTaskDiffers(), minibatches=1) for _ in range(2))
-    one = asyncio.run(lean.train_step())
+    one = stepped(lean)
     tokens = dict(passes)["update"]
-    monkeypatch.setattr("verl.trainer.policy.drop_zero_advantage", lambda experience, algorithm: experience)
-    two = asyncio.run(full.train_step())
+    monkeypatch.setattr("verl.trainer.policy.drop_zero_advantage", lambda batch, algorithm: batch)
+    two = stepped(full)
     assert one["actor/computed_share"] == 0.25 and two["actor/computed_share"] == 1.0
     assert 0 < tokens < dict(passes)["update"]
     updated, everything = (one[f"perf/{name}"] * one[f"time/{time}"] for name, time in RATES)
@@ -394,7 +418,7 @@ def test_samples_without_a_signal_are_not_computed_and_nothing_changes(
 
 def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[tuple[str, int]]) -> None:
     learning = trainer(PLAIN, OnlyTheFirstTaskDiffers(), minibatches=2)
-    asyncio.run(learning.train_step())
+    stepped(learning)
     scored = next(tokens for name, tokens in passes if name == "score")
     assert scored == sum(tokens for name, tokens in passes if name == "update")
 
@@ -408,7 +432,7 @@ def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> Non
         generator = torch.Generator().manual_seed(0)
         for weight in learning.rollouts.rollout.engine._model.parameters():
             weight.data += 0.05 * torch.randn(weight.shape, generator=generator)
-        told.append(asyncio.run(learning.train_step()))
+        told.append(stepped(learning))
     plain, corrected = told
     assert plain["correction/engine_kl"] == pytest.approx(corrected["correction/engine_kl"], rel=1e-4)
     assert plain["correction/engine_kl"] > 1e-3 and plain["correction/truncated"] == 0.0
@@ -419,7 +443,7 @@ def test_an_engine_that_is_behind_is_told_and_corrected(minibatches: int) -> Non
 
 def test_with_the_rollouts_own_logprobs_there_is_no_pass_before_the_update(passes: list[tuple[str, int]]) -> None:
     learning = trainer(replace(PLAIN, old_logprobs=OldLogprobs.ROLLOUT), minibatches=2)
-    metrics = asyncio.run(learning.train_step())
+    metrics = stepped(learning)
     assert [name for name, _ in passes] == ["update", "update", "score"]  # the last is the canary's
     # against the trainer, not against itself, and before the policy has learned
     assert 0.0 < metrics["engine/logprob_diff_mean"] < 1e-4 and metrics["engine/logprob_diff_max"] < 1e-3
@@ -445,19 +469,19 @@ def test_long_prompts_start_first_and_groups_keep_their_order(monkeypatch: pytes
 
 
 def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:
-    experience = build_experience([sample((False, True), 1.0), sample((False, True), 1.0)], None, PLAIN)
-    assert nonzero_advantage_rows(experience, PLAIN) == []
+    batch = with_advantages(batch_of([sample((False, True), 1.0), sample((False, True), 1.0)]), PLAIN)
+    assert not len(nonzero_advantage_rows(batch, PLAIN))
     for algorithm in (
         replace(PLAIN, entropy_coefficient=0.01),
         replace(PLAIN, kl=KLTerm(KLPlacement.LOSS, "k3", 0.1)),
     ):
-        assert nonzero_advantage_rows(experience, algorithm) == [0, 1]
-        assert len(drop_zero_advantage(experience, algorithm).samples) == 2
+        assert nonzero_advantage_rows(batch, algorithm).tolist() == [0, 1]
+        assert len(drop_zero_advantage(batch, algorithm)) == 2
 
 
 def test_the_engine_generates_with_the_trained_weights() -> None:
     learning = trainer(PLAIN)
-    asyncio.run(learning.train_step())
+    stepped(learning)
     engine = learning.rollouts.rollout.engine
     assert isinstance(engine, HFEngine)
     own = dict(engine._model.named_parameters(remove_duplicate=False))
@@ -465,34 +489,43 @@ def test_the_engine_generates_with_the_trained_weights() -> None:
 
 
 def sample(mask: tuple[bool, ...], reward: float, group: int = 0) -> Sample:
-    return Sample((1,) * len(mask), mask, (0.0,) * len(mask), group, reward)
+    return Sample(
+        token_ids=np.ones(len(mask), dtype=np.int32),
+        action_mask=np.array(mask),
+        rollout_logprobs=np.zeros(sum(mask)),
+        group=group,
+        reward=reward,
+    )
 
 
-def test_experience_by_hand() -> None:
+def scored(samples: Sequence[Sample], **columns: Sequence[float]) -> TokenBatch:
+    """The batch with these values of its trained tokens."""
+    arrays: dict[str, Any] = {name: np.array(values, dtype=np.float32) for name, values in columns.items()}
+    return replace(batch_of(samples), **arrays)
+
+
+def test_a_batch_by_hand() -> None:
     samples = [sample((False, True, False, True), 1.0), sample((False, True), 0.0)]
-    old = [torch.tensor([9.0, -1.0, 9.0, -2.0]), torch.tensor([9.0, -1.0])]
-    ref = [torch.tensor([9.0, -2.0, 9.0, -2.0]), torch.tensor([9.0, -1.0])]
-    kl = replace(PLAIN, kl=KLTerm(KLPlacement.REWARD, "k1", 0.1))
-    experience = build_experience(samples, old, kl, ref)
+    batch = scored(samples, old_logprobs=[-1.0, -2.0, -1.0], ref_logprobs=[-2.0, -2.0, -1.0])
+    batch = with_advantages(batch, replace(PLAIN, kl=KLTerm(KLPlacement.REWARD, "k1", 0.1)))
     # rewards: 1 - 0.1 * (1 + 0) = 0.9 and 0; mean 0.45, unbiased std 0.9 / sqrt(2)
     unit = 0.45 / (0.9 / 2**0.5 + 1e-6)
-    assert experience.columns["advantages"][0].tolist() == pytest.approx([0.0, unit, 0.0, unit])
-    assert experience.columns["advantages"][1].tolist() == pytest.approx([0.0, -unit])
-    weighted = with_metric_weights(with_weights(experience, PLAIN.aggregation))
-    assert weighted.columns["weight"][0].tolist() == pytest.approx([0.25] * 4)
-    assert weighted.columns["metric_weight"][1].tolist() == pytest.approx([1 / 3] * 2)
-    assert weighted.columns["gap_weight"][1].tolist() == pytest.approx([1 / 3] * 2)
+    assert batch.advantages is not None and batch.advantages.tolist() == pytest.approx([unit, unit, -unit])
+    weighted = with_metric_weights(with_loss_weights(batch, PLAIN.aggregation))
+    assert weighted.loss_weights is not None and weighted.loss_weights.tolist() == pytest.approx([0.25, 0.5])
+    assert weighted.metric_weight == weighted.sampled_weight == pytest.approx(1 / 3)
 
 
 def test_the_gap_is_that_of_the_tokens_that_the_engine_sampled() -> None:
     """Of three trained tokens one was observed: the mean of 0.2 and 0.4 is 0.3, not their sum by three."""
-    observed = replace(sample((False, True, True, True), 1.0), rollout_logprobs=(0.0, -1.0, math.nan, -2.0))
-    weighted = with_metric_weights(with_weights(build_experience([observed], None, PLAIN), PLAIN.aggregation))
-    ((packed,),) = Policy(LocalGroup(None), PackSettings(400)).packs(weighted)
-    diff = _engine_metrics(packed.columns, torch.tensor([-1.2, -7.0, -2.4]))
-    assert diff["engine_logprob_diff_mean"].item() == pytest.approx(0.3)
-    assert diff["engine_logprob_diff_max"].item() == pytest.approx(0.4)
-    assert diff["engine_kl"].item() == pytest.approx(0.3)
+    observed = replace(sample((False, True, True, True), 1.0), rollout_logprobs=np.array([-1.0, math.nan, -2.0]))
+    weighted = with_metric_weights(with_advantages(batch_of([observed]), PLAIN))
+    assert weighted.rollout_logprobs is not None and weighted.metric_weight == pytest.approx(1 / 3)
+    rollout_A, trainer_A = torch.from_numpy(weighted.rollout_logprobs), torch.tensor([-1.2, -7.0, -2.4])
+    diff = {name: each.value() for name, each in _engine_metrics(rollout_A, trainer_A, weighted.sampled_weight).items()}
+    assert diff["engine/logprob_diff_mean"].value == pytest.approx(0.3)
+    assert diff["engine/logprob_diff_max"] == Max(pytest.approx(0.4))
+    assert diff["engine/kl"].value == pytest.approx(0.3)
 
 
 class Recorder(LocalGroup):
@@ -502,9 +535,10 @@ class Recorder(LocalGroup):
         super().__init__(None)
         self.packs: list[PackedBatch] = []
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
-        (self.packs,) = shards
-        return [{}]
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Shard], *args: Any) -> list[Any]:
+        (shard,) = shards
+        self.packs = list(shard.packed())
+        return [UpdateResult(loss=0.0, grad_norm=0.0, lr=0.0, metrics={})]
 
 
 def test_a_constant_length_divides_the_sums_of_an_update_by_hand() -> None:
@@ -515,28 +549,18 @@ def test_a_constant_length_divides_the_sums_of_an_update_by_hand() -> None:
         algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
         samples = [sample((False, True, True, True), 1.0), sample((False, True), 0.0)]
         group = Recorder()
-        columns = {name: [torch.ones(4), torch.ones(2)] for name in ("advantages", "rollout_logprobs")}
-        Policy(group, PackSettings(400)).update(Experience(samples, columns), algorithm)
-        weights = torch.cat([packed.columns["weight"] for packed in group.packs])
-        assert weights.tolist() == pytest.approx([expected] * 4)
+        Policy(group, PackSettings(400)).update(scored(samples, advantages=[1.0] * 4), algorithm)
+        (packed,) = group.packs
+        assert packed.loss_weights is not None and packed.loss_weights.tolist() == pytest.approx([expected] * 4)
     with pytest.raises(ConfigError, match=r"algorithm\.aggregation_length must be positive"):
         load_config(["actor_rollout_ref.actor.loss_scale_factor=0"])
 
 
-def test_values_at_masked_tokens_do_no_harm() -> None:
-    """A NaN where nothing is trained must not reach an advantage."""
-    poisoned = [torch.tensor([float("nan"), -1.0]), torch.tensor([float("nan"), -2.0])]
-    samples = [sample((False, True), 1.0), sample((False, True), 0.0)]
-    experience = build_experience(samples, poisoned, TOOLRL_GRPO, poisoned)
-    assert all(bool(row.isfinite().all()) for row in experience.columns["advantages"])
-
-
 def test_minibatches_are_whole_groups_and_lose_nothing() -> None:
     samples = [sample((False, True), 0.0, group) for group in (0, 0, 1, 2, 2, 2, 3)]
-    experience = build_experience(samples, [torch.zeros(2)] * 7, PLAIN)
-    parts = [[each.group for each in part.samples] for part in experience.split(2)]
-    assert parts == [[0, 0, 1], [2, 2, 2, 3]]
-    assert [len(part.samples) for part in experience.split(9)] == [2, 1, 3, 1]
+    batch = batch_of(samples)
+    assert [part.groups.tolist() for part in batch.split(2)] == [[0, 0, 1], [2, 2, 2, 3]]
+    assert [len(part) for part in batch.split(9)] == [2, 1, 3, 1]
 
 
 def test_a_tokenizer_without_a_template_is_a_config_error(tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens
         scorer = DirectScorer(build_reward("search_r1", {}))
         group = asyncio.run(GroupRollout(engine, cut, scorer, Sampling(50), setting).run(TASK, 1, 0))
         (trajectory,) = group.trajectories
-        assert len(trajectory.turns) == num_turns and trajectory.turns[0].context_ids == kept
+        assert len(trajectory.turns) == num_turns and tuple(trajectory.turns[0].context_ids) == kept
         assert [asked[:40] for asked, _ in engine.asked] == [kept] * num_turns and engine.asked[0][0] == kept
         (sample,) = to_samples(group, 0)
-        assert sample.token_ids[:40] == kept and not any(sample.action_mask[:40])
+        assert sample.token_ids[:40].tolist() == list(kept) and not any(sample.action_mask[:40])
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop"])
@@ -148,7 +148,7 @@ def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_
     assert read_lengths(config, inputs.chat, inputs.train, prompt_ids).prompt == 300
     with local_trainer(config) as trainer:
         for _ in range(3):
-            metrics = asyncio.run(trainer.train_step())
+            metrics = asyncio.run(trainer.train_step()).metrics
             assert metrics["response_length/mean"] > 0.0 and metrics["reward/format"] >= 0.0
 
 

@@ -1,13 +1,13 @@
 """The shared data types, as small frozen dataclasses. Imports no torch.
 
-    Task -> Trajectory -> TrajectoryGroup (with Scores) -> Sample
+    Task -> Trajectory -> TrajectoryGroup (with Scores)
 
 Shape legend: P prompts, G rollouts per prompt, L tokens of one completion or sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -83,10 +83,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The engine's output for one request; exactly these tokens are trained."""
+    """The engine's output for one request; exactly these tokens are trained.
 
-    token_ids: tuple[int, ...]  # [L]
-    logprobs: tuple[float, ...]  # [L] log p of each token under the sampling distribution
+    Engines return arrays, of four bytes a token: a step holds millions of tokens, and passes them between processes.
+    """
+
+    token_ids: Sequence[int]  # [L] array("i")
+    logprobs: Sequence[float]  # [L] array("f") log p of each token under the sampling distribution
     finish_reason: FinishReason
     weight_version: int  # weight version that generated the last token
     token_versions: tuple[int, ...] = ()  # [L] if several weight versions generated it
@@ -104,7 +107,7 @@ class Turn:
     The ledger is append-only: an episode's tokens are those of its turns in order, and no text is tokenized twice.
     """
 
-    context_ids: tuple[int, ...]  # new context tokens: the prompt in the first turn, observations in the others
+    context_ids: Sequence[int]  # new context tokens: the prompt in the first turn, observations in the others
     completion: Completion
     message: Message
     responses: tuple[Message, ...] = ()  # the environment's messages, with which the next turn begins
@@ -211,15 +214,3 @@ class TrajectoryGroup:
         """[G] rewards plus turn rewards."""
         pairs = zip(self.rewards, self.trajectories, strict=True)
         return tuple(reward + trajectory.turn_rewards for reward, trajectory in pairs)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One token sequence for training. Arrays are not shifted: logprobs[t] is log p(token_ids[t] | token_ids[:t])."""
-
-    token_ids: tuple[int, ...]  # [L]
-    action_mask: tuple[bool, ...]  # [L] True where the policy sampled the token
-    rollout_logprobs: tuple[float, ...]  # [L] the engine's; 0 where masked out, NaN for trained observation tokens
-    group: int  # group id; shared by the samples of one prompt
-    reward: float  # reward of the episode, assigned to the last trained token
-    turn_rewards: tuple[tuple[int, float], ...] = ()  # (last token of a turn, reward for that turn), in addition

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
 from verl.errors import DataError, file_and_row
-from verl.types import Message, Sample, ToolSpec
+from verl.types import Message, ToolSpec
 
 # Tool output quoted inside a response: never trained as if the policy had written it.
 _QUOTED_OUTPUT = re.compile(
@@ -144,7 +147,13 @@ def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTempla
     own = (not any(begin < b and a < end for a, b in quoted) for begin, end in spans)
     token_ids = (*prompt, *ids)
     mask = (*(False,) * len(prompt), *own)
-    return Sample(token_ids, mask, (0.0,) * len(token_ids), group, 0.0)
+    return Sample(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        action_mask=np.array(mask, dtype=np.bool_),
+        rollout_logprobs=np.zeros(sum(mask), dtype=np.float32),
+        group=group,
+        reward=0.0,
+    )
 
 
 def _rendered_turn(

@@ -1,6 +1,7 @@
 """Sequence packing: token-balanced, without padding, shared prompts stored once.
 
-    samples --units--> lists of samples with one prefix --assign--> packs of at most max_tokens --pack--> PackedBatch
+    TokenBatch --units--> rows with one prefix --assign--> packs of at most max_tokens --shard--> a Shard for every rank
+    on the rank: Shard --pack--> PackedBatch
 
 GRPO trains n responses per prompt; ordinary packing computes the prompt n times. Here a unit stores it once, and every
 response attends to it and to itself. Packing without prefix sharing has one sample per unit.
@@ -10,76 +11,101 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch.packed import PackedBatch, Segment
+from verl.batch.packed import Bools, Floats, Ints, PackedBatch, Segment, TokenBatch
 from verl.errors import ConfigError
-from verl.types import Sample
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Samples (by index in the mini-batch) that share their first `prefix` tokens."""
+class Unit(NamedTuple):
+    """Samples (by row of the batch) that share their first `prefix` tokens."""
 
     samples: tuple[int, ...]
     prefix: int
     num_tokens: int  # the prefix once, plus the remaining tokens of each sample
 
 
-def first_action(sample: Sample) -> int:
-    """Position of the first trained token; the sample's length if there is none."""
-    return sample.action_mask.index(True) if True in sample.action_mask else len(sample.token_ids)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of a batch, and the packs that it computes.
+
+    The samples are in the order of the packs: values of the packs' trained tokens, one pack after the other, are values
+    of the batch's.
+    """
+
+    batch: TokenBatch
+    packs: Sequence[Sequence[Unit]]
+
+    def packed(self) -> Iterator[PackedBatch]:
+        """The packs, each built when its turn comes."""
+        return (pack(units, self.batch) for units in self.packs)
 
 
-def make_units(samples: Sequence[Sample], share_prefix: bool, max_tokens: int) -> list[Unit]:
+def make_units(batch: TokenBatch, share_prefix: bool, max_tokens: int) -> list[Unit]:
     """One unit per group of samples with a common prefix before their first trained tokens; splits oversized groups.
 
     Raises ConfigError if a single sample has more than max_tokens.
     """
-    for sample in samples:
-        if len(sample.token_ids) > max_tokens:
-            raise ConfigError(
-                f"a sample has {len(sample.token_ids)} tokens, but a pack holds {max_tokens}; "
-                "raise max_tokens_per_pack or lower the prompt or response length"
-            )
+    lengths: list[int] = batch.num_tokens.tolist()
+    if too_long := next((length for length in lengths if length > max_tokens), 0):
+        raise ConfigError(
+            f"a sample has {too_long} tokens, but a pack holds {max_tokens}; "
+            "raise max_tokens_per_pack or lower the prompt or response length"
+        )
     if not share_prefix:
-        return [Unit((index,), 0, len(sample.token_ids)) for index, sample in enumerate(samples)]
-    in_groups = sorted(range(len(samples)), key=lambda index: samples[index].group)
-    units = []
-    for _, members in groupby(in_groups, key=lambda index: samples[index].group):
-        units += _split(list(members), samples, max_tokens)
+        return [Unit((row,), 0, length) for row, length in enumerate(lengths)]
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.groups.tolist()):
+        groups.setdefault(group, []).append(row)
+    heads, units = _heads(batch), []
+    for group in sorted(groups):
+        units += _split(groups[group], lengths, heads, max_tokens)
     return units
 
 
-def _split(members: list[int], samples: Sequence[Sample], max_tokens: int) -> list[Unit]:
+def _heads(batch: TokenBatch) -> list[Ints]:
+    """[B] the tokens before the first trained one; all where none is trained."""
+    tokens, mask = batch.token_ids, batch.action_mask
+    heads = []
+    for low, high in pairwise(batch.bounds.tokens.tolist()):
+        trained = int(mask[low:high].argmax())  # 0 if there is none, too
+        heads.append(tokens[low : low + trained] if mask[low + trained] else tokens[low:high])
+    return heads
+
+
+def _split(members: list[int], lengths: Sequence[int], heads: Sequence[Ints], max_tokens: int) -> list[Unit]:
     if len(members) == 1:
-        return [Unit((members[0],), 0, len(samples[members[0]].token_ids))]
-    heads = [samples[index].token_ids[: first_action(samples[index])] for index in members]
-    prefix = _common_length(heads)
+        return [Unit((members[0],), 0, lengths[members[0]])]
+    prefix = _common_length([heads[row] for row in members])
     units: list[Unit] = []
     taken: list[int] = []
     num_tokens = prefix
-    for index in members:
-        own = len(samples[index].token_ids) - prefix
+    for row in members:
+        own = lengths[row] - prefix
         if taken and num_tokens + own > max_tokens:
             units.append(Unit(tuple(taken), prefix, num_tokens))
             taken, num_tokens = [], prefix
-        taken.append(index)
+        taken.append(row)
         num_tokens += own
     return [*units, Unit(tuple(taken), prefix, num_tokens)]
 
 
-def _common_length(rows: Sequence[tuple[int, ...]]) -> int:
-    low, high = min(rows), max(rows)  # the common prefix of the first and last in sort order is common to all
-    return next(
-        (place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
-    )
+def _common_length(heads: Sequence[Ints]) -> int:
+    """Tokens that all heads begin with."""
+    first, *others = heads
+    length = min(map(len, heads))
+    for head in others:
+        differs = first[:length] != head[:length]
+        if np.count_nonzero(differs):
+            length = int(differs.argmax())
+    return length
 
 
 def assign(units: Sequence[Unit], max_tokens: int, num_ranks: int = 1) -> list[list[Unit]]:
@@ -106,67 +132,114 @@ def _deal(units: Sequence[Unit], num_packs: int, max_tokens: int) -> list[list[U
     return packs
 
 
-def pack(
-    units: Sequence[Unit], samples: Sequence[Sample], columns: Mapping[str, Sequence[Tensor]] | None = None
-) -> PackedBatch:
-    """Concatenate the units' tokens.
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A batch and its packs: those of rank r are r, r + num_ranks, .., so that a rank has whole units."""
 
-    columns: per name one [L] tensor per sample of the mini-batch, aligned with its token_ids; only trained positions of
-    the pack's own samples are kept. Asserts that no sample trains its first token, which has no context.
+    batch: TokenBatch
+    packs: Sequence[Sequence[Unit]]
+    num_ranks: int
+
+    def shards(self) -> Iterator[Shard]:
+        """Every rank's shard in turn, each copied when it is sent."""
+        bounds = self.batch.bounds
+        for rank in range(self.num_ranks):
+            yield Shard(self.batch.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))
+
+    def gathered(self, by_rank: Sequence[Floats]) -> Floats:
+        """[A] the ranks' values of their trained tokens, in the order of the batch."""
+        return self.batch.spread((self._rows(rank), values) for rank, values in enumerate(by_rank))
+
+    def _packs(self, rank: int) -> Sequence[Sequence[Unit]]:
+        return self.packs[rank :: self.num_ranks]
+
+    def _rows(self, rank: int) -> Ints:
+        return np.fromiter(chain.from_iterable(unit.samples for unit in chain(*self._packs(rank))), dtype=np.int64)
+
+
+def _renumbered(packs: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
+    """The units with rows counted from 0 in their order, which is that of the shard's samples."""
+    first = 0
+    renumbered: list[list[Unit]] = []
+    for units in packs:
+        renumbered.append([])
+        for unit in units:
+            after = first + len(unit.samples)
+            renumbered[-1].append(Unit(tuple(range(first, after)), unit.prefix, unit.num_tokens))
+            first = after
+    return renumbered
+
+
+def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
+    """Concatenate the units' tokens, with the fields of the batch at their trained tokens.
+
+    Asserts that no sample trains its first token, which has no context.
     Without units the pack is a single token without loss.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
+    bounds, trained_bounds = batch.bounds.tokens.tolist(), batch.bounds.trained.tolist()
+    tokens: list[Ints] = []
+    positions: list[Ints] = []
     segments: list[Segment] = []
-    source: list[Tensor] = []
-    trained: list[tuple[int, Tensor]] = []  # (sample, its trained positions)
+    sources: list[Ints] = []
+    targets: list[Ints] = []
+    places: list[Ints] = []
+    length = 0
 
-    def add(ids: Sequence[int], first_position: int, prefix: int | None) -> int:
-        start = len(tokens)
-        tokens.extend(ids)
-        positions.extend(range(first_position, first_position + len(ids)))
-        segments.append(Segment(start, len(tokens), prefix))
+    def add(ids: Ints, first_position: int, prefix: int | None) -> int:
+        nonlocal length
+        start, length = length, length + len(ids)
+        tokens.append(ids)
+        positions.append(np.arange(first_position, first_position + len(ids)))
+        segments.append(Segment(start, length, prefix))
         return start
 
     for unit in units:
         shared_start, shared = 0, None
         if unit.prefix:
+            first = bounds[unit.samples[0]]
             shared = len(segments)
-            shared_start = add(samples[unit.samples[0]].token_ids[: unit.prefix], 0, None)
-        for index in unit.samples:
-            sample = samples[index]
-            start = (
-                add(sample.token_ids[unit.prefix :], unit.prefix, shared) if len(sample.token_ids) > unit.prefix else 0
-            )
-            positions_A = mask_tensor(sample.action_mask).nonzero().squeeze(-1)
-            before_A = positions_A - 1
+            shared_start = add(batch.token_ids[first : first + unit.prefix], 0, None)
+        for row in unit.samples:
+            low, high = bounds[row], bounds[row + 1]
+            own = batch.token_ids[low + unit.prefix : high]
+            start = add(own, unit.prefix, shared) if len(own) else 0
+            trained_A = np.flatnonzero(batch.action_mask[low:high])
+            before_A = trained_A - 1
             assert not len(before_A) or before_A[0] >= 0, "the first token of a sample cannot be trained"
-            source.append(torch.where(before_A < unit.prefix, shared_start, start - unit.prefix) + before_A)
-            trained.append((index, positions_A))
+            sources.append(np.where(before_A < unit.prefix, shared_start, start - unit.prefix) + before_A)
+            targets.append(batch.token_ids[low + trained_A])
+            places.append(np.arange(trained_bounds[row], trained_bounds[row + 1]))
     if not tokens:
-        add([0], 0, None)  # an empty pack still participates in collectives
+        add(np.zeros(1, dtype=np.int64), 0, None)  # an empty pack still participates in collectives
+    place_A = _joined(places)
+    sample_A = np.repeat(_joined([np.array(unit.samples) for unit in units]), list(map(len, places)))
     return PackedBatch(
-        token_ids=_integers(tokens),
-        position_ids=_integers(positions),
+        token_ids=_tensor(np.concatenate(tokens)),
+        position_ids=_tensor(np.concatenate(positions)),
         segments=tuple(segments),
-        source=_joined(source),
-        target=_joined([_integers(samples[index].token_ids)[at] for index, at in trained]),
-        sample=_joined([torch.full_like(at, index) for index, at in trained]),
-        columns={
-            name: torch.cat([rows[index][at] for index, at in trained]) if trained else torch.empty(0)
-            for name, rows in (columns or {}).items()
-        },
+        source=_tensor(_joined(sources)),
+        target=_tensor(_joined(targets)),
+        sample=_tensor(sample_A),
+        advantages=_column(batch.advantages, place_A),
+        rollout_logprobs=_column(batch.rollout_logprobs, place_A),
+        old_logprobs=_column(batch.old_logprobs, place_A),
+        ref_logprobs=_column(batch.ref_logprobs, place_A),
+        values=_column(batch.values, place_A),
+        returns=_column(batch.returns, place_A),
+        selected=_column(batch.selected, place_A),
+        loss_weights=_column(batch.loss_weights, sample_A),
+        metric_weight=batch.metric_weight,
+        sampled_weight=batch.sampled_weight,
     )
 
 
-def mask_tensor(mask: Sequence[bool]) -> Tensor:
-    """[L] mask of a sample; ten times faster than torch.tensor on a tuple."""
-    return torch.frombuffer(bytearray(mask), dtype=torch.bool) if mask else torch.empty(0, dtype=torch.bool)
+def _joined(pieces: Sequence[Ints]) -> Ints:
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
 
-def _integers(values: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int64))
+def _tensor(integers: Ints) -> Tensor:
+    return torch.from_numpy(integers.astype(np.int64))
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.long)
+def _column(values: Floats | Bools | None, places: Ints) -> Tensor | None:
+    return None if values is None else torch.from_numpy(values[places].astype(np.float32))

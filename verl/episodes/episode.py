@@ -10,6 +10,7 @@ a tool call that waits for a slot (`env.tool_timeout_s`).
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -232,7 +233,7 @@ class _Episode:
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "aborted a response")
         message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
-        self._turns.append(Turn(self._context, completion, message))
+        self._turns.append(Turn(array("i", self._context), completion, message))
         self._ledger += [*self._context, *completion.token_ids]
         self._since_observation += completion.token_ids
         self._context = ()

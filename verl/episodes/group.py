@@ -1,7 +1,8 @@
 """Rolls out one prompt: G concurrent episodes, each scored as soon as it is finished."""
 
 import asyncio
-from collections.abc import Awaitable
+from array import array
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 from verl.chat.template import ChatTemplate
@@ -65,7 +66,8 @@ class GroupRollout:
             prompt_ids = self.chat.task_prompt_ids(task)
             sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
             responses = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
-            return [self._response(task, index, prompt_ids, responses) for index in range(num_rollouts)]
+            context_ids = array("i", prompt_ids)  # one for all, see `Completion`
+            return [self._response(task, index, context_ids, responses) for index in range(num_rollouts)]
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
         return [
             self.episode_runner.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)
@@ -82,7 +84,7 @@ class GroupRollout:
         return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
 
     async def _response(
-        self, task: Task, index: int, prompt_ids: tuple[int, ...], responses: Awaitable[tuple[Completion, ...]]
+        self, task: Task, index: int, prompt_ids: Sequence[int], responses: Awaitable[tuple[Completion, ...]]
     ) -> Trajectory | Fault:
         completion = (await responses)[index]
         if completion.finish_reason is FinishReason.ABORT:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,17 +46,8 @@ def each_of(sampling: Sampling) -> list[Sampling]:
     return [replace(sampling, n=1, seed=seed) for seed in seeds]
 
 
-class RolloutEngine(Protocol):
-    """Generates many completions concurrently; weights are replaced between them by weight sync."""
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        """Returns `sampling.n` completions; concurrent calls are batched.
-
-        Log-probs refer to the sampling distribution, i.e. after temperature and truncation.
-        """
-
-    async def interrupt(self) -> None:
-        """Abort running requests; they return their partial output with FinishReason.ABORT."""
+class WeightTarget(Protocol):
+    """Engines as a weight sync sees them: one, all of a pool, or some of it."""
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Prepare to receive all weights in buckets. Requests wait until `end_weights`. Raises EngineError, and keeps
@@ -70,8 +62,53 @@ class RolloutEngine(Protocol):
     async def end_weights(self, version: int) -> None:
         """All buckets have arrived: completions carry `version` from now on."""
 
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        """Send the same request to each of these engines; results of those that are not lost."""
+
+
+class RolloutEngine(WeightTarget, Protocol):
+    """Generates many completions concurrently; weights are replaced between them by weight sync."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        """Returns `sampling.n` completions; concurrent calls are batched.
+
+        Log-probs refer to the sampling distribution, i.e. after temperature and truncation.
+        """
+
+    async def interrupt(self) -> None:
+        """Abort running requests; they return their partial output with FinishReason.ABORT."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Hold requests after a weight sync in the block until its end, so that `probe` runs before them."""
+
+    async def replace_lost(self) -> WeightTarget | None:
+        """Restart engines whose process was lost, and return those; they need weights. None if none was lost.
+
+        Raises EngineError if an engine keeps being lost.
+        """
+
+    def losses(self) -> dict[str, float]:
+        """Metrics of lost engines since the last call."""
+
     async def sleep(self) -> None:
         """Release device memory for the trainer until new weights arrive. No-op without device memory."""
 
     async def close(self) -> None:
         """Shut down everything that the engine started."""
+
+
+class SingleEngine(RolloutEngine, Protocol):
+    """An engine that is its own pool: it holds nothing back, and its loss is an error."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
+
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        return [await self.generate(prompt_ids, sampling)]
+
+    async def replace_lost(self) -> WeightTarget | None:
+        return None
+
+    def losses(self) -> dict[str, float]:
+        return {}

@@ -6,6 +6,7 @@ Shape legend: B requests, L tokens, V vocabulary.
 """
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from transformers import (
 
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_causal_lm
-from verl.rollout.engine import Sampling, each_of
+from verl.rollout.engine import Sampling, SingleEngine, each_of
 from verl.rollout.stopping import reach
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, all_names
 from verl.types import Completion, FinishReason
@@ -39,7 +40,7 @@ class _Request(NamedTuple):
     future: asyncio.Future[tuple[Completion, ...]]
 
 
-class HFEngine:
+class HFEngine(SingleEngine):
     """Generates with a transformers model that it owns.
 
     tokenizer: needed only for stop strings
@@ -177,7 +178,7 @@ class HFEngine:
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
             await asyncio.sleep(0)  # gives `interrupt` a chance to run
         return [
-            Completion(tuple(ids), tuple(values), reason or FinishReason.ABORT, self._version)
+            Completion(array("i", ids), array("f", values), reason or FinishReason.ABORT, self._version)
             for ids, values, reason in zip(tokens, logprobs, reasons, strict=True)
         ]
 

@@ -3,31 +3,28 @@
 In asynchronous (off-policy) training, responses are in flight when a weight sync starts; `OnWeightSync` selects what
 happens to them. No engine changes its weights within a request, so the weight version of every token is known.
 
-A lost engine (its process died or hangs, or vLLM failed) is replaced by `make_lost`; the new engine gets requests once
-it has weights. The lost engine's requests are retried with the same seed.
+A lost engine (its process died or hangs, or vLLM failed) is replaced by `replace_lost`; the new engine gets requests
+once it has weights. The lost engine's requests are retried with the same seed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.errors import EngineError, EngineLostError, LostRequestError
-from verl.rollout.engine import RolloutEngine, Sampling, each_of
+from verl.rollout.engine import Sampling, each_of
 from verl.rollout.stopping import Decode, tokens_to_stop
-from verl.single_controller.group import WorkerGroup, WorkerLostError
+from verl.single_controller.group import Method, WorkerGroup, WorkerLostError
 from verl.transfer.bucket import BucketHandle, BucketLayout
-from verl.transfer.gpu import Rendezvous
 from verl.types import Completion, FinishReason
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm_engine import VLLMEngine
 
 _SEEDS_BETWEEN_PIECES = 1_000_033  # seed offset: a continued response uses other random numbers than its first part
 _INTERRUPT_AGAIN_S = 0.2
@@ -76,8 +73,10 @@ class EnginePool:
         self._paused = False  # requests stay blocked after the weight sync
         self._landed = asyncio.Event()  # a request has finished
         self.version: int | None = None  # weight version of the last weight sync
-        self.restore: Callable[[], Awaitable[None]] | None = None  # calls `make_lost` and syncs weights when possible
-        self.num_remade = self.num_retried = 0  # engines, requests; the metrics code resets them
+        self.restore: Callable[[], Awaitable[None]] | None = (
+            None  # calls `replace_lost` and syncs weights when possible
+        )
+        self.num_remade = self.num_retried = 0  # engines, requests; since the last call of `losses`
         self._ready = set(range(workers.size))  # engines that accept requests
         self._usable = asyncio.Event()  # set if an engine is ready, or if none ever will be
         self._usable.set()
@@ -124,7 +123,7 @@ class EnginePool:
             rank = await self._choose()
             self._in_flight[rank] += sampling.n
             try:
-                completions: tuple[Completion, ...] = await self._submit(rank, _generate, prompt_ids, sampling)
+                completions: tuple[Completion, ...] = await self._submit(rank, Method("generate"), prompt_ids, sampling)
                 return completions
             except _ReplacedError as error:
                 cause = error.__cause__
@@ -180,14 +179,11 @@ class EnginePool:
         """Ranks of lost engines that are not yet replaced."""
         return sorted(self._lost)
 
-    async def make_lost(self) -> Sequence[int]:
-        """Restart lost engines and return their ranks. They accept requests after their first weight sync.
-
-        Raises EngineError if an engine keeps being lost.
-        """
+    async def replace_lost(self) -> EngineSubset | None:
+        """Restart lost engines and return them. They accept requests after their first weight sync."""
         ranks = self.lost
         await asyncio.gather(*(self._make(rank) for rank in ranks))
-        return ranks
+        return EngineSubset(self, ranks) if ranks else None
 
     async def _make(self, rank: int) -> None:
         assert self._remake is not None
@@ -206,16 +202,16 @@ class EnginePool:
             else:
                 del self._lost[rank]
 
-    def only(self, ranks: Sequence[int]) -> EngineSubset:
-        """Some of the engines, for a weight sync while the others keep generating."""
-        return EngineSubset(self, ranks)
+    def losses(self) -> dict[str, float]:
+        remade, retried, self.num_remade, self.num_retried = self.num_remade, self.num_retried, 0, 0
+        return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
 
     @property
     def _all(self) -> EngineSubset:
-        return self.only(range(self._workers.size))
+        return EngineSubset(self, range(self._workers.size))
 
     async def interrupt(self) -> None:
-        await self._on(range(self._workers.size), _interrupt)
+        await self._on(range(self._workers.size), Method("interrupt"))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Wait until no response is in flight, then start the weight sync; new requests wait until its end."""
@@ -252,8 +248,6 @@ class EnginePool:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keeps requests blocked after a weight sync in the block until its end, so that `generate_everywhere` can run
-        first instead of queuing behind them."""
         self._paused = True
         try:
             yield
@@ -262,14 +256,13 @@ class EnginePool:
             self._admit()
 
     async def sleep(self) -> None:
-        await self._on(range(self._workers.size), _sleep)
+        await self._on(range(self._workers.size), Method("sleep"))
 
     async def close(self) -> None:
-        await self._on(range(self._workers.size), close_engine)
+        await self._on(range(self._workers.size), Method("close"))
 
-    async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        """Send the same request to every engine that is not lost; results in rank order."""
-        return await self._all.generate_everywhere(prompt_ids, sampling)
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        return await self._all.probe(prompt_ids, sampling)
 
     async def _on(self, ranks: Iterable[int], function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
         """Call a function on these engines; results of those that are not lost."""
@@ -296,16 +289,16 @@ class EngineSubset:
     ranks: Sequence[int]
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        await self.pool._on(self.ranks, _begin_weights, layouts)
+        await self.pool._on(self.ranks, Method("begin_weights"), layouts)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         sources = self.pool._sources
         calls = {rank: (layout, *(handles[place] for place in sources[rank])) for rank in self.ranks}
-        await self.pool._each(calls, _load_bucket)
+        await self.pool._each(calls, Method("load_bucket"))
 
     async def end_weights(self, version: int) -> None:
         pool = self.pool
-        await pool._on(self.ranks, _end_weights, version)
+        await pool._on(self.ranks, Method("end_weights"), version)
         if version != pool.version:
             pool._in_a_row = [0] * len(pool._in_a_row)
         pool.version = version
@@ -313,14 +306,8 @@ class EngineSubset:
         if not pool._paused:
             pool._admit()
 
-    async def generate_everywhere(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        return await self.pool._on(self.ranks, _generate, prompt_ids, sampling)
-
-
-def _generate(
-    engine: RolloutEngine, prompt_ids: Sequence[int], sampling: Sampling
-) -> Awaitable[tuple[Completion, ...]]:
-    return engine.generate(prompt_ids, sampling)
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        return await self.pool._on(self.ranks, Method("generate"), prompt_ids, sampling)
 
 
 def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
@@ -338,39 +325,9 @@ def joined(pieces: Sequence[Completion]) -> Completion:
     if len(pieces) == 1:
         return last
     return Completion(
-        tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
-        tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
+        array("i", chain.from_iterable(piece.token_ids for piece in pieces)),
+        array("f", chain.from_iterable(piece.logprobs for piece in pieces)),
         last.finish_reason,
         last.weight_version,
         tuple(chain.from_iterable(piece.versions for piece in pieces)),
     )
-
-
-def _interrupt(engine: RolloutEngine) -> Awaitable[None]:
-    return engine.interrupt()
-
-
-def _begin_weights(engine: RolloutEngine, layouts: Sequence[BucketLayout]) -> Awaitable[None]:
-    return engine.begin_weights(layouts)
-
-
-def _load_bucket(engine: RolloutEngine, layout: BucketLayout, *handles: BucketHandle) -> Awaitable[None]:
-    return engine.load_bucket(layout, *handles)
-
-
-def _end_weights(engine: RolloutEngine, version: int) -> Awaitable[None]:
-    return engine.end_weights(version)
-
-
-def _sleep(engine: RolloutEngine) -> Awaitable[None]:
-    return engine.sleep()
-
-
-def close_engine(engine: RolloutEngine) -> Awaitable[None]:
-    """Submit this to an engine's worker."""
-    return engine.close()
-
-
-def join_broadcast(engine: VLLMEngine, rendezvous: Rendezvous, first: int) -> Awaitable[None]:
-    """Submit this to the worker of an engine on its own GPUs, while the trainer waits for the rendezvous."""
-    return engine.join_broadcast(rendezvous, first)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from verl.rollout.engine import Sampling
+from verl.rollout.engine import Sampling, SingleEngine
 from verl.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from verl.transfer.bucket import BucketHandle, BucketLayout
 
 
-class ScriptedEngine:
+class ScriptedEngine(SingleEngine):
     """Answers every prompt with `script(prompt_ids, index of the completion) -> token ids`, each at log-prob 0."""
 
     def __init__(self, script: Callable[[Sequence[int], int], Sequence[int]]) -> None:

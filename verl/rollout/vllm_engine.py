@@ -16,6 +16,7 @@ import os
 import pickle
 import tempfile
 import threading
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
-from verl.rollout.engine import Sampling
+from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.vllm_extension import WeightReceiver
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.system.packages import SET_UP
@@ -75,7 +76,7 @@ class VLLMSettings:
             raise ConfigError(f"rollout.dtype: expected float32, bfloat16 or float16, not {self.dtype!r}")
 
 
-class VLLMEngine:
+class VLLMEngine(SingleEngine):
     """Generates with vLLM. Created by `start`; call it only from the event loop in which it was started."""
 
     def __init__(self, llm: AsyncLLM, settings: VLLMSettings, folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -501,5 +502,6 @@ def _completion(output: CompletionOutput, version: int) -> Completion:
     if output.finish_reason not in tuple(FinishReason):
         raise EngineError(f"vLLM finished a request with the unknown reason {output.finish_reason!r}")
     assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
-    logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
-    return Completion(tuple(output.token_ids), logprobs, FinishReason(output.finish_reason), version)
+    steps = zip(output.logprobs, output.token_ids, strict=True)
+    logprobs = array("f", (step[token].logprob for step, token in steps))
+    return Completion(array("i", output.token_ids), logprobs, FinishReason(output.finish_reason), version)

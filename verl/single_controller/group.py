@@ -1,6 +1,8 @@
 """The interface of a worker group: the same object on every rank, called by the controller."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +42,7 @@ class WorkerGroup(Protocol):
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on every rank; the results in rank order."""
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         """`function(worker, shard, *args)` with one shard for each rank; the results in rank order."""
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -67,7 +69,7 @@ class WorkerView:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self.group.call(_on_member, self.name, function, *args)
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         return self.group.scatter(_on_member_shard, shards, self.name, function, *args)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -78,6 +80,16 @@ class WorkerView:
 
     def close(self) -> None:
         self.group.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A function for `WorkerGroup` that calls a method of the worker."""
+
+    name: str
+
+    def __call__(self, worker: Any, *args: Any) -> Any:
+        return getattr(worker, self.name)(*args)
 
 
 def _on_member(worker: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -92,4 +104,4 @@ def task_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
     """The name of a call in messages."""
     if function in (_on_member, _on_member_shard):
         function = next(each for each in args if callable(each))
-    return str(function.__qualname__)
+    return function.name if isinstance(function, Method) else str(function.__qualname__)

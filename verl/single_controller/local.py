@@ -1,7 +1,7 @@
 """One worker in this process: for tests and small runs."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -18,7 +18,7 @@ class LocalGroup:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [function(self._worker, *args)]
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         (shard,) = shards
         return [function(self._worker, shard, *args)]
 

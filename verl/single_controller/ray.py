@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -364,7 +364,7 @@ class RayGroup:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._fetch(self.call_ref(function, *args), task_name(function, args))
 
-    def scatter(self, function: Callable[..., Any], shards: Sequence[Any], *args: Any) -> list[Any]:
+    def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         pairs = zip(self._actors, shards, strict=True)
         started = [actor.run.remote(function, shard, *args) for actor, shard in pairs]
         task = task_name(function, args)

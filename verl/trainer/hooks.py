@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
-from verl.batch.train_batch import TrainBatch
+from verl.batch.packed import TokenBatch
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
 from verl.types import Task
@@ -85,7 +85,7 @@ class NoWatch:
 class Recorder(Protocol):
     """Keeps what a step needs to be replayed."""
 
-    def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, batch: TokenBatch, kl_coefficient: float | None, metrics: Mapping[str, float]) -> None:
         """Write the record of a step."""
 
     def truncate_after(self, step: int) -> None:

@@ -1,25 +1,21 @@
-"""The learning half of a step, without the rollout engine: samples -> scores -> advantages -> updates."""
+"""The learning half of a step, without the rollout engine: batch -> scores -> advantages -> updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
-from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import KLPlacement, OldLogprobs
-from verl.batch.experience import Experience, build_experience, nonzero_advantage_rows, with_selected
-from verl.batch.train_batch import TrainBatch
+from verl.batch.experience import nonzero_advantage_rows, with_advantages, with_selected
+from verl.batch.packed import Ints, TokenBatch
+from verl.tracking.metric import Metric, combined
 from verl.tracking.timers import PhaseTimer
-from verl.trainer.metrics import Metrics, explained_variance, reference_kl, update_metrics, without_engine_metrics
+from verl.trainer.metrics import Metrics, explained_variance, reference_kl
 from verl.trainer.policy import Critic, Policy
-from verl.types import Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """The batch arithmetic of a step."""
 
@@ -30,7 +26,7 @@ class StepSettings:
     seed: int = 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Learner:
     """Policy, reference and critic, and their training on a batch."""
 
@@ -47,68 +43,62 @@ class Learner:
         assert needs_reference == (self.reference is not None), "a reference exists if and only if KL is used"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic exists if and only if it is needed"
 
-    def learn(self, train_batch: TrainBatch, step: int) -> tuple[Metrics, list[Sample]]:
+    def learn(self, batch: TokenBatch, step: int) -> tuple[Metrics, Ints]:
         """Score, estimate advantages, update. Deterministic in batch, weights and step (counted from 0).
 
-        Returns the update's metrics, and the samples with nonzero advantage, which it computed.
+        Returns the update's metrics, and the rows with nonzero advantage, which it computed.
         """
-        samples = train_batch.samples
         with self.timer.phase("score"):
-            old, ref, values = self._scores(samples)
+            batch = self._with_scores(batch)
         with self.timer.phase("advantage"):
-            experience = build_experience(samples, old, self._current_algorithm(), ref, values, train_batch.baselines)
+            batch = with_advantages(batch, self._current_algorithm())
         with self.timer.phase("score"):
-            experience = self._with_old_logprobs(experience)
+            batch = self._with_old_logprobs(batch)
         with self.timer.phase("update"):
-            learned = self._update(experience, step)
-        computed = [samples[row] for row in nonzero_advantage_rows(experience, self.algorithm)]
-        return {**learned, **self._kl_metrics(samples, old, ref)}, computed
+            learned = self._update(batch, step)
+        return {**learned, **self._kl_metrics(batch)}, nonzero_advantage_rows(batch, self.algorithm)
 
-    def _scores(self, samples: Sequence[Sample]) -> list[list[Tensor] | None]:
-        """Old and reference log-probs and values, if the advantages need them, on the same packs."""
+    def _with_scores(self, batch: TokenBatch) -> TokenBatch:
+        """With old and reference log-probs and values, if the advantages need them, all on the same packs."""
         needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._needs_old_pass
         models = (self.policy if needs_old else None, self.reference, self.critic)
-        layout = self.policy.pack_for_scoring(samples) if any(models) else None
-        return [None if model is None or layout is None else model.score(layout) for model in models]
+        if not any(models):
+            return batch
+        sharding = self.policy.shard_for_scoring(batch)
+        old, ref, values = (None if model is None else model.score(sharding) for model in models)
+        return replace(batch, old_logprobs=old, ref_logprobs=ref, values=values)
 
-    def _with_old_logprobs(self, experience: Experience) -> Experience:
-        """Adds the policy's log-probs before the first update, for the samples with nonzero advantage, if needed."""
-        if "old_logprobs" in experience.columns or not self._needs_old_pass:
-            return experience
-        rows = nonzero_advantage_rows(experience, self.algorithm)
-        scored = iter(self.policy.score(self.policy.pack_for_scoring([experience.samples[row] for row in rows])))
-        computed = set(rows)
-        return experience.with_column(
-            "old_logprobs",
-            [
-                next(scored) if row in computed else torch.zeros(len(sample.token_ids))
-                for row, sample in enumerate(experience.samples)
-            ],
-        )
+    def _with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
+        """With the policy's log-probs before the first update, for the samples with nonzero advantage, if needed."""
+        if batch.old_logprobs is not None or not self._needs_old_pass:
+            return batch
+        rows = nonzero_advantage_rows(batch, self.algorithm)
+        scored = self.policy.score(self.policy.shard_for_scoring(batch.rows(rows)))
+        return replace(batch, old_logprobs=batch.spread([(rows, scored)]))
 
     @property
     def _needs_old_pass(self) -> bool:
         return self.algorithm.needs_old_pass(self.settings.minibatches_per_step * self.settings.epochs)
 
-    def _update(self, experience: Experience, step: int) -> Metrics:
+    def _update(self, batch: TokenBatch, step: int) -> Metrics:
         """Update critic and policy on every mini-batch in every epoch."""
-        policy_updates, critic_updates = [], []
+        policy_updates: list[dict[str, Metric]] = []
+        critic_updates: list[dict[str, Metric]] = []
         num_parts, epochs = self.settings.minibatches_per_step, self.settings.epochs
         first_seed = (self.settings.seed << 40) + step * num_parts * epochs
-        parts = [part for _ in range(epochs) for part in experience.split(num_parts)]
+        parts = (part for _ in range(epochs) for part in batch.split(num_parts))
         for number, part in enumerate(parts):
             minibatch = with_selected(part, self.algorithm, first_seed + number)
             if self.critic:
                 critic_updates.append(self.critic.update(minibatch))
             if step >= self.settings.critic_warmup:
-                policy_updates.append(self.policy.update(minibatch, self._current_algorithm()))
-                # From the second update on, the policy is not the one that sampled.
-                if len(policy_updates) > 1 and self.algorithm.old_logprobs is OldLogprobs.ROLLOUT:
-                    policy_updates[-1] = without_engine_metrics(policy_updates[-1])
-        metrics = {**update_metrics("actor", policy_updates), **update_metrics("critic", critic_updates)}
+                # With the engine's old log-probs, only the first update sees the policy that has sampled.
+                compare_engine = self.algorithm.old_logprobs is OldLogprobs.TRAINER or not policy_updates
+                policy_updates.append(self.policy.update(minibatch, self._current_algorithm(), compare_engine))
+        metrics = {**combined(policy_updates), **combined(critic_updates)}
         if self.critic:
             self.critic.offload()
-            metrics["critic/explained_variance"] = explained_variance(experience)
+            metrics["critic/explained_variance"] = explained_variance(batch)
         return metrics
 
     def _current_algorithm(self) -> Algorithm:
@@ -117,14 +107,12 @@ class Learner:
             return self.algorithm
         return replace(self.algorithm, kl=replace(self.algorithm.kl, coefficient=self.kl_control.coefficient))
 
-    def _kl_metrics(
-        self, samples: Sequence[Sample], old: Sequence[Tensor] | None, ref: Sequence[Tensor] | None
-    ) -> Metrics:
-        if ref is None or self.algorithm.kl.placement is not KLPlacement.REWARD:
+    def _kl_metrics(self, batch: TokenBatch) -> Metrics:
+        """Of the KL penalty in the reward; its controller observes the divergence."""
+        if self.algorithm.kl.placement is not KLPlacement.REWARD:
             return {}
-        sampled = [torch.tensor(sample.rollout_logprobs) for sample in samples] if old is None else old
-        divergence = reference_kl(samples, sampled, ref, self.algorithm.kl.estimator)
+        divergence = reference_kl(batch, self.algorithm.kl.estimator)
         coefficient = self._current_algorithm().kl.coefficient
         if self.kl_control is not None:
-            self.kl_control.observe(divergence, len(samples))
+            self.kl_control.observe(divergence, len(batch))
         return {"kl/reference": divergence, "kl/coefficient": coefficient}

@@ -51,7 +51,7 @@ class StopRequestedError(Exception):
     """A signal has requested a shutdown, and no update is in progress."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRunConfig:
     """Number of steps, and the intervals of validation and checkpoints."""
 
@@ -64,7 +64,7 @@ class TrainingRunConfig:
     record: bool = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingRun:
     """The loop around the training step. The first and last validation are kept for the table at the end."""
 
@@ -116,7 +116,7 @@ class TrainingRun:
             _log.warning("%s already has all %d steps: nothing left to train", last, self.settings.total_steps)
             return last
         async with self.trainer.weight_sync.ranks:
-            await self._sync_weights()
+            await self.trainer.sync_weights()
         has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval)
         if self.trainer.step == 0 and has_validation:
             self.before = await self._run_interruptibly(self._validate)
@@ -125,12 +125,12 @@ class TrainingRun:
         while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
             if self.unlogged is None:
                 self._take_snapshot()
-                metrics = await self._run_interruptibly(self.trainer.train_step)
-                self.transcripts.write(self.trainer.step, self.trainer.groups)
+                result = await self._run_interruptibly(self.trainer.train_step)
+                metrics = dict(result.metrics)
+                self.transcripts.write(self.trainer.step, result.groups)
                 if self.recorder is not None and self.settings.record:
-                    await run_in_daemon_thread(
-                        self.recorder.write, self.trainer.step, self.trainer.train_batch, metrics
-                    )
+                    arguments = (self.trainer.step, result.batch, result.kl_coefficient, metrics)
+                    await run_in_daemon_thread(self.recorder.write, *arguments)
                 alarms = self.watch.observe(self.trainer.step, metrics)
                 metrics |= {"collapse/triggered_rules": float(len(self.watch.triggered)), **self._memory()}
                 if alarms and await self._handle_collapse(alarms, metrics):
@@ -236,12 +236,8 @@ class TrainingRun:
         state["trainer"]["rollouts"] = {**now, "shaping": then["shaping"]}  # no prompt is repeated or lost
         async with self.trainer.weight_sync.ranks:
             self._load_checkpoint(Saved(path, state))
-            await self._sync_weights()
+            await self.trainer.sync_weights()
         return True
-
-    async def _sync_weights(self) -> None:
-        with self.trainer.learner.timer.phase("weight_sync"):
-            await self.trainer.weight_sync.sync(self.trainer.step)
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")

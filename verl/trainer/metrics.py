@@ -7,18 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from verl.algorithms.filters import num_written
 from verl.algorithms.kl import KL_ESTIMATORS
-from verl.batch.experience import Experience
-from verl.batch.packing import make_units, mask_tensor
+from verl.batch.experience import sampling_logprobs
+from verl.batch.packed import Ints, TokenBatch
+from verl.batch.packing import make_units
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.policy import PackSettings
-from verl.types import Sample, Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
+from verl.types import Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
 
 Metrics = dict[str, float]
-_GROUPS = ("engine", "correction")  # groups of update metrics that do not describe the policy
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
@@ -93,51 +92,30 @@ def score_means(scores: Sequence[Score]) -> Metrics:
     return {"total": sum(score.total for score in scores) / len(scores), **parts} if scores else {}
 
 
-def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> Metrics:
-    """Means over a step's optimizer steps; maxima for names that end in "_max"."""
-    merged: Metrics = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
-        group, _, short = name.partition("_")
-        full_name = f"{group}/{short}" if group in _GROUPS else f"{prefix}/{name}"
-        merged[full_name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return merged
-
-
-def without_engine_metrics(update: Mapping[str, float]) -> Metrics:
-    """The update's metrics without those of the rollout engine."""
-    return {name: value for name, value in update.items() if name.partition("_")[0] not in _GROUPS}
-
-
-def reference_kl(
-    samples: Sequence[Sample], old: Sequence[Tensor], ref: Sequence[Tensor], estimator: str = "k1"
-) -> float:
+def reference_kl(batch: TokenBatch, estimator: str = "k1") -> float:
     """Token mean of the KL estimate over the trained tokens."""
-    estimate = KL_ESTIMATORS[estimator]
-    gaps = [estimate(a, b)[mask_tensor(each.action_mask)] for a, b, each in zip(old, ref, samples, strict=True)]
-    return float(torch.cat(gaps).mean())
+    assert batch.ref_logprobs is not None
+    policy_A, ref_A = torch.from_numpy(sampling_logprobs(batch)), torch.from_numpy(batch.ref_logprobs)
+    return float(KL_ESTIMATORS[estimator](policy_A, ref_A).mean())
 
 
-def explained_variance(experience: Experience) -> float:
+def explained_variance(batch: TokenBatch) -> float:
     """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is a perfect critic, 0 a constant one."""
-    masks = [mask_tensor(sample.action_mask) for sample in experience.samples]
-    returns, values = (
-        torch.cat([row[mask] for row, mask in zip(experience.columns[name], masks, strict=True)])
-        for name in ("returns", "values")
-    )
+    assert batch.returns is not None and batch.values is not None
+    returns, values = torch.from_numpy(batch.returns), torch.from_numpy(batch.values)
     variance = returns.var()
     return float(1.0 - (returns - values).var() / variance) if variance > 0 else 0.0
 
 
 def throughput(
-    groups: Sequence[TrajectoryGroup],
-    samples: Sequence[Sample],
-    computed: Sequence[Sample],
-    timings: Mapping[str, float],
+    groups: Sequence[TrajectoryGroup], batch: TokenBatch, computed: Ints, timings: Mapping[str, float]
 ) -> Metrics:
-    """Tokens per second of the rollout (all responses), the update (computed samples) and the whole step."""
+    """Tokens per second of the rollout (all responses), the update (computed samples) and the whole step.
+
+    computed: rows of the batch that the update computed
+    """
     written = sum(num_written(trajectory) for group in groups for trajectory in group.trajectories)
-    total, updated = (sum(len(sample.token_ids) for sample in each) for each in (samples, computed))
+    total, updated = int(batch.num_tokens.sum()), int(batch.num_tokens[computed].sum())
     return {
         "perf/rollout_tokens_per_s": written / timings["time/rollout_s"],
         "perf/update_tokens_per_s": updated / timings["time/update_s"],
@@ -153,13 +131,13 @@ class Meter:
     peak: float | None  # FLOP/s of one device; None if unknown: no metric
     num_devices: int
 
-    def mfu(self, samples: Sequence[Sample], packing: PackSettings, seconds: float) -> Metrics:
+    def mfu(self, batch: TokenBatch, packing: PackSettings, seconds: float) -> Metrics:
         """Forward and backward FLOPs of every unit: its prefix once, and each sample behind it."""
         if self.peak is None:
             return {}
-        segments = []
-        for unit in make_units(samples, packing.share_prefix, packing.max_tokens_per_pack):
+        segments, lengths = [], batch.num_tokens.tolist()
+        for unit in make_units(batch, packing.share_prefix, packing.max_tokens_per_pack):
             segments.append((unit.prefix, 0))
-            segments += [(len(samples[index].token_ids) - unit.prefix, unit.prefix) for index in unit.samples]
-        written = sum(sum(sample.action_mask) for sample in samples)
+            segments += [(lengths[row] - unit.prefix, unit.prefix) for row in unit.samples]
+        written = int(batch.num_trained.sum())
         return mfu(TRAINING * forward_flops(self.shape, segments, written), seconds, self.peak, self.num_devices)

@@ -1,23 +1,23 @@
-"""Policy and critic on the controller's side: score samples, update on experience."""
+"""Policy and critic on the controller's side: score batches, update on batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.names import Aggregation
-from verl.batch.experience import Experience, drop_zero_advantage, with_metric_weights, with_weights
-from verl.batch.packed import PackedBatch
-from verl.batch.packing import assign, make_units, pack
+from verl.batch.experience import drop_zero_advantage, with_loss_weights, with_metric_weights
+from verl.batch.packed import Floats, TokenBatch
+from verl.batch.packing import Sharding, assign, make_units
 from verl.single_controller.group import WorkerGroup
+from verl.tracking.metric import Mean, Metric
 from verl.transfer.bucket import BucketLayout, OpenSender
-from verl.types import Sample
 from verl.workers.critic_worker import CriticWorker
+from verl.workers.fsdp_engine import UpdateResult
 from verl.workers.policy_worker import PolicyWorker
 
 
@@ -29,22 +29,6 @@ class PackSettings:
     share_prefix: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ScoringBatch:
-    """Samples in packs; the column "place" holds the index of each trained token among all tokens."""
-
-    shards: list[list[PackedBatch]]  # [rank][pack]
-    lengths: tuple[int, ...]  # [B] tokens of each sample
-
-    def unpacked(self, scores: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """[rank][pack][A] -> [B][L], zero where nothing is trained."""
-        flat = torch.zeros(sum(self.lengths))
-        for packs, of_rank in zip(self.shards, scores, strict=True):
-            for packed, scores_A in zip(packs, of_rank, strict=True):
-                flat[packed.columns["place"].long()] = scores_A.to(flat.dtype)
-        return list(flat.split(list(self.lengths)))
-
-
 @dataclass(frozen=True)
 class ShardedModel:
     """A model sharded over a worker group."""
@@ -52,50 +36,48 @@ class ShardedModel:
     workers: WorkerGroup
     packing: PackSettings
 
-    def packs(self, minibatch: Experience) -> list[list[PackedBatch]]:
-        """[rank][pack]"""
-        limit, samples = self.packing.max_tokens_per_pack, minibatch.samples
-        dealt = assign(make_units(samples, self.packing.share_prefix, limit), limit, self.workers.size)
-        packs = [pack(units, samples, minibatch.columns) for units in dealt]
-        return [packs[rank :: self.workers.size] for rank in range(self.workers.size)]
+    def shard(self, batch: TokenBatch) -> Sharding:
+        """Assign samples to ranks and packs: balanced token counts, samples with one prefix together."""
+        limit = self.packing.max_tokens_per_pack
+        units = make_units(batch, self.packing.share_prefix, limit)
+        return Sharding(batch, assign(units, limit, self.workers.size), self.workers.size)
 
-    def pack_for_scoring(self, samples: Sequence[Sample]) -> ScoringBatch:
-        """The samples packed once, for all models that score them."""
-        lengths = tuple(len(sample.token_ids) for sample in samples)
-        places = torch.arange(sum(lengths)).split(lengths)
-        return ScoringBatch(self.packs(Experience(samples, {"place": places})), lengths)
+    def shard_for_scoring(self, batch: TokenBatch) -> Sharding:
+        """The tokens of a batch, sharded once for all models that score it."""
+        return self.shard(batch.tokens_alone())
 
-    def scored(self, function: Callable[..., Any], layout: ScoringBatch) -> list[Tensor]:
-        """[B][L] the values of `function` at the trained tokens, zero elsewhere."""
-        return layout.unpacked(self.workers.scatter(function, layout.shards))
+    def scored(self, function: Callable[..., Any], sharding: Sharding) -> Floats:
+        """[A] the values of `function` at the trained tokens."""
+        return sharding.gathered(self.workers.scatter(function, sharding.shards()))
 
 
 @dataclass(frozen=True)
 class Policy(ShardedModel):
     """The model that generates responses."""
 
-    def score(self, layout: ScoringBatch) -> list[Tensor]:
-        """[B][L] log-probs of the trained tokens, zero elsewhere."""
-        return self.scored(PolicyWorker.score, layout)
+    def score(self, sharding: Sharding) -> Floats:
+        """[A] log-probs of the trained tokens."""
+        return self.scored(PolicyWorker.score, sharding)
 
-    def update(self, minibatch: Experience, algorithm: Algorithm) -> dict[str, float]:
+    def update(self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool = True) -> dict[str, Metric]:
         """One optimizer step. Samples with zero advantage count in the loss's denominators, but are not computed.
 
         The metrics are token means over the computed samples; without any, only loss, grad_norm and lr.
+        compare_engine: whether they include those of the difference between engine and trainer
         """
-        weighted = with_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
+        weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
         computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))
-        shards = self.packs(computed)
-        metrics: dict[str, float] = self.workers.scatter(PolicyWorker.update, shards, algorithm)[0]
-        if not computed.samples:
-            metrics = {name: metrics[name] for name in ("loss", "grad_norm", "lr")}
-        return {**metrics, "computed_share": len(computed.samples) / len(minibatch.samples)}
+        shards = self.shard(computed).shards()
+        result: UpdateResult = self.workers.scatter(PolicyWorker.update, shards, algorithm, compare_engine)[0]
+        if not len(computed):
+            result = replace(result, metrics={})
+        return {**result.of("actor"), "actor/computed_share": Mean(len(computed) / len(minibatch))}
 
-    def sft_step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def sft_step(self, batch: TokenBatch) -> dict[str, Metric]:
         """One optimizer step of supervised fine-tuning: the mean of -log p over all trained tokens."""
-        shards = self.packs(with_weights(Experience(samples, {}), Aggregation.TOKEN_MEAN))
-        metrics: dict[str, float] = self.workers.scatter(PolicyWorker.sft_step, shards)[0]
-        return metrics
+        shards = self.shard(with_loss_weights(batch, Aggregation.TOKEN_MEAN)).shards()
+        result: UpdateResult = self.workers.scatter(PolicyWorker.sft_step, shards)[0]
+        return result.of("actor")
 
     def connect(self, senders: Sequence[OpenSender], dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
         """Prepare weight sync; returns its buckets. senders: by rank"""
@@ -119,15 +101,15 @@ class Policy(ShardedModel):
 class Critic(ShardedModel):
     """The model that predicts returns."""
 
-    def score(self, layout: ScoringBatch) -> list[Tensor]:
-        """[B][L] values of the states before the trained tokens, zero elsewhere."""
-        return self.scored(CriticWorker.score, layout)
+    def score(self, sharding: Sharding) -> Floats:
+        """[A] values of the states before the trained tokens."""
+        return self.scored(CriticWorker.score, sharding)
 
-    def update(self, minibatch: Experience) -> dict[str, float]:
+    def update(self, minibatch: TokenBatch) -> dict[str, Metric]:
         """One optimizer step, all trained tokens weighted equally; the metrics are token means over the mini-batch."""
-        shards = self.packs(with_weights(minibatch, Aggregation.TOKEN_MEAN))
-        metrics: dict[str, float] = self.workers.scatter(CriticWorker.update, shards)[0]
-        return metrics
+        shards = self.shard(with_loss_weights(minibatch, Aggregation.TOKEN_MEAN)).shards()
+        result: UpdateResult = self.workers.scatter(CriticWorker.update, shards)[0]
+        return result.of("critic")
 
     def offload(self) -> None:
         """Called when the step's updates are over."""

@@ -6,20 +6,30 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> weight sync
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from verl.batch.samples import to_samples
-from verl.batch.train_batch import TrainBatch
+from verl.batch.packed import Ints, TokenBatch
+from verl.batch.samples import to_batch
 from verl.episodes.manager import RolloutManager
 from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.learner import Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
 from verl.trainer.weight_sync import WeightSync
-from verl.types import Sample, TrajectoryGroup
+from verl.types import TrajectoryGroup
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStepResult:
+    """One training step."""
+
+    metrics: Metrics
+    groups: Sequence[TrajectoryGroup]  # all groups of the step, those that filters dropped too
+    batch: TokenBatch  # as collected; with settings, weights and step number it determines the update
+    kl_coefficient: float | None  # of the adaptive controller at the start of the step, if there is one
+
+
+@dataclass(kw_only=True)
 class PPOTrainer:
     """Owns the step counter; everything else is passed in."""
 
@@ -28,61 +38,60 @@ class PPOTrainer:
     weight_sync: WeightSync
     meter: Meter | None = None
     step: int = 0  # completed steps, which is also the weight version
-    groups: Sequence[TrajectoryGroup] = ()  # all groups of the last step, for metrics and transcripts
-    train_batch: TrainBatch = field(default_factory=TrainBatch)  # of the last step, for its record
     learning: bool = False  # whether an update is in progress: the ranks may hold part of the next step
 
-    async def train_step(self) -> Metrics:
-        """One step: generate, score, update, sync weights. Returns its metrics."""
+    async def train_step(self) -> TrainStepResult:
+        """One step: generate, score, update, sync weights."""
         timer, kl_control = self.learner.timer, self.learner.kl_control
         timer.start()
         with timer.phase("rollout"):
             collected = await self.rollouts.take(self.step)
-        self.groups = collected.drawn or collected.kept
-        samples = [
-            sample
-            for number, group in enumerate(collected.kept)
-            for sample in to_samples(group, number, self.learner.settings.train_on_observations)
-        ]
-        baselines = [collected.kept[sample.group].baseline for sample in samples]
-        self.train_batch = TrainBatch(samples, baselines, kl_control.coefficient if kl_control else None)
+        groups = collected.drawn or collected.kept
+        batch = to_batch(collected.kept, self.learner.settings.train_on_observations)
+        kl_coefficient = kl_control.coefficient if kl_control else None
         async with self.weight_sync.ranks:
             if not self._ahead:
                 with timer.phase("rollout"):
-                    await self.rollouts.rollout.engine.sleep()
+                    await self.weight_sync.engine.sleep()
             self.learning = True
-            learned, computed = await self._learn(self.train_batch)
+            learned, computed = await self._learn(batch)
             with timer.phase("weight_sync"):
                 learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
             self.step, self.learning = self.step + 1, False
-        return {
-            **rollout_metrics(self.groups),
-            **tool_metrics(self.groups),
+        metrics = {
+            **rollout_metrics(groups),
+            **tool_metrics(groups),
             **collected.metrics(),
             **(collected.staleness_metrics() if self._ahead else {}),
-            "reward/infrastructure_faults": sum(len(group.faults) for group in self.groups),
-            **self.weight_sync.losses(),
-            "reward/over_limit": sum(bool(score.exceeded) for group in self.groups for score in group.scores),
+            "reward/infrastructure_faults": sum(len(group.faults) for group in groups),
+            **self.weight_sync.engine.losses(),
+            "reward/over_limit": sum(bool(score.exceeded) for group in groups for score in group.scores),
             **learned,
-            **self._timings(samples, computed),
+            **self._timings(groups, batch, computed),
         }
+        return TrainStepResult(metrics=metrics, groups=groups, batch=batch, kl_coefficient=kl_coefficient)
+
+    async def sync_weights(self) -> None:
+        """Send the current weights to the engines. The caller holds `weight_sync.ranks`."""
+        with self.learner.timer.phase("weight_sync"):
+            await self.weight_sync.sync(self.step)
 
     @property
     def _ahead(self) -> bool:
         """Whether rollouts continue during the update (off-policy)."""
         return self.rollouts.settings.max_staleness > 0
 
-    async def _learn(self, train_batch: TrainBatch) -> tuple[Metrics, list[Sample]]:
+    async def _learn(self, batch: TokenBatch) -> tuple[Metrics, Ints]:
         """In a thread if rollouts continue: a blocked event loop would use up the timeouts of their tools."""
         if self._ahead:
-            return await run_in_daemon_thread(self.learner.learn, train_batch, self.step)
-        return self.learner.learn(train_batch, self.step)
+            return await run_in_daemon_thread(self.learner.learn, batch, self.step)
+        return self.learner.learn(batch, self.step)
 
-    def _timings(self, samples: Sequence[Sample], computed: Sequence[Sample]) -> Metrics:
-        """computed: samples that the update computed"""
-        timings = self.learner.timer.metrics()
-        used = self.meter.mfu(computed, self.learner.policy.packing, timings["time/update_s"]) if self.meter else {}
-        return {**timings, **throughput(self.groups, samples, computed, timings), **used}
+    def _timings(self, groups: Sequence[TrajectoryGroup], batch: TokenBatch, computed: Ints) -> Metrics:
+        """computed: rows of the batch that the update computed"""
+        timings, packing = self.learner.timer.metrics(), self.learner.policy.packing
+        used = self.meter.mfu(batch.rows(computed), packing, timings["time/update_s"]) if self.meter else {}
+        return {**timings, **throughput(groups, batch, computed, timings), **used}
 
     def state(self) -> dict[str, Any]:
         """The controller's state for a checkpoint, as plain JSON."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from verl.batch.samples import Sample, batch_of
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import describe_resume
 from verl.checkpoint.deadline import start_shutdown_timer
@@ -19,19 +20,19 @@ from verl.checkpoint.state import Saved
 from verl.data.overlap import TRAIN_TASKS, TrainTasks
 from verl.single_controller.group import WorkerGroup
 from verl.system.signals import Ended, StopRequest, exit_code
+from verl.tracking.metric import combined
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.cli import announce_checkpoint
 from verl.trainer.loop import check_written
 from verl.trainer.policy import Policy
-from verl.types import Sample
 from verl.workers.rank import TrainingRank
 
 COMMAND = "main_sft"
 _LOSS = "val/demonstrations/loss"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SFTSettings:
     """Number of steps, batch size, and the intervals of validation and checkpoints."""
 
@@ -42,7 +43,7 @@ class SFTSettings:
     seed: int = 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SFTRun:
     """The SFT loop: samples in seeded order, one optimizer step per batch."""
 
@@ -69,12 +70,12 @@ class SFTRun:
         for batch in self._batches():
             self.timer.start()
             with self.timer.phase("update"):
-                learned = self.policy.sft_step(batch)
+                learned = self.policy.sft_step(batch_of(batch))
             self.step += 1
             timings = self.timer.metrics()
             tokens = sum(len(sample.token_ids) for sample in batch)
             metrics = {
-                **{f"actor/{name}": value for name, value in learned.items()},
+                **combined([learned]),
                 **timings,
                 "perf/update_tokens_per_s": tokens / timings["time/update_s"],
             }
@@ -115,9 +116,8 @@ class SFTRun:
     def _validation_loss(self) -> float:
         """Mean of -log p over all trained tokens of the validation samples, in nats."""
         with self.timer.phase("validation"):
-            scored = self.policy.score(self.policy.pack_for_scoring(self.val))
-        masks = [torch.tensor(sample.action_mask) for sample in self.val]
-        return -float(torch.cat([row[mask] for row, mask in zip(scored, masks, strict=True)]).mean())
+            scored_A = self.policy.score(self.policy.shard_for_scoring(batch_of(self.val)))
+        return -float(torch.from_numpy(scored_A).mean())
 
     def _save(self, loss: float | None) -> Path:
         with self.store.writing(self.step, None if loss is None else -loss) as unfinished:

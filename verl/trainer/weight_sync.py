@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from verl.batch.samples import sample_from_completion
+from verl.batch.samples import batch_of, sample_from_completion
 from verl.errors import VerlError
-from verl.rollout.engine import RolloutEngine, Sampling
-from verl.rollout.pool import EnginePool, EngineSubset
+from verl.rollout.engine import RolloutEngine, Sampling, WeightTarget
 from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.policy import Policy
 from verl.transfer.bucket import BucketLayout
-from verl.types import Completion
 
 
 class StaleEngineError(VerlError, RuntimeError):
     """The rollout engine does not hold the weights of the last weight sync."""
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class WeightSync:
     """Sends weights to the engines and probes them after each weight sync.
 
@@ -40,6 +37,7 @@ class WeightSync:
     probes: Sequence[tuple[int, ...]]
     sampling: Sampling
     tolerance: float
+    version: int | None = None  # of the last weight sync
     ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the trainer ranks are in use
 
     async def sync(self, version: int) -> float:
@@ -47,51 +45,38 @@ class WeightSync:
 
         Raises StaleEngineError if the difference exceeds the tolerance.
         """
-        pool = self.engine if isinstance(self.engine, EnginePool) else None
-        if pool is not None:
-            await pool.make_lost()
-        with pool.paused() if pool is not None else nullcontext():
+        await self.engine.replace_lost()
+        with self.engine.paused():
             await self.push(version)
             diffs = await self._canary(self.engine, version)
-        if pool is not None:
-            diffs += await self._to_lost(pool, version)
+        diffs += await self._to_lost(version)
         await run_in_daemon_thread(self.policy.end_weight_sync)
         return self._checked(diffs, version)
 
     async def restore(self) -> None:
         """Replace lost engines and send them the weights that the others have, once the ranks are free."""
-        assert isinstance(self.engine, EnginePool)
         async with self.ranks:
-            if self.engine.version is None:  # before the first weight sync
-                await self.engine.make_lost()
-            elif self.engine.lost:  # else a weight sync has replaced them
-                diffs = await self._to_lost(self.engine, self.engine.version)
+            if self.version is None:  # before the first weight sync
+                await self.engine.replace_lost()
+            elif diffs := await self._to_lost(self.version):  # else a weight sync has replaced them
                 await run_in_daemon_thread(self.policy.end_weight_sync)
-                self._checked(diffs, self.engine.version)
-
-    def losses(self) -> dict[str, float]:
-        """Metrics of engine restarts since the last call."""
-        pool = self.engine
-        if not isinstance(pool, EnginePool):
-            return {}
-        remade, retried, pool.num_remade, pool.num_retried = pool.num_remade, pool.num_retried, 0, 0
-        return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
+                self._checked(diffs, self.version)
 
     async def push(self, version: int) -> None:
         """Send the weights without the canary check."""
         await self._push_to(self.engine, version)
+        self.version = version
 
-    async def _to_lost(self, pool: EnginePool, version: int) -> list[Tensor]:
+    async def _to_lost(self, version: int) -> list[Tensor]:
         """Replace lost engines and sync their weights, until none is lost. Returns the canary's differences."""
         diffs: list[Tensor] = []
-        while ranks := await pool.make_lost():
-            some = pool.only(ranks)
-            with pool.paused():
-                await self._push_to(some, version)
-                diffs += await self._canary(some, version)
+        while (replaced := await self.engine.replace_lost()) is not None:
+            with self.engine.paused():
+                await self._push_to(replaced, version)
+                diffs += await self._canary(replaced, version)
         return diffs
 
-    async def _push_to(self, engines: RolloutEngine | EngineSubset, version: int) -> None:
+    async def _push_to(self, engines: WeightTarget, version: int) -> None:
         await run_in_daemon_thread(self.policy.begin_weight_sync)
         await engines.begin_weights(self.layouts)
         await self._load(engines)
@@ -107,7 +92,7 @@ class WeightSync:
             )
         return diff
 
-    async def _load(self, engines: RolloutEngine | EngineSubset) -> None:
+    async def _load(self, engines: WeightTarget) -> None:
         """Send every bucket; one is gathered while the engines load the previous one."""
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
@@ -123,28 +108,21 @@ class WeightSync:
         finally:
             loading.cancel()
 
-    async def _canary(self, engines: RolloutEngine | EngineSubset, version: int) -> list[Tensor]:
-        """[sample][A] abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
+    async def _canary(self, engines: WeightTarget, version: int) -> list[Tensor]:
+        """[A] each, abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
         written = [
-            (prompt, completions[0]) for prompt in self.probes for completions in await self._from_each(engines, prompt)
+            (prompt, completions[0])
+            for prompt in self.probes
+            for completions in await engines.probe(prompt, self.sampling)
         ]
         stale = {completion.weight_version for _, completion in written} - {version}
         if stale:
             raise StaleEngineError(
                 f"weight sync check failed at version {version}: the engine answers with version {sorted(stale)}"
             )
-        samples = [sample_from_completion(prompt, completion) for prompt, completion in written]
-        if not samples:
+        if not written:
             return []
-        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.pack_for_scoring(samples)))
-        return [
-            (torch.tensor(sample.rollout_logprobs) - scored_L)[torch.tensor(sample.action_mask)].abs()
-            for sample, scored_L in zip(samples, scored, strict=True)
-        ]
-
-    async def _from_each(
-        self, engines: RolloutEngine | EngineSubset, prompt: tuple[int, ...]
-    ) -> list[tuple[Completion, ...]]:
-        if isinstance(engines, EnginePool | EngineSubset):
-            return await engines.generate_everywhere(prompt, self.sampling)
-        return [await engines.generate(prompt, self.sampling)]
+        batch = batch_of([sample_from_completion(prompt, completion) for prompt, completion in written])
+        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.shard_for_scoring(batch)))
+        assert batch.rollout_logprobs is not None
+        return [torch.from_numpy(batch.rollout_logprobs - scored).abs()]

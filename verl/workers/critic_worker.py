@@ -1,16 +1,17 @@
-"""The critic on one training rank: value packs, update on packs."""
+"""The critic on one training rank: score a shard, update on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.losses.ppo import clipped_value_loss
-from verl.batch.packed import PackedBatch
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.batch.packed import Floats, PackedBatch
+from verl.batch.packing import Shard
+from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +21,22 @@ class CriticWorker:
     engine: FSDPEngine
     clip: float
 
-    def score(self, packs: Sequence[PackedBatch]) -> list[Tensor]:
-        """[A] values of every pack, for the state before each trained token."""
-        return self.engine.score(packs, lambda critic, packed: critic(packed))
+    def score(self, shard: Shard) -> Floats:
+        """[A] values of the states before the shard's trained tokens."""
+        return torch.cat(self.engine.score(shard.packed(), lambda critic, packed: critic(packed))).float().numpy()
 
-    def update(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
-        """One optimizer step on the packs' columns: returns, values (the old ones), weight."""
+    def update(self, shard: Shard) -> UpdateResult:
+        """One optimizer step on the shard's returns, values (the old ones) and loss weights."""
 
-        def loss(critic: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            column = packed.columns
-            values_A = critic(packed)
-            loss_A, clipped_A = clipped_value_loss(values_A, column["values"], column["returns"], self.clip)
-            weight_A = column["weight"]
-            metrics_A = {"clip_fraction": clipped_A, "values_mean": values_A.detach()}
-            return (loss_A * weight_A).sum(), {name: (each_A * weight_A).sum() for name, each_A in metrics_A.items()}
+        def loss(critic: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMetric]]:
+            assert packed.values is not None and packed.returns is not None and packed.loss_weights is not None
+            values_A, weight_A = critic(packed), packed.loss_weights
+            loss_A, clipped_A = clipped_value_loss(values_A, packed.values, packed.returns, self.clip)
+            metrics_A = {"critic/clip_fraction": clipped_A, "critic/values_mean": values_A.detach()}
+            means = {name: PackMetric(((each_A * weight_A).sum(),)) for name, each_A in metrics_A.items()}
+            return (loss_A * weight_A).sum(), means
 
-        return self.engine.update(packs, loss)
+        return self.engine.update(shard.packed(), loss)
 
     def offload(self) -> None:
         """Offload after the step's updates."""

@@ -7,8 +7,10 @@ denominators (algorithms/aggregate.py), so gradients are summed over ranks, not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,60 @@ from torch.distributed.tensor import DTensor
 
 from verl.batch.packed import PackedBatch
 from verl.errors import DataError
+from verl.tracking.metric import Max, Mean, Metric
 from verl.workers.offload import NO_OFFLOAD, Offload, Offloadable
 from verl.workers.optim import OptimizerSettings, build_optimizer
 from verl.workers.rng import get_random_state, set_random_state
 
-PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
-
 _INDEX = ".metadata"  # torch's index of a checkpoint
+_LOSS = "loss"
 
 # One entry per parameter rather than one for the whole optimizer: needed for resharding.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PackMetric:
+    """One pack's part of a metric. The sums of all packs and ranks are added up; of maxima the largest is taken.
+
+    finish: maps the reduced parts to the metric's value
+    """
+
+    parts: tuple[Tensor, ...]
+    maximum: bool = False
+    finish: Callable[..., float] = float
+
+    def detached(self) -> PackMetric:
+        """Without the graph, and at the precision of sums over many packs."""
+        return replace(self, parts=tuple(part.detach().double() for part in self.parts))
+
+    def combined(self, other: PackMetric) -> PackMetric:
+        """Of two packs."""
+        reduce = torch.maximum if self.maximum else torch.add
+        return replace(self, parts=tuple(map(reduce, self.parts, other.parts)))
+
+    def value(self) -> Metric:
+        """Of all packs. Over several updates a sum, which is a mean over tokens, is averaged."""
+        value = self.finish(*map(float, self.parts))
+        return Max(value) if self.maximum else Mean(value)
+
+
+PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, Mapping[str, PackMetric]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """One optimizer step."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    metrics: Mapping[str, Metric]  # of the loss, by full name
+
+    def of(self, model: str) -> dict[str, Metric]:
+        """All metrics; `model` is the group of the first three."""
+        own = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
+        return {**{f"{model}/{name}": Mean(value) for name, value in own.items()}, **self.metrics}
 
 
 class FSDPEngine:
@@ -80,23 +126,21 @@ class FSDPEngine:
         self._empty_cache()
         return scores
 
-    def update(self, packs: Sequence[PackedBatch], loss: PackLoss) -> dict[str, float]:
+    def update(self, packs: Iterable[PackedBatch], loss: PackLoss) -> UpdateResult:
         """One optimizer step over the packs of all ranks; every rank brings the same number of packs.
 
-        loss: (module, pack) -> (the pack's share of the global loss, further sums to report)
-        Returns the sums over all packs and ranks (the maximum for names that end in "_max"), with "loss", "grad_norm"
-        (before clipping) and "lr".
+        loss: (module, pack) -> (the pack's share of the global loss, its parts of further metrics)
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
         self._load_all()
         self.module.train()
-        totals: dict[str, Tensor] = {}
+        totals: dict[str, PackMetric] = {}
         for packed in packs:
             value, metrics = loss(self.module, packed.to(self._device))
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
-            for name, metric in ((name, each.detach().double()) for name, each in {"loss": value, **metrics}.items()):
-                total = totals.get(name)
-                totals[name] = metric if total is None else _reduction(name)(total, metric)
+            for name, metric in {_LOSS: PackMetric((value,)), **metrics}.items():
+                part = metric.detached()
+                totals[name] = totals[name].combined(part) if name in totals else part
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
         grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._scheduler.get_last_lr()[0]
@@ -104,7 +148,9 @@ class FSDPEngine:
         self._scheduler.step()
         self._optimizer.zero_grad()
         self._empty_cache()
-        return {**_over_ranks(totals), "grad_norm": float(grad_norm), "lr": float(lr)}
+        values = {name: total.value() for name, total in _over_ranks(totals).items()}
+        total_loss = values.pop(_LOSS).value
+        return UpdateResult(loss=total_loss, grad_norm=float(grad_norm), lr=float(lr), metrics=values)
 
     def _empty_cache(self) -> None:
         """Return cached memory to the device, for a rollout engine on it."""
@@ -239,17 +285,14 @@ def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
         raise DataError(f"{problem} ({reason})", hint=hint, file=str(folder)) from error
 
 
-def _reduction(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.maximum if name.endswith("_max") else torch.add
-
-
-def _over_ranks(totals: dict[str, Tensor]) -> dict[str, float]:
-    for operation, names in (
-        (dist.ReduceOp.SUM, [name for name in sorted(totals) if not name.endswith("_max")]),
-        (dist.ReduceOp.MAX, [name for name in sorted(totals) if name.endswith("_max")]),
-    ):
+def _over_ranks(totals: Mapping[str, PackMetric]) -> dict[str, PackMetric]:
+    reduced = dict(totals)
+    for operation, maximum in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
+        names = [name for name in sorted(totals) if totals[name].maximum is maximum]
         if names:
-            stacked = torch.stack([totals[name] for name in names])
+            stacked = torch.stack([part for name in names for part in totals[name].parts])
             dist.all_reduce(stacked, op=operation)
-            totals = {**totals, **dict(zip(names, stacked, strict=True))}
-    return {name: float(total) for name, total in totals.items()}
+            parts = iter(stacked)
+            for name in names:
+                reduced[name] = replace(totals[name], parts=tuple(islice(parts, len(totals[name].parts))))
+    return reduced

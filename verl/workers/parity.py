@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.batch.packing import make_units, pack
+from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.errors import ConfigError
 from verl.pretrained import read_model_config
-from verl.types import Sample
+from verl.types import Completion, FinishReason
 from verl.workers import attention
 from verl.workers.model import PackedPolicy, decoder_layers, head_size
 
@@ -99,7 +100,8 @@ def packing_gap(config: PretrainedConfig) -> float:
         decoder_layers(policy)
         samples = [_sample(_PROMPT, response, 0) for response in _RESPONSES]
         samples.append(_sample(_PROMPT[:1], _PROMPT[::-1], 1))
-        packed = pack(make_units(samples, share_prefix=True, max_tokens=1000), samples, {})
+        batch = batch_of(samples)
+        packed = pack(make_units(batch, share_prefix=True, max_tokens=1000), batch)
         with torch.no_grad():
             found_A = policy(packed, 1.0, False).logprobs
             model.eval().set_attn_implementation("eager")
@@ -118,13 +120,13 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _sample(prompt: tuple[int, ...], response: tuple[int, ...], group: int) -> Sample:
-    ids, trained = prompt + response, (False,) * len(prompt) + (True,) * len(response)
-    return Sample(ids, trained, (0.0,) * len(ids), group, 0.0)
+    completion = Completion(response, (0.0,) * len(response), FinishReason.STOP, 0)
+    return sample_from_completion(prompt, completion, group)
 
 
 def _own_logprobs(model: PreTrainedModel, sample: Sample) -> Tensor:
     """[response tokens] log-probs by the model's own forward."""
-    ids, trained = torch.tensor(sample.token_ids), torch.tensor(sample.action_mask)
+    ids, trained = torch.from_numpy(sample.token_ids).long(), torch.from_numpy(sample.action_mask)
     logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
     of_ids: Tensor = logprobs[:-1].gather(-1, ids[1:, None]).squeeze(-1)
     return of_ids[trained[1:]]

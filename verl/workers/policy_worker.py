@@ -1,9 +1,9 @@
-"""The policy on one training rank: score packs, update on packs, send weights."""
+"""The policy on one training rank: score a shard, update on it, send weights."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import KLPlacement, OldLogprobs
-from verl.batch.packed import PackedBatch
+from verl.batch.packed import Floats, PackedBatch
+from verl.batch.packing import Shard
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
 
 
@@ -37,28 +38,28 @@ class PolicyWorker:
     temperature: float
     channel: SyncChannel | None = None  # set by `connect`
 
-    def score(self, packs: Sequence[PackedBatch]) -> list[Tensor]:
-        """[A] log-probs of every pack."""
-        return self.engine.score(packs, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
+    def score(self, shard: Shard) -> Floats:
+        """[A] log-probs of the shard's trained tokens."""
+        packs = shard.packed()
+        scores = self.engine.score(packs, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
+        return torch.cat(scores).float().numpy()
 
-    def update(self, packs: Sequence[PackedBatch], algorithm: Algorithm) -> dict[str, float]:
-        """One optimizer step on the packs' columns.
+    def update(self, shard: Shard, algorithm: Algorithm, compare_engine: bool) -> UpdateResult:
+        """One optimizer step.
 
-        advantages, weight, metric_weight; old_logprobs (default: the policy's current ones, detached); ref_logprobs if
-        KL is in the loss; selected if the algorithm treats some tokens differently; rollout_logprobs and gap_weight for
-        the log-prob difference between engine and trainer and the off-policy correction.
+        The shard has advantages, rollout log-probs and weights. old_logprobs default to the policy's current ones,
+        detached; ref_logprobs and selected are there if the algorithm uses them.
+        compare_engine: whether to measure the difference between engine and trainer
         """
 
-        def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            return policy_loss(policy, packed, algorithm, self.temperature)
+        def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMetric]]:
+            return policy_loss(policy, packed, algorithm, self.temperature, compare_engine)
 
-        metrics = self.engine.update(packs, loss)
-        square = metrics.pop("correction_weight_square")
-        return {**metrics, "correction_ess": effective_sample_size(metrics["correction_weight_mean"], square)}
+        return self.engine.update(shard.packed(), loss)
 
-    def sft_step(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
-        """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the packs' trained tokens."""
-        return self.engine.update(packs, sft_loss)
+    def sft_step(self, shard: Shard) -> UpdateResult:
+        """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the shard's trained tokens."""
+        return self.engine.update(shard.packed(), sft_loss)
 
     def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
         """Prepare weight sync in `dtype`; returns its buckets.
@@ -105,72 +106,79 @@ class PolicyWorker:
         return self.engine.module
 
 
-def sft_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMetric]]:
     """The pack's share of the weighted negative log-likelihood of the trained tokens."""
+    assert packed.loss_weights is not None
     logprobs_A = policy(packed, 1.0, False).logprobs
-    return -(logprobs_A * packed.columns["weight"]).sum(), {}
+    return -(logprobs_A * packed.loss_weights).sum(), {}
 
 
 def policy_loss(
-    policy: Any, packed: PackedBatch, algorithm: Algorithm, temperature: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+    policy: Any, packed: PackedBatch, algorithm: Algorithm, temperature: float, compare_engine: bool = True
+) -> tuple[Tensor, dict[str, PackMetric]]:
     """The pack's share of the loss, and of the metrics' token means.
 
     loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy)
 
-    Without a column old_logprobs the trainer's old log-probs are the current ones, so a step with a single update is
-    corrected without an extra forward pass.
+    Without old log-probs the trainer's are the current ones, so a step with a single update is corrected without an
+    extra forward pass.
     """
+    advantages_A, rollout_A, weight_A = packed.advantages, packed.rollout_logprobs, packed.loss_weights
+    assert advantages_A is not None and rollout_A is not None and weight_A is not None
     output = policy(packed, temperature, True)
-    column = packed.columns
-    trainer_A = column["old_logprobs"] if "old_logprobs" in column else output.logprobs.detach()
-    old_A = column["rollout_logprobs"] if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
-    inputs = LossInputs(output.logprobs, old_A, column["advantages"], packed.sample, column.get("selected"))
-    token = algorithm.policy_loss(inputs)
-    correction, rollout_A = algorithm.correction, column["rollout_logprobs"]
+    trainer_A = output.logprobs.detach() if packed.old_logprobs is None else packed.old_logprobs
+    old_A = rollout_A if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
+    token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, advantages_A, packed.sample, packed.selected))
+    correction = algorithm.correction
     weights = token_weights(correction or UNBOUNDED, trainer_A, rollout_A, packed.sample)
     loss_A = token.loss_T if correction is None else token.loss_T * weights.weight_T
     if algorithm.entropy_coefficient:  # a product with 0 would still backpropagate zeros through all logits
         loss_A = loss_A - algorithm.entropy_coefficient * output.entropy
-    metrics = {**token.metrics_T, "entropy": output.entropy.detach()}
+    metrics_A = {**token.metrics_T, "entropy": output.entropy.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:
-        divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, column["ref_logprobs"])
+        assert packed.ref_logprobs is not None
+        divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, packed.ref_logprobs)
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
-        metrics["kl"] = divergence_A.detach()
-    means = {name: (metric_A * column["metric_weight"]).sum() for name, metric_A in metrics.items()}
-    return (loss_A * column["weight"]).sum(), {
-        **means,
-        **_engine_metrics(column, trainer_A),
-        **_correction_metrics(weights, column, trainer_A),
-    }
+        metrics_A["kl"] = divergence_A.detach()
+    means = {f"actor/{name}": (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
+    metrics = {name: PackMetric((mean,)) for name, mean in means.items()}
+    if compare_engine:
+        metrics |= {
+            **_engine_metrics(rollout_A, trainer_A, packed.sampled_weight),
+            **_correction_metrics(weights, rollout_A, trainer_A, packed.sampled_weight),
+        }
+    return (loss_A * weight_A).sum(), metrics
 
 
-def _engine_metrics(column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
+def _engine_metrics(rollout_A: Tensor, trainer_A: Tensor, weight: float) -> dict[str, PackMetric]:
     """Difference between the engine's and the trainer's log-probs, over the tokens that the engine sampled.
 
     Trained tokens that it did not sample (observations) are left out.
     """
-    diff_A = (column["rollout_logprobs"] - trainer_A).nan_to_num(0.0)
-    largest = diff_A.abs().max() if len(diff_A) else diff_A.new_zeros(())
-    weight_A = column["gap_weight"]
+    diff_A = (rollout_A - trainer_A).nan_to_num(0.0)
     return {
-        "engine_logprob_diff_mean": (diff_A.abs() * weight_A).sum(),
-        "engine_logprob_diff_max": largest,
-        "engine_kl": (diff_A * weight_A).sum(),
+        "engine/logprob_diff_mean": PackMetric(((diff_A.abs() * weight).sum(),)),
+        "engine/logprob_diff_max": _largest(diff_A.abs()),
+        "engine/kl": PackMetric(((diff_A * weight).sum(),)),
     }
 
 
-def _correction_metrics(weights: TokenWeights, column: Any, trainer_A: Tensor) -> dict[str, Tensor]:
+def _correction_metrics(
+    weights: TokenWeights, rollout_A: Tensor, trainer_A: Tensor, weight: float
+) -> dict[str, PackMetric]:
     """Importance weights of the tokens that the engine sampled, and the KL between the two policies there."""
-    mean_A = torch.where(column["rollout_logprobs"].isnan(), 0.0, column["gap_weight"])
+    mean_A = torch.where(rollout_A.isnan(), 0.0, weight)
     weight_A = weights.weight_T
-    metrics = {
-        "engine_kl": engine_kl(trainer_A, column["rollout_logprobs"]),
-        "weight_mean": weight_A,
-        "weight_square": weight_A.square(),
-        "truncated": weights.truncated_T,
-        "masked": weights.masked_T,
+    mean = (weight_A * mean_A).sum()
+    return {
+        "correction/engine_kl": PackMetric(((engine_kl(trainer_A, rollout_A) * mean_A).sum(),)),
+        "correction/weight_mean": PackMetric((mean,)),
+        "correction/weight_max": _largest(weight_A),
+        "correction/ess": PackMetric((mean, (weight_A.square() * mean_A).sum()), finish=effective_sample_size),
+        "correction/truncated": PackMetric(((weights.truncated_T * mean_A).sum(),)),
+        "correction/masked": PackMetric(((weights.masked_T * mean_A).sum(),)),
     }
-    largest = weight_A.max() if len(weight_A) else weight_A.new_zeros(())
-    means = {f"correction_{name}": (metric_A * mean_A).sum() for name, metric_A in metrics.items()}
-    return {**means, "correction_weight_max": largest}
+
+
+def _largest(values_A: Tensor) -> PackMetric:
+    return PackMetric((values_A.max() if len(values_A) else values_A.new_zeros(()),), maximum=True)

@@ -45,7 +45,8 @@ class AdvantageInputs:
 
     def broadcast_to_tokens(self, values_B: Tensor) -> list[Tensor]:
         """[B][L] each sample's value, repeated on all of its tokens."""
-        return [value.expand(len(rewards_L)) for value, rewards_L in zip(values_B, self.token_rewards, strict=True)]
+        lengths_B = self.lengths
+        return list(values_B.repeat_interleave(lengths_B).split(lengths_B.tolist()))
 
 
 @dataclass(frozen=True, slots=True)

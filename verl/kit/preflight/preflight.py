@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.estimators.grpo import GRPO
-from verl.batch.experience import build_experience
-from verl.batch.samples import to_samples
+from verl.batch.experience import with_advantages
+from verl.batch.samples import to_batch
 from verl.chat.template import ChatTemplate
 from verl.config.schema import Config
 from verl.episodes.group import GroupRollout
@@ -40,7 +40,7 @@ from verl.single_controller.local import LocalGroup
 from verl.system.daemon import run_async
 from verl.trainer.builders.run import Inputs
 from verl.trainer.policy import PackSettings, Policy
-from verl.types import Message, Task
+from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.rewards import Rewards
 from verl.workers import attention
@@ -153,10 +153,9 @@ def _single_turn(task: Task, number: int) -> Task:
     return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
 
 
-def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) -> list[float]:
-    """[sum over samples of advantage times mean log p, before and after one update] on one rank in this process."""
-    samples = [each for number, group in enumerate(groups) for each in to_samples(group, number)]  # type: ignore[arg-type]
-    longest = max(len(sample.token_ids) for sample in samples)
+def _learn(shape: PretrainedConfig, groups: Sequence[TrajectoryGroup], config: Config) -> list[float]:
+    """[sum over tokens of advantage times log p, before and after one update] on one rank in this process."""
+    batch = to_batch(groups)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
         try:
@@ -166,19 +165,21 @@ def _learn(shape: PretrainedConfig, groups: Sequence[object], config: Config) ->
             settings = OptimizerSettings(lr=_LR, weight_decay=0.0)
             engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
             worker = PolicyWorker(engine, config.rollout.temperature)
+            longest = int(batch.num_tokens.max())
             policy = Policy(LocalGroup(worker), PackSettings(max(longest, config.actor.max_tokens_per_pack)))
-            layout = policy.pack_for_scoring(samples)
-            old = policy.score(layout)
+            sharding = policy.shard_for_scoring(batch)
+            old = policy.score(sharding)
             algorithm = replace(GRPO, kl=KLTerm())
-            experience = build_experience(samples, old, algorithm)
-            if not any(bool(row.any()) for row in experience.columns["advantages"]):
+            batch = with_advantages(replace(batch, old_logprobs=old), algorithm)
+            advantages = batch.advantages
+            assert advantages is not None
+            if not advantages.any():
                 raise ConfigError("golden and useless responses get the same reward, so all advantages are zero")
-            metrics = policy.update(experience, algorithm)
-            if not math.isfinite(metrics["grad_norm"]) or metrics["grad_norm"] == 0.0:
-                raise ConfigError(f"grad_norm is {metrics['grad_norm']} on a tiny copy of the model")
-            new = policy.score(layout)
-            advantages = experience.columns["advantages"]
-            return [sum(float((a * p).sum()) for a, p in zip(advantages, scored, strict=True)) for scored in (old, new)]
+            grad_norm = policy.update(batch, algorithm)["actor/grad_norm"].value
+            if not math.isfinite(grad_norm) or grad_norm == 0.0:
+                raise ConfigError(f"grad_norm is {grad_norm} on a tiny copy of the model")
+            new = policy.score(sharding)
+            return [float((advantages * scored).sum()) for scored in (old, new)]
         finally:
             gc.collect()
             dist.destroy_process_group()

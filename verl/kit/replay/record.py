@@ -1,7 +1,7 @@
-"""The training batch and the metrics of a step on disk, to replay the step without rollouts.
+"""The batch and the metrics of a step on disk, to replay the step without rollouts.
 
-`records/step-000012.npz` in the run folder holds the samples in order as plain arrays (per-token fields concatenated,
-per-sample fields with one value each) and a JSON header. Floats are bit-exact.
+`records/step-000012.npz` in the run folder holds the arrays of the batch as collected, and a JSON header. Floats are
+bit-exact.
 """
 
 from __future__ import annotations
@@ -14,35 +14,32 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.batch.train_batch import TrainBatch
+from verl.batch.packed import TokenBatch
 from verl.config.load import flattened
 from verl.config.schema import Config
 from verl.errors import DataError
 from verl.system.files import replacing
 from verl.trainer.builders.threads import threads_of
 from verl.trainer.builders.workers import abs_paths
-from verl.types import Sample
 
-FORMAT = 2
-_TURN_REWARDS = "turn_rewards"  # stored in the header: few values, and neither per token nor per sample
-_NAMES = tuple(field.name for field in fields(Sample) if field.name != _TURN_REWARDS)
-_LENGTHS, _BASELINES, _HEADER = "lengths", "baselines", "header"
+FORMAT = 3
+_HEADER, _BATCH = "header", "batch."  # names in the archive: the header, and the prefix of the batch's fields
 _PACKAGE = Path(__file__).parents[2]
 _DAMAGED = "Copy it again if it was copied; a step without a record cannot be replayed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The record of one step."""
 
     step: int  # counted from 1, as in metrics.jsonl
-    train_batch: TrainBatch
+    batch: TokenBatch
+    kl_coefficient: float | None  # see `TrainStepResult`
     metrics: Mapping[str, float]  # all metrics of the step
     settings: Mapping[str, Any]  # the whole configuration, flat
     made_by: Mapping[str, Any]  # everything else that may change rounding: versions, threads
@@ -56,11 +53,21 @@ class Recorder:
     settings: Mapping[str, Any]
     made_by: Mapping[str, Any]
 
-    def write(self, step: int, train_batch: TrainBatch, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, batch: TokenBatch, kl_coefficient: float | None, metrics: Mapping[str, float]) -> None:
         """Write the record of a step atomically. Raises DataError if that fails."""
-        record = Record(step, train_batch, metrics, self.settings, self.made_by)
+        header = {
+            "format": FORMAT,
+            "step": step,
+            "kl_coefficient": kl_coefficient,
+            "metrics": dict(metrics),
+            "settings": dict(self.settings),
+            "made_by": dict(self.made_by),
+        }
+        arrays = {f"{_BATCH}{field.name}": getattr(batch, field.name) for field in fields(TokenBatch)}
+        given: dict[str, Any] = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+        given[_HEADER] = np.array(json.dumps(header))
         with replacing(record_path(self.folder, step)) as unfinished, unfinished.open("wb") as file:
-            np.savez_compressed(file, **_arrays(record))
+            np.savez_compressed(file, **given)
 
     def truncate_after(self, step: int) -> None:
         """Removes the records of later steps, which a run that was rolled back will write again."""
@@ -112,53 +119,14 @@ def read_record(path: Path) -> Record:
             header = json.loads(str(arrays[_HEADER]))
             if header["format"] != FORMAT:
                 raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
-            return _record(header, {name: arrays[name] for name in arrays.files})
+            batch = TokenBatch(
+                **{name.removeprefix(_BATCH): arrays[name] for name in arrays.files if name.startswith(_BATCH)}
+            )
+            del header["format"]
+            return Record(batch=batch, **header)
     except DataError:
         raise
     except FileNotFoundError:
         raise DataError("is missing", hint="Set trainer.record=true before the step is run", file=str(path)) from None
     except _DAMAGES as error:
         raise DataError(f"is damaged ({error})", "a record", _DAMAGED, file=str(path)) from error
-
-
-def _arrays(record: Record) -> dict[str, Any]:
-    train_batch = record.train_batch
-    header = {
-        "format": FORMAT,
-        "step": record.step,
-        "kl_coefficient": train_batch.kl_coefficient,
-        _TURN_REWARDS: [sample.turn_rewards for sample in train_batch.samples],
-        "metrics": dict(record.metrics),
-        "settings": dict(record.settings),
-        "made_by": dict(record.made_by),
-    }
-    columns: dict[str, Any] = {}
-    for name in _NAMES:
-        values = [getattr(sample, name) for sample in train_batch.samples]
-        per_token = isinstance(values[0], tuple)
-        columns[f"{'token' if per_token else 'sample'}.{name}"] = (
-            np.concatenate([np.array(each) for each in values]) if per_token else np.array(values)
-        )
-    return {
-        **columns,
-        _LENGTHS: np.array([len(sample.token_ids) for sample in train_batch.samples]),
-        _BASELINES: np.array([np.nan if each is None else each for each in train_batch.baselines]),
-        _HEADER: np.array(json.dumps(header)),
-    }
-
-
-def _record(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]]) -> Record:
-    bounds = list(pairwise(accumulate(arrays[_LENGTHS].tolist(), initial=0)))
-    columns: dict[str, list[Any]] = {}
-    for name in _NAMES:
-        if f"token.{name}" in arrays:
-            flat = arrays[f"token.{name}"].tolist()
-            columns[name] = [tuple(flat[start:end]) for start, end in bounds]
-        else:
-            columns[name] = arrays[f"sample.{name}"].tolist()
-    rewards = [tuple((place, reward) for place, reward in each) for each in header[_TURN_REWARDS]]
-    rows = zip(*columns.values(), rewards, strict=True)
-    samples = [Sample(**dict(zip((*_NAMES, _TURN_REWARDS), row, strict=True))) for row in rows]
-    baselines = [None if np.isnan(each) else float(each) for each in arrays[_BASELINES]]
-    train_batch = TrainBatch(samples, baselines, header["kl_coefficient"])
-    return Record(header["step"], train_batch, header["metrics"], header["settings"], header["made_by"])

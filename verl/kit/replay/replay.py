@@ -15,6 +15,7 @@ from verl.config.schema import Config
 from verl.errors import DataError
 from verl.kit.replay.record import Record, made_by, read_record, record_path, recorded_steps
 from verl.single_controller.ray import Cluster
+from verl.tracking.timers import PhaseTimer
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.run import build_learner
 from verl.trainer.builders.workers import start_ranks
@@ -111,7 +112,7 @@ def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Clust
     try:
         if plan.start is not None:
             ranks.call(TrainingRank.load, plan.start)
-        learner = build_learner(config, algorithm, ranks)
+        learner = build_learner(config, algorithm, ranks, PhaseTimer())
         for path in plan.records[:-1]:
             record = read_record(path)
             _log_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(target))
@@ -123,10 +124,10 @@ def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Clust
 
 def replay_step(learner: Learner, record: Record) -> dict[str, float]:
     """Replay the step on the current weights. Returns its metrics."""
-    if learner.kl_control is not None and record.train_batch.kl_coefficient is not None:
-        learner.kl_control.coefficient = record.train_batch.kl_coefficient
+    if learner.kl_control is not None and record.kl_coefficient is not None:
+        learner.kl_control.coefficient = record.kl_coefficient
     learner.timer.start()
-    learned, _ = learner.learn(record.train_batch, record.step - 1)
+    learned, _ = learner.learn(record.batch, record.step - 1)
     return learned
 
 

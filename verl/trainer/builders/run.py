@@ -174,43 +174,43 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         device = choose_device(config.trainer, cluster.num_gpus)
         workers = start_workers(config, cluster, inputs.algorithm, device, total_steps)
         with closing_run(folder, trackers, workers):
-            trainer = build_trainer(config, inputs, stream, workers, scorer)
-            trainer.learner.timer = PhaseTimer(display.phase)
-            trainer.meter = build_meter(workers.trainer, device)
+            trainer = build_trainer(
+                config, inputs, stream, workers, scorer, PhaseTimer(display.phase), build_meter(workers.trainer, device)
+            )
             rollout = trainer.rollouts.rollout
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
             find_watch = installed_tool if config.trainer.on_collapse == "warn" else needed_tool
             find_recorder = needed_tool if config.trainer.record else installed_tool
             build_watch, build_recorder = find_watch("collapse"), find_recorder("replay")
             yield TrainingRun(
-                TrainingRunConfig(
-                    total_steps,
-                    config.trainer.test_freq,
-                    config.trainer.save_freq,
-                    config.trainer.val_before_train,
-                    config.trainer.on_collapse,
-                    config.trainer.save_on_signal,
-                    config.trainer.record,
+                settings=TrainingRunConfig(
+                    total_steps=total_steps,
+                    test_freq=config.trainer.test_freq,
+                    save_freq=config.trainer.save_freq,
+                    val_before_train=config.trainer.val_before_train,
+                    on_collapse=config.trainer.on_collapse,
+                    save_on_signal=config.trainer.save_on_signal,
+                    record=config.trainer.record,
                 ),
-                trainer,
-                Validator(
+                trainer=trainer,
+                validator=Validator(
                     inputs.val,
                     val_rollout,
                     inputs.rewards,
                     config.rollout.val_kwargs.n,
                     rollout_settings(config).seed,
                 ),
-                inputs.online_eval,
-                workers.trainer,
-                store,
-                trackers,
-                Transcripts(folder, console),
-                display,
-                settings,
-                folder,
-                saved,
-                build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
-                build_recorder(config, folder, device, total_steps) if build_recorder else None,
+                online_eval=inputs.online_eval,
+                workers=workers.trainer,
+                store=store,
+                trackers=trackers,
+                transcripts=Transcripts(folder, console),
+                display=display,
+                resume_config=settings,
+                folder=folder,
+                saved=saved,
+                watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
+                recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
                 train_tasks=inputs.train_tasks,
             )
 
@@ -224,7 +224,15 @@ def closing_run(folder: Path, trackers: Trackers, workers: Workers | WorkerGroup
         start_shutdown_timer(0, regular=True)
 
 
-def build_trainer(config: Config, inputs: Inputs, stream: TaskStream, workers: Workers, scorer: Scorer) -> PPOTrainer:
+def build_trainer(
+    config: Config,
+    inputs: Inputs,
+    stream: TaskStream,
+    workers: Workers,
+    scorer: Scorer,
+    timer: PhaseTimer,
+    meter: Meter | None = None,
+) -> PPOTrainer:
     """The trainer over running workers. The weight sync check uses the first training prompts."""
     algorithm, chat = inputs.algorithm, inputs.chat
     engine = EnginePool(
@@ -235,7 +243,7 @@ def build_trainer(config: Config, inputs: Inputs, stream: TaskStream, workers: W
         workers.restart_engine,
     )
     sampling = train_sampling(config, chat.stop_token_ids)
-    learner = build_learner(config, algorithm, workers.trainer)
+    learner = build_learner(config, algorithm, workers.trainer, timer)
     layouts = connect(config, learner.policy, workers)
     rollouts = RolloutManager(
         rollout_settings(config),
@@ -246,7 +254,7 @@ def build_trainer(config: Config, inputs: Inputs, stream: TaskStream, workers: W
     )
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, inputs.train[0], sampling)
     engine.restore = weight_sync.restore
-    return PPOTrainer(rollouts, learner, weight_sync)
+    return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -279,16 +287,17 @@ def val_sampling(config: Config, training: Sampling) -> Sampling:
     return replace(whole, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
 
 
-def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup) -> Learner:
+def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, timer: PhaseTimer) -> Learner:
     """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack)
     return Learner(
-        step_settings(config),
-        algorithm,
-        Policy(WorkerView(ranks, "policy"), packing),
-        Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
-        Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
-        build_kl_control(config.algorithm, algorithm),
+        settings=step_settings(config),
+        algorithm=algorithm,
+        policy=Policy(WorkerView(ranks, "policy"), packing),
+        reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
+        critic=Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
+        kl_control=build_kl_control(config.algorithm, algorithm),
+        timer=timer,
     )
 
 
@@ -386,4 +395,11 @@ def build_weight_sync(
     probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
     max_tokens = min(_PROBE_TOKENS, sampling.max_tokens)
     probe_sampling = replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed)
-    return WeightSync(policy, engine, layouts, probes, probe_sampling, _TOLERANCE[precision])
+    return WeightSync(
+        policy=policy,
+        engine=engine,
+        layouts=layouts,
+        probes=probes,
+        sampling=probe_sampling,
+        tolerance=_TOLERANCE[precision],
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from verl.batch.demonstrations import Demonstration, read_demonstrations, sft_samples
+from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import crash_reported
@@ -30,7 +31,7 @@ from verl.trainer.builders.threads import num_threads
 from verl.trainer.builders.workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
-from verl.types import Sample, Task
+from verl.types import Task
 from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank
 
@@ -77,11 +78,27 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
         spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(WorkerView(workers, "policy"), PackSettings(config.actor.max_tokens_per_pack))
-        settings = SFTSettings(total_steps, batch_size, trainer.test_freq, trainer.save_freq, trainer.seed)
+        settings = SFTSettings(
+            total_steps=total_steps,
+            batch_size=batch_size,
+            test_freq=trainer.test_freq,
+            save_freq=trainer.save_freq,
+            seed=trainer.seed,
+        )
         timer = PhaseTimer(display.phase)
         with closing_run(folder, trackers, workers):
             sft_run = SFTRun(
-                settings, train, val, policy, workers, store, trackers, timer, resumable, saved, train_tasks=train_tasks
+                settings=settings,
+                train=train,
+                val=val,
+                policy=policy,
+                workers=workers,
+                store=store,
+                trackers=trackers,
+                timer=timer,
+                resume_config=resumable,
+                saved=saved,
+                train_tasks=train_tasks,
             )
             with crash_reported(folder, sft_run.where), sft_run.listening(trainer.save_on_signal, console):
                 yield sft_run

@@ -17,8 +17,7 @@ from verl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.pool import close_engine, join_broadcast
-from verl.single_controller.group import WorkerContext, WorkerError
+from verl.single_controller.group import Method, WorkerContext, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.system.daemon import run_async, run_in_daemon_thread
 from verl.trainer.builders.algorithm import needs_reference
@@ -71,7 +70,7 @@ class Workers:
     async def _close_engine(self, rank: int) -> None:
         with suppress(TimeoutError, WorkerError):
             async with asyncio.timeout(_CLOSE_S):
-                await self.engines.submit(rank, close_engine)
+                await self.engines.submit(rank, Method("close"))
 
     def close(self) -> None:
         """Shut down all workers. Ranks first: a running update would take cores from the shutdown of the engines."""
@@ -213,10 +212,8 @@ def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayo
     async def connect_both() -> list[BucketLayout]:
         ranks = asyncio.create_task(run_in_daemon_thread(policy.connect, workers.transport.senders, dtype, size))
         if rendezvous is not None:
-            firsts = enumerate(range(1, rendezvous.size, parallel))
-            await asyncio.gather(
-                *(workers.engines.submit(number, join_broadcast, rendezvous, first) for number, first in firsts)
-            )
+            join, firsts = Method("join_broadcast"), enumerate(range(1, rendezvous.size, parallel))
+            await asyncio.gather(*(workers.engines.submit(number, join, rendezvous, first) for number, first in firsts))
         return await ranks
 
     return run_async(connect_both())
