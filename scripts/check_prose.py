@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MEAN_WORDS = 18  # of the sentences of a page, excluded
-SENTENCE_WORDS = 45
+SENTENCE_WORDS = 40
 CELL_WORDS = 25
 
 _FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -115,9 +115,7 @@ def table() -> str:
         every += prose.sentences
         longest = max(map(len, prose.sentences), default=0)
         cell = max(map(len, prose.cells), default=0)
-        lines.append(
-            f"{path.relative_to(ROOT)!s:34} {len(prose.sentences):9} {prose.mean:5.1f} {longest:7} {cell:4}"
-        )
+        lines.append(f"{path.relative_to(ROOT)!s:34} {len(prose.sentences):9} {prose.mean:5.1f} {longest:7} {cell:4}")
     lines.append(f"{'all':34} {len(every):9} {Prose(tuple(every), ()).mean:5.1f}")
     return "\n".join(lines)
 

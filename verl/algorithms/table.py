@@ -15,9 +15,22 @@ from verl.registry import resolve
 COLUMNS = ("name", "advantage", "loss", "aggregation", "KL", "extras", "paper")
 _INTRODUCTION = """# Algorithms
 
-An algorithm is a value: an advantage estimator, a policy loss, a loss aggregation, the placement of KL, and its
-requirements for the rollout. Each is a short file in `verl/algorithms/`; `algorithm.name` selects one (default `ppo`),
-and these keys override it:
+An algorithm is a value: an advantage estimator, a policy loss, a loss aggregation, the placement of KL, and what it
+needs of the rollout. `algorithm.name` selects one of the [presets](#presets), each a short file; the default is `ppo`.
+
+```bash
+toolrl train recipe=mini_grpo algorithm.name=gspo algorithm.clip_high=0.001
+```
+
+```mermaid
+flowchart LR
+    scores[scores of a group] --> filters[filters<br>rejection sampling] --> advantage[advantage<br>estimator]
+    advantage --> loss[policy loss<br>per token] --> aggregation --> step[optimizer step]
+    correction[off-policy<br>correction] --> loss
+    kl[KL to the reference] --> loss
+```
+
+These keys override a preset. A key that it does not use is an error.
 
 | key | meaning |
 |---|---|
@@ -34,37 +47,46 @@ and these keys override it:
 | `algorithm.max_resample_rounds` | rounds of prompts that a step may draw until enough groups pass the filters |
 | `algorithm.overlong_buffer`, `overlong_factor` | overlong penalty: tokens before the limit, penalty at the limit |
 
-A key that the preset does not use is an error. Filters (`verl/algorithms/filters.py`): `zero_variance`, `accuracy`,
-`grader_faults`, `length`, `truncated`, or your own `file.py:function`. To define your own algorithm, write a file with
-an `Algorithm` in it: `algorithm.name=mine.py:MINE`.
+Filters (`verl/algorithms/filters.py`) are `zero_variance`, `accuracy`, `grader_faults`, `length`, `truncated`, or your
+own `file.py:function`. Your own algorithm is a file with an `Algorithm` in it: `algorithm.name=mine.py:MINE`
+([quickstart](quickstart/algorithm.md)).
 
-Per-turn rewards (`StepResult.reward` of an environment) are added to the episode's: each goes to the last token of its
-turn, the episode's to the last token of all. `ppo` and `gigpo` use them; with any other algorithm they are an error
-(set `Algorithm.takes_turn_rewards` in your own).
+Per-turn rewards (`StepResult.reward` of an environment) are added to the episode's. Each goes to the last token of its
+turn, the episode's to the last token of all. `ppo` and `gigpo` use them. With any other algorithm they are an error;
+set `Algorithm.takes_turn_rewards` in your own.
 
-Losses are sums over trained tokens with weights computed once per mini-batch: its split into packs and over ranks
-changes nothing. Below, p is the policy, p_old the policy before the step's updates, p_ref the reference, r a response's
-reward, clip(A, x) = max(-A x, -A * (x clipped to 1 - low .. 1 + high)), and stop() stops the gradient.
+Losses are sums over trained tokens, with weights that are computed once per mini-batch. So its split into packs and
+over ranks changes nothing. In the formulas below
+
+- p is the policy, p_old the policy before the step's updates, and p_ref the reference;
+- r is a response's reward;
+- clip(A, x) = max(-A x, -A * (x clipped to 1 - low .. 1 + high));
+- stop() stops the gradient.
 
 ## Off-policy correction
 
-Responses are sampled by an engine that differs slightly from the policy being trained: its numerics differ, and with
-`rollout.max_staleness` above 0 its weights are older. `verl/algorithms/correction.py` holds the formulas. A token's
-policy loss is multiplied by stop(min(ratio, is_cap)), where the ratio is the trainer's probability before the update
-divided by the engine's; the loss's own ratio p / p_old is unchanged, which makes it decoupled PPO. KL, entropy and the
-critic's loss are not weighted.
+Responses are sampled by an engine that differs slightly from the policy being trained. Its numerics differ, and with
+`rollout.max_staleness` above 0 its weights are older. `verl/algorithms/correction.py` holds the formulas.
 
-- `is_level=auto`, the default, is `token` if `rollout.max_staleness` is above 0, else `none`. `is_cap=2` is the value
-  of veRL and of the first work on truncated engine ratios: bounded variance, at the cost of a small bias. Your own
-  algorithm may have a correction; each key replaces that part of it. A bound without its level is an error.
-- `is_level=sequence` uses the product over the response: unbiased below `is_cap`; its variance grows with length.
-- `is_level=token rejection_level=token is_cap=5 rejection_upper=5 rejection_lower=0.5` is IcePop, `is_level=sequence
-  rejection_level=sequence is_cap=3 rejection_upper=3 rejection_lower=0` TRL's default. `rejection_level=geometric` with
-  bounds near 1 (1.001) rejects off-policy responses independently of their length. Rejected tokens still count in the
-  loss's denominators.
-- `token_veto=1e-4` rejects responses with a token that is ten thousand times less likely under the trainer.
-- `old_logprobs=rollout` takes the engine's log-probs as the ratio's denominator, which is a correction by itself; an
-  additional correction is an error.
+A token's policy loss is multiplied by stop(min(ratio, is_cap)). The ratio is the trainer's probability before the
+update, divided by the engine's. The loss's own ratio p / p_old is unchanged, which makes it decoupled PPO. KL, entropy
+and the critic's loss are not weighted.
+
+| setting, below `algorithm.correction.` | effect |
+|---|---|
+| `is_level=auto` | the default: `token` if `rollout.max_staleness` is above 0, else `none` |
+| `is_level=token` | a weight per token, truncated at `is_cap`: bounded variance, a small bias |
+| `is_level=sequence` | the product over the response: unbiased below `is_cap`; its variance grows with length |
+| `is_cap` | 2 by default, as in veRL and in the first work on truncated engine ratios |
+| `rejection_level=geometric` | with bounds near 1 (1.001): rejects off-policy responses independently of their length |
+| `token_veto=1e-4` | rejects responses with a token that is ten thousand times less likely under the trainer |
+
+- IcePop is `is_level=token rejection_level=token is_cap=5 rejection_upper=5 rejection_lower=0.5`.
+- TRL's default is `is_level=sequence rejection_level=sequence is_cap=3 rejection_upper=3 rejection_lower=0`.
+- Rejected tokens still count in the loss's denominators.
+- Your own algorithm may have a correction; each key replaces that part of it. A bound without its level is an error.
+- `algorithm.old_logprobs=rollout` takes the engine's log-probs as the ratio's denominator. That is a correction by
+  itself; an additional one is an error.
 
 A step with one update needs no extra forward pass: the update's own log-probs are those before it.
 `correction/engine_kl`, `ess`, `weight_mean` and `weight_max` are logged with and without a correction. veRL's keys
@@ -73,12 +95,14 @@ engine's log-probs are those of another distribution: a correction is refused ([
 
 ## veRL's estimators
 
-In veRL `algorithm.adv_estimator` selects how advantages are computed and nothing else, and so it does here: with
+In veRL `algorithm.adv_estimator` selects how advantages are computed and nothing else, and so it does here. With
 `adv_estimator=rloo` the loss is still the clipped one of `ppo` with a token mean, unless `algorithm.name` or a recipe
 overrides it. `algorithm.name=rloo` is the paper's complete algorithm, which clips nothing and sums over the response's
-tokens. Where the formulas differ: `grpo_passk` divides by the group's std, as in veRL
-(`algorithm.norm_adv_by_std_in_grpo=false` for the paper's); `grpo` with that key false is `dr_grpo`; `gpg` scales as
-in its paper, by the number of responses with a gradient, where veRL counts nonzero rewards.
+tokens. Where the formulas differ:
+
+- `grpo_passk` divides by the group's std, as in veRL. `algorithm.norm_adv_by_std_in_grpo=false` selects the paper's.
+- `grpo` with that key false is `dr_grpo`.
+- `gpg` scales as in its paper, by the number of responses with a gradient. veRL counts nonzero rewards.
 
 ## Presets
 
