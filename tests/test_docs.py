@@ -363,7 +363,7 @@ def test_what_a_quickstart_names_is_there(settings: list[str], desk: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", quickstart_commands())
 def test_a_quickstart_passes_the_preflight_on_the_embedded_model(settings: list[str], desk: Path) -> None:
-    """The same settings, but for what that model is too small for: its template lists no tools, its context is short."""
+    """The same settings, but for what that model cannot do: its template lists no tools, its context is short."""
     run(["python", "make_rows.py"], desk)
     small = [each for each in settings if not each.startswith(("model.path=", "trainer.total"))]
     small = [each.replace("tool_call_format=hermes", "tool_call_format=toolrl") for each in small]
@@ -436,8 +436,8 @@ def test_every_fence_is_a_block() -> None:
         assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(blocks_of(text, "")), page
 
 
-GROUPS = "algorithm actor critic data env model ref reward rollout sandbox trainer actor_rollout_ref".split()
-KEY = re.compile(rf"(?:{'|'.join(GROUPS)})\.[a-z_]+(?:\.[a-z_]+)*")
+GROUPS = "algorithm|actor|critic|data|env|model|ref|reward|rollout|sandbox|trainer|actor_rollout_ref"
+KEY = re.compile(rf"(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*")
 
 
 def keys_in(text: str) -> set[str]:
@@ -482,15 +482,17 @@ def slug(heading: str) -> str:
     return re.sub(r"[ ]", "-", re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()))
 
 
+def anchors(page: Path) -> set[str]:
+    return {slug(each) for each in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
+
+
 def broken_links(page: Path) -> list[str]:
     """Relative links to missing files and headings."""
     problems = []
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", BLOCK.sub("", page.read_text())):
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        if not file.exists():
-            problems.append(target)
-        elif anchor and anchor not in {slug(each) for each in re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)}:
+        if not file.exists() or (anchor and anchor not in anchors(file)):
             problems.append(target)
     return problems
 
@@ -583,10 +585,10 @@ def test_the_curve_is_drawn_from_the_committed_metrics(tmp_path: Path) -> None:
 
     out = tmp_path / "curve.svg"
     draw_learning_curve.draw(ROOT / "docs/assets/mini_grpo_metrics.jsonl", out)
-    drawn, committed = (
-        re.findall(r"<path d=", each.read_text()) for each in (out, ROOT / "docs/assets/learning_curve.svg")
-    )
-    assert len(drawn) == len(committed) > 10
+    committed = ROOT / "docs" / "assets" / "learning_curve.svg"
+    # lines and labels: another version of matplotlib may draw them differently
+    drawn, there = (re.findall(r'id="((?:line2d|text)_\d+)"', each.read_text()) for each in (out, committed))
+    assert drawn == there != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
