@@ -179,7 +179,7 @@ def help_of(name: str) -> str:
 
 
 def check_script(path: str, arguments: Sequence[str]) -> None:
-    if path not in ("train_grpo.sh", "train_ppo.sh", ".ci/run") and not path.startswith("scripts/"):
+    if path not in ("train_grpo.sh", "train_ppo.sh", ".ci/run") and not path.startswith(("scripts/", "bench/")):
         raise ConfigError(f"{path} is no script of the project")
     if not (ROOT / path).is_file():
         raise ConfigError(f"there is no script {path}")
