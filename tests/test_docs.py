@@ -604,3 +604,30 @@ def test_long_sentences_and_cells_are_found() -> None:
     assert check_prose.read_prose("```bash\nnot a text\n```\nOne `two three` [four five](x.md).").sentences == (
         ("One", "CODE", "four", "five."),
     )
+
+
+PATH = re.compile(r"(?<![\w/.])(?:verl|scripts|bench|tests|docs)/[\w./-]*\w")
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files and folders of the project that a page names and that are not there."""
+    return sorted({each for each in PATH.findall(text) if not (ROOT / each).exists()})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    assert missing_paths(page.read_text()) == []
+
+
+def test_files_named_in_the_architecture_exist() -> None:
+    """They are relative to the package."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = re.findall(r"(?<![\w/])([a-z_]+(?:/[\w]+)*\.py)", text)
+    assert len(files) > 15
+    assert [each for each in files if not (ROOT / "verl" / each.removeprefix("verl/")).exists()] == [
+        "tests/test_kit.py"
+    ]
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    assert missing_paths("`verl/types.py`, `verl/none.py`. docs/recipes/, scripts/x") == ["scripts/x", "verl/none.py"]
