@@ -565,7 +565,14 @@ def test_the_keys_of_the_migration_page_are_translated() -> None:
 def test_the_readme_is_short_and_names_the_entry_points() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 110
-    for each in ("bash train_grpo.sh", "bash scripts/test.sh", "export WITHLENGTH=1", "EXPERIMENT_NAME", "```mermaid"):
+    for each in (
+        "bash train_grpo.sh",
+        "bash scripts/test.sh",
+        "preprocess_rlla.py",
+        "export WITHLENGTH=1",
+        "EXPERIMENT_NAME",
+        "```mermaid",
+    ):
         assert each in text
     assert text.index("Not yet run on a GPU") < text.index("## Train")
 
