@@ -11,6 +11,7 @@ A comment before a block says more about it:
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import re
@@ -39,6 +40,7 @@ from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS
 from verl.kit.plan.__main__ import expand_shorthands
 from verl.registry import resolve
+from verl.types import Message, ToolCall
 from verl.utils.reward_score.base import REWARDS
 
 PAGES = check_prose.pages()
@@ -390,6 +392,34 @@ def test_the_quickstarts_reward_tool_and_format_do_what_the_page_says(desk: Path
         "ParseError",
         "Final",
     ]
+
+
+def test_the_quickstarts_algorithm_compares_with_the_median(desk: Path) -> None:
+    import torch
+
+    from verl.algorithms.estimators.advantage import AdvantageInputs
+
+    algorithm = resolve("algorithm", "my_algorithm.py:MEDIAN", {})
+    rewards = [torch.tensor([0.0, 1.0]), torch.tensor([3.0]), torch.tensor([8.0])]
+    made = algorithm.advantage(AdvantageInputs(rewards, torch.tensor([5, 5, 5])))
+    assert [each.tolist() for each in made.advantages] == [[-2.0, -2.0], [0.0], [5.0]]
+
+
+def test_the_quickstarts_environment_is_won_by_the_number(desk: Path) -> None:
+    task = to_task(json.loads(Path("numbers.jsonl").read_text()), "numbers.jsonl#0")
+
+    async def play(*numbers: Any) -> tuple[list[str], bool, float]:
+        env = resolve("environment", "guess.py:GuessEnv", {})(task)
+        assert (await env.reset()).tools[0].name == "guess"
+        calls = tuple(ToolCall("guess", {"number": each}) for each in numbers)
+        done = await env.step(Message("assistant", "", calls))
+        score = await env.judge()
+        await env.close()
+        return [each.content for each in done.messages], done.done, score.total
+
+    assert asyncio.run(play(50, 20, "x")) == (["lower", "higher", "Error: number must be an integer"], False, 0.0)
+    assert asyncio.run(play(1, 42)) == (["higher", "right"], True, 1.0)
+    assert asyncio.run(play()) == ([], True, 0.0)
 
 
 def block(language: str, code: str, mark: str = "", value: str = "") -> Block:
