@@ -668,3 +668,13 @@ def test_files_named_in_the_architecture_exist() -> None:
 
 def test_a_file_that_is_not_there_is_found() -> None:
     assert missing_paths("`verl/types.py`, `verl/none.py`. docs/recipes/, scripts/x") == ["scripts/x", "verl/none.py"]
+
+
+def test_pages_name_the_consoles_commands_and_no_modules() -> None:
+    module = re.compile(r"python3? -m (?:verl|toolrl)[\w.]*|\bmain_(?:ppo|eval|sft|generation)\b")
+    named = {page.name: module.findall(page.read_text()) for page in PAGES}
+    assert {name: found for name, found in named.items() if found} == {
+        "migration.md": ["python3 -m verl.trainer.main_ppo"],  # veRL's
+        "installation.md": ["python -m toolrl"],  # where the package is not installed
+        "training.md": ["python -m toolrl"],
+    }
