@@ -40,6 +40,8 @@ from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS
 from verl.kit.plan.__main__ import expand_shorthands
 from verl.registry import resolve
+from verl.tracking.names import METRICS
+from verl.tracking.names import known as is_metric
 from verl.types import Message, ToolCall
 from verl.utils.reward_score.base import REWARDS
 
@@ -505,6 +507,22 @@ def test_a_setting_that_is_not_there_is_found() -> None:
     }
     assert not is_key("rollout.nn")
     assert is_key("data.max_bad_share") and is_key("algorithm.options.tau_pos") and is_key("algorithm.correction")
+
+
+METRIC = re.compile(rf"`((?:{'|'.join(sorted({each.name.partition('/')[0] for each in METRICS}))})/[a-z_/]+)`")
+
+
+def unknown_metrics(text: str) -> list[str]:
+    return sorted({each for each in METRIC.findall(BLOCK.sub("", text)) if not is_metric(each)})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_metrics_named_in_a_text_exist(page: Path) -> None:
+    assert unknown_metrics(page.read_text()) == []
+
+
+def test_a_metric_that_is_not_there_is_found() -> None:
+    assert unknown_metrics("`tools/nothing`, `actor/entropy`, `actor/entropi`") == ["actor/entropi", "tools/nothing"]
 
 
 def slug(heading: str) -> str:
