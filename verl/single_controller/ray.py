@@ -218,7 +218,7 @@ def _pickle_user_files_by_value() -> None:
     """Send functions and classes of the user's files (`file.py:name`) whole: workers cannot import these modules."""
     for name, module in list(sys.modules.items()):
         if name.startswith(USER_MODULE):
-            ray.cloudpickle.register_pickle_by_value(module)
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # Ray's
 
 
 def _daemons() -> dict[str, psutil.Process]:
