@@ -16,7 +16,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/benchmarks.md"
 BEGIN, END = "<!-- scoreboard: written by bench/run_all.sh -->", "<!-- scoreboard ends -->"
-HEAD = ("row", "what", "ratio", "target", "met", "ours", "theirs", "where")
+HEAD = ("row", "what", "ratio", "target", "met", "where")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -35,31 +35,42 @@ def parsed(line: str) -> dict[str, Any]:
 
 
 def scoreboard(results: Sequence[Mapping[str, Any]]) -> str:
-    """A table of all rows, followed by machines and versions."""
+    """A table of all rows, the figures of each, and the machines and versions."""
     places = list(dict.fromkeys(place(each) for each in results))
     rows = [HEAD, ("---",) * len(HEAD), *(cells(each, places.index(place(each))) for each in results)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return table + "\n\n" + "\n".join(f"({letter(number)}) {each}  " for number, each in enumerate(places))
+    figures = "\n".join(filter(None, map(details, results)))
+    where = "\n".join(f"({letter(number)}) {each}  " for number, each in enumerate(places))
+    return "\n\n".join(filter(None, [table, figures, where]))
 
 
 def cells(result: Mapping[str, Any], number: int) -> tuple[str, ...]:
     """One row of the table."""
     lower = result.get("lower_is_better", False)
     reached = result["ratio"] <= result["target"] if lower else result["ratio"] >= result["target"]
-    name = result["name"].replace("|", "\\|") + (f" ({result['note']})" if result.get("note") else "")
-    limits = [
-        f"{what} {figure(value)}, <= {figure(bound)}" for what, (value, bound) in result.get("limits", {}).items()
-    ]
     return (
         str(result["row"]),
-        "; ".join([name, *limits]),
+        result["name"].replace("|", "\\|"),
         f"**{figure(result['ratio'])}**",
         f"{'<=' if lower else '>='} {figure(result['target'])}",
         "yes" if result.get("met", reached) else "no",
-        side(result.get("ours", {})),
-        side(result.get("theirs", {})),
         letter(number),
     )
+
+
+def details(result: Mapping[str, Any]) -> str:
+    """A list item with the values of both sides, the limits and the note; empty without any."""
+    limits = (
+        f"{what} {figure(value)}, <= {figure(bound)}" for what, (value, bound) in result.get("limits", {}).items()
+    )
+    parts = {
+        "Ours": side(result.get("ours", {})),
+        "Theirs": side(result.get("theirs", {})),
+        "Limits": "; ".join(limits),
+        "Note": result.get("note", ""),
+    }
+    lines = [f"  {label}: {text}." for label, text in parts.items() if text]
+    return "\n".join([f"- **{result['row']}** {result['name']}.", *lines]) if lines else ""
 
 
 def place(result: Mapping[str, Any]) -> str:
@@ -71,7 +82,7 @@ def place(result: Mapping[str, Any]) -> str:
 
 
 def side(figures: Any) -> str:
-    """A side's values as a table cell."""
+    """A side's values as text."""
     if not isinstance(figures, Mapping):
         return str(figures)
     return ", ".join(f"{name} {figure(value)}" for name, value in figures.items())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.common import Result, Side, alternate, median_ratio
-from bench.results import BEGIN, END
+from bench.results import BEGIN, END, scoreboard
 from tests.conftest import ROOT
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason
@@ -76,7 +76,16 @@ def test_the_page_keeps_what_is_written_by_hand(tmp_path: Path) -> None:
     assert text.endswith(f"{END}\nbelow\n")
     assert "old table" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| 2", "| 7"))]
+    assert "- **" not in text  # no side has values
     assert [row.split(" | ")[2:5] for row in rows] == [["**0.01**", "<= 0.03", "yes"], ["**0.3**", ">= 0.25", "yes"]]
+
+
+def test_values_limits_and_notes_are_listed_below_the_table() -> None:
+    line = {"row": 2, "name": "a|b", "ratio": 2.0, "target": 1.0, "ours": {"CPU s": 1234.5}, "theirs": 7}
+    assert "| 2 | a\\|b |" in scoreboard([line])
+    assert "\n\n- **2** a|b.\n  Ours: CPU s 1,234.\n  Theirs: 7.\n\n(a)" in scoreboard([line])
+    more = {"limits": {"x": (0.1, 0.2)}, "note": "why"}
+    assert "  Limits: x 0.1, <= 0.2.\n  Note: why.\n" in scoreboard([line | more])
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:

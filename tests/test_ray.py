@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 
 import verl.single_controller.ray
 from verl.errors import ConfigError
+from verl.registry import resolve
 from verl.single_controller.group import WorkerContext, WorkerError, WorkerGroup, WorkerLostError, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
@@ -60,6 +61,10 @@ def tensors(worker: Worker) -> list[tuple[str, torch.Tensor]]:
 
 def total(worker: Worker, named: list[tuple[str, torch.Tensor]]) -> float:
     return sum(float(tensor.float().sum()) for _, tensor in named)
+
+
+def apply(worker: Worker, function: Callable[[int], int], value: int) -> int:
+    return function(value)
 
 
 def inner_rank(inner: dict[str, int], more: int) -> int:
@@ -169,6 +174,15 @@ def test_verbs_on_actors(group: RayGroup) -> None:
     check_verbs(group)
     assert len(set(group.pids) | {os.getpid()}) == 3
     assert group.call(variable, "WITHLENGTH") == ["1", "1"]
+
+
+def test_functions_of_the_users_files_travel(cluster: Cluster, pool: PlacementGroup, tmp_path: Path) -> None:
+    file = tmp_path / "travels.py"
+    file.write_text("def twice(x):\n    return 2 * x\n\n\ndef fourfold(x):\n    return twice(twice(x))\n")
+    fourfold = resolve("function", f"{file}:fourfold", {})
+    group = cluster.group("users", Worker, pool, SEATED)
+    assert group.call(apply, fourfold, 3) == [12, 12]
+    group.close()
 
 
 def test_verbs_in_this_process() -> None:

@@ -416,7 +416,7 @@ def test_the_page_of_verls_keys_is_the_codes() -> None:
 
 
 def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "migration.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \| (.+) \|$", text[text.index("## veRL's keys") :], re.MULTILINE)
     told = {key: (value, why) for key, value, why in rows}
     values = {key: "null" if only.value is None else str(only.value) for key, only in REFUSED.items()}

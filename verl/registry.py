@@ -18,6 +18,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 
+USER_MODULE = "verl_user_"  # prefix of the modules made of the user's files
 _FITTING = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
 
 
@@ -94,7 +95,7 @@ def _import(kind: str, module_name: str) -> ModuleType:
 def _load_file(kind: str, path: str) -> ModuleType:
     if not Path(path).is_file():
         raise ConfigError(f"{kind}: there is no file {path!r}")
-    name = f"verl_user_{Path(path).stem}"
+    name = f"{USER_MODULE}{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -29,6 +30,7 @@ from typing import Any
 import psutil
 
 from verl.errors import ConfigError, EngineLostError
+from verl.registry import USER_MODULE
 from verl.system.scratch import scratch_folder, variables
 from verl.system.signals import kept_signals
 
@@ -152,6 +154,7 @@ class Cluster:
 
         devices: accelerators of each worker if Ray should not choose them, because another group has reserved them
         """
+        _pickle_user_files_by_value()
         chosen = range(len(pool.bundle_specs)) if places is None else places
 
         def spawn(rank: int) -> Any:
@@ -209,6 +212,13 @@ def _local(num_cpus: int, environment: Mapping[str, str], health_timeout_s: floa
                 yield guard
         finally:
             _shutdown()
+
+
+def _pickle_user_files_by_value() -> None:
+    """Send functions and classes of the user's files (`file.py:name`) whole: workers cannot import these modules."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(USER_MODULE):
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # Ray's
 
 
 def _daemons() -> dict[str, psutil.Process]:

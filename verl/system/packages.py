@@ -40,6 +40,7 @@ TESTED_DEV: dict[str, str] = {
     "import-linter": ">=2.16",
     "codespell": ">=2.4",
     "matplotlib": ">=3.10,<4",
+    "mkdocs-material": ">=9.8,<10",
 }
 # torch packages that text models do not use, but that vLLM and transformers import if they are installed
 STRAYS = ("torchvision", "torchaudio", "torchcodec")

@@ -1,4 +1,4 @@
-"""Every metric's name, unit and meaning, for docs/metrics.md; `python -m verl.tracking.names` lists them.
+"""Every metric's name, unit and meaning, for docs/metrics.md; `toolrl metrics` lists them.
 
 A term in angle brackets is a placeholder for a name of the run: a data set, a part of the reward, a phase.
 """
@@ -84,7 +84,7 @@ METRICS = (
     Metric("val/<set>/<part>", "points", "mean of one named part of the reward"),
     Metric("eval/<category>/score", "share", "score of a benchmark category or aggregate, greedy (docs/evaluation.md)"),
     Metric("eval/<category>/missing", "count", "tasks that could not be judged, excluded from the score"),
-    Metric("val/demonstrations/loss", "nats", "token mean of -log p over the validation demonstrations (main_sft)"),
+    Metric("val/demonstrations/loss", "nats", "token mean of -log p over the validation demonstrations (toolrl sft)"),
     Metric("time/<phase>_s", "s", "wall time of one phase of the step"),
     Metric("time/<phase>_cpu_s", "s", "CPU time of the controller process in it, without worker processes"),
     Metric("time/step_s", "s", "wall time of the step"),

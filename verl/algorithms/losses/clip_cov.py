@@ -5,7 +5,7 @@
     loss = mean over tokens of clip(A, p / p_old), clip 0.2
 
 The authors use neither KL nor an entropy bonus and drop groups whose responses are all right or all wrong. They use the
-log-probs of the current update and skip tokens that PPO's clip is active at, within one micro-batch on one rank; here
+log-probs of the current update and skip tokens that PPO's clip is active at, within one micro-batch on one rank. Here
 log p is the policy's before the step's first update, and tokens are selected once for the whole mini-batch, however it
 is split. Up to the first update both are the same. These log-probs cost one forward pass over the batch.
 """

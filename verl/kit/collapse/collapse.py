@@ -42,7 +42,7 @@ earn more reward are learning.
 Alarms that stop or revert a run are kept in `collapses.jsonl` in its folder, with the metrics of their step.
 
 With `stop` and `rollback`, a checkpoint that falls due while any rule is triggered waits for the first step in which
-none is, so that every checkpoint on disk is safe to resume from; the last step is saved in any case.
+none is. So every checkpoint on disk is safe to resume from. The last step is saved in any case.
 `collapse/triggered_rules` counts the triggered rules. Starts and counts are in checkpoints.
 """
 

@@ -1,0 +1,698 @@
+"""The documentation works: every fenced block of README and docs runs, or has its settings resolved; every setting,
+page and message that they name exists; and the text is easy to read.
+
+A comment before a block says more about it:
+
+    <!-- file: NAME -->      the block is a file, which later blocks of the quickstarts use
+    <!-- needs: WHAT -->     it needs a GPU, a cluster, a network, a service ..: its settings and imports are checked
+    <!-- slow: WHY -->       the same; a slow test runs it, or one that it names
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import check_prose
+from tests.conftest import ROOT
+from verl.cli import COMMANDS
+from verl.config.load import RECIPES, known_keys, load_config, load_plain, load_probe
+from verl.config.schema import Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
+from verl.config.verl_keys import vocabulary
+from verl.data.tasks import to_task
+from verl.envs.registry import ENVS
+from verl.envs.tools.build import TOOLS
+from verl.errors import ConfigError
+from verl.formats.base import TOOL_CALL_FORMATS
+from verl.kit.plan.__main__ import expand_shorthands
+from verl.registry import resolve
+from verl.tracking.names import METRICS
+from verl.tracking.names import known as is_metric
+from verl.types import Message, ToolCall
+from verl.utils.reward_score.base import REWARDS
+
+PAGES = check_prose.pages()
+QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
+NEEDS = ("a cluster", "a wheel and a package index", "bubblewrap", "gpu", "hub", "network", "service")
+MARK = r"(?:<!-- (file|needs|slow): ([^\n]*) -->\n)?"
+BLOCK = re.compile(rf"^{MARK}( *)```(\S*)\n(.*?)^\3```$", re.MULTILINE | re.DOTALL)
+PLACEHOLDER = re.compile(r"\.\.\.?|.*=\.\.")  # what the reader fills in
+# Other projects' commands: their arguments are not ours to check.
+EXTERNAL = ("apt-get", "curl", "export", "pip", "ray", "scp")
+SETTINGS: Mapping[str, Callable[[list[str]], Any]] = {
+    "train": load_config,
+    "preflight": load_config,
+    "plan": lambda settings: load_config(expand_shorthands(settings)[0]),
+    "sft": lambda settings: load_plain(settings, SFTConfig),
+    "generate": lambda settings: load_plain(settings, GenerationConfig),
+    "chat": lambda settings: load_plain(settings, GenerationConfig),
+    "eval": lambda settings: load_plain(with_model(settings), EvalConfig),
+    "probe": lambda settings: load_probe(with_model(settings)),
+}
+FAST = ("python make_rows.py", "toolrl lab")  # commands that run here, and take seconds
+SLOW = ("toolrl preflight",)  # half a minute each
+
+
+class PageError(AssertionError):
+    """A block that is wrong: its place and the reason."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: str
+    line: int
+    mark: str  # file, needs, slow or none
+    value: str  # what follows the mark
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def filename(self) -> str:
+        """The file that the block is: by its mark, or by its first line."""
+        named = re.match(r"# (\S+\.py)\n", self.code)
+        return self.value if self.mark == "file" else named[1] if named and self.language == "python" else ""
+
+    def commands(self) -> list[list[str]]:
+        """Arguments of each command, without comments and without the environment variables before it."""
+        commands = []
+        for line in re.sub(r"\\\n", " ", self.code).splitlines():
+            for command in re.split(r"\s&&\s", line):
+                words = shlex.split(command, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                commands += [words] if words else []
+        return commands
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    """All blocks of a page."""
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 1, found[1] or "", found[2] or "", found[4], found[5])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    return tuple(each for page in PAGES for each in blocks_of(page.read_text(), str(page.relative_to(ROOT))))
+
+
+def named(*languages: str) -> list[Any]:
+    return [pytest.param(each, id=str(each)) for each in all_blocks() if each.language in languages]
+
+
+def with_model(settings: Sequence[str]) -> list[str]:
+    return [re.sub(r"^model=", "model.path=", each) for each in settings]
+
+
+def checked(block: Block) -> None:
+    """Raises PageError for a block that cannot work as the page has it."""
+    if block.mark == "needs" and block.value not in NEEDS:
+        raise PageError(f"{block}: needs {block.value!r}; known: {', '.join(NEEDS)}")
+    try:
+        CHECKS[block.language](block)
+    except KeyError as error:
+        raise PageError(f"{block}: the kind {error} is unknown; known: {', '.join(CHECKS)}") from error
+    except (ConfigError, SyntaxError, ValueError, ImportError) as error:
+        raise PageError(f"{block}: {error}") from error
+
+
+def check_shell(block: Block) -> None:
+    for words in block.commands():
+        check_command(words, block.mark)
+
+
+def check_command(words: Sequence[str], mark: str) -> None:
+    """Raises ConfigError for an unknown command, script, option or setting."""
+    name, *rest = words
+    if name == "toolrl":
+        check_toolrl(*rest)
+    elif name in ("bash", "source"):
+        check_script(rest[0], rest[1:])
+    elif name == "python":
+        check_python(rest)
+    elif name == "pytest":
+        check_pytest(rest)
+    elif name not in EXTERNAL:
+        raise ConfigError(f"unknown command {name!r}")
+    elif name != "export" and mark != "needs":
+        raise ConfigError(f"{name} is another project's command: mark the block with what it needs")
+
+
+def check_toolrl(name: str = "--help", *arguments: str) -> None:
+    if name in ("--help", "--version"):
+        return
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command 'toolrl {name}'")
+    options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+    if name in SETTINGS:
+        known = ("--help", "--cfg", "--preflight")
+        settings = [each for each in arguments if not each.startswith("--") and each != "job"]
+        SETTINGS[name]([each for each in settings if not PLACEHOLDER.fullmatch(each)])
+    else:
+        known = help_of(name)
+    if missing := [each for each in options if each not in known]:
+        raise ConfigError(f"toolrl {name} has no option {missing[0]}")
+
+
+@cache
+def help_of(name: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "toolrl", name, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def check_script(path: str, arguments: Sequence[str]) -> None:
+    if path not in ("train_grpo.sh", "train_ppo.sh", ".ci/run") and not path.startswith(("scripts/", "bench/")):
+        raise ConfigError(f"{path} is no script of the project")
+    if not (ROOT / path).is_file():
+        raise ConfigError(f"there is no script {path}")
+    settings = [re.sub(r"^([\w.]+=[^\[,]*),[^\[]*$", r"\1", each) for each in arguments if "=" in each]
+    if path == "scripts/test.sh":
+        check_pytest(arguments)
+    elif path.startswith("train_"):
+        load_config([f"recipe=toolrl_{path[6:-3]}", "model.path=any", "data.train_files=[any]", *settings])
+    elif path == "scripts/sweep.sh":
+        load_config(settings)  # the first point
+    elif settings:
+        raise ConfigError(f"{path}: its settings are not checked: {settings}")
+
+
+def check_python(words: Sequence[str]) -> None:
+    path, *arguments = words
+    if path == "-m":
+        if arguments[0] not in ("build", "toolrl"):
+            raise ConfigError(f"docs name toolrl's commands, not the module {arguments[0]}")
+        return
+    if path in quickstart_files():
+        source = quickstart_files()[path]
+    elif (ROOT / path).is_file():
+        source = "".join(each.read_text() for each in (ROOT / path).parent.glob("*.py"))  # some share their options
+    else:
+        raise ConfigError(f"there is no script {path}")
+    for option in (each.partition("=")[0] for each in arguments if each.startswith("--")):
+        if f'"{option}"' not in source:
+            raise ConfigError(f"{path} has no option {option}")
+
+
+def check_pytest(words: Sequence[str]) -> None:
+    declared = (ROOT / "pyproject.toml").read_text() + (ROOT / "tests" / "chaos" / "results.py").read_text()
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "-m" and f'"{word}: ' not in declared:
+            raise ConfigError(f"there is no marker {word}")
+        if word.startswith("--") and f'"{word}"' not in declared:
+            raise ConfigError(f"pytest has no option {word} here")
+
+
+def check_source(block: Block) -> None:
+    """It compiles, and what it imports exists. Blocks without needs run in a test of their own."""
+    tree = ast.parse(block.code)
+    imports = [each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), str(block), "exec"), {})
+
+
+def check_json(block: Block) -> None:
+    for line in block.code.splitlines():
+        json.loads(line)
+
+
+def check_yaml(block: Block) -> None:
+    entries = yaml.safe_load(block.code)
+    unknown = [each["name"] for each in entries if each["name"] not in TOOLS]
+    if unknown:
+        raise ConfigError(f"unknown tool {unknown[0]!r}")
+
+
+def check_mermaid(block: Block) -> None:
+    head, *lines = block.code.splitlines()
+    pairs = [(line.count(opening), line.count(closing)) for line in lines for opening, closing in ("[]", "{}", "()")]
+    if head.split()[0] != "flowchart" or any(opened != closed for opened, closed in pairs):
+        raise ConfigError("no flowchart, or its brackets do not match")
+
+
+def check_text(block: Block) -> None:
+    """Output and pictures: no command hides in them from the tests."""
+    hidden = [line for line in block.code.splitlines() if re.match(r"(toolrl|bash|python|pip|pytest) ", line)]
+    if hidden:
+        raise ConfigError(f"a command in a block of text: {hidden[0]}")
+
+
+CHECKS: Mapping[str, Callable[[Block], None]] = {
+    "bash": check_shell,
+    "python": check_source,
+    "json": check_json,
+    "yaml": check_yaml,
+    "mermaid": check_mermaid,
+    "text": check_text,
+}
+
+
+@cache
+def quickstart_files() -> Mapping[str, str]:
+    """The files that the quickstarts' blocks are, by name."""
+    files: dict[str, str] = {}
+    for block in (each for each in all_blocks() if each.page.startswith("docs/quickstart/") and each.filename):
+        assert files.setdefault(block.filename, block.code) == block.code, f"two files {block.filename}"
+    return files
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all files of the quickstarts, which is the working folder."""
+    for name, code in quickstart_files().items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(words: Sequence[str], folder: Path) -> str:
+    """The output of a command of the docs, which must succeed."""
+    command = {"toolrl": ["-m", "toolrl"], "python": []}[words[0]]
+    done = subprocess.run(
+        [sys.executable, *command, *words[1:]],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", named(*{each.language for each in all_blocks()}))
+def test_a_block_can_work(block: Block) -> None:
+    checked(block)
+
+
+@pytest.mark.parametrize("block", [each for each in named("python") if each.values[0].mark == ""])
+def test_python_runs(block: Block, desk: Path) -> None:
+    exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})
+
+
+def commands_with(prefixes: Sequence[str]) -> list[Any]:
+    return [
+        pytest.param(words, id=f"{block}-{' '.join(words[:2])}")
+        for block in all_blocks()
+        if block.language == "bash" and block.mark == ""
+        for words in block.commands()
+        if any(" ".join(words).startswith(each) for each in prefixes)
+    ]
+
+
+def at_desk(words: Sequence[str], desk: Path) -> list[str]:
+    return [str(ROOT / each) if (ROOT / each).is_file() else each for each in words]
+
+
+@pytest.mark.parametrize("words", commands_with(FAST))
+def test_a_quick_command_runs(words: list[str], desk: Path) -> None:
+    run(at_desk(words, desk), desk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", commands_with(SLOW))
+def test_a_slow_command_runs(words: list[str], desk: Path) -> None:
+    run([*at_desk(words, desk), "rollout.name=hf", "trainer.device=cpu"], desk)
+
+
+def quickstart_commands() -> list[Any]:
+    return [
+        pytest.param(words[2:], id=Path(block.page).stem)
+        for block in all_blocks()
+        if block.page.startswith("docs/quickstart/")
+        for words in (block.commands() if block.language == "bash" else [])
+        if words[:2] == ["toolrl", "train"]
+    ]
+
+
+@pytest.mark.parametrize("settings", quickstart_commands())
+def test_what_a_quickstart_names_is_there(settings: list[str], desk: Path) -> None:
+    """Its files exist and its rows are tasks; rewards, tools, formats and environments resolve."""
+    config = load_config(settings)
+    if "make_rows.py" in quickstart_files() and "calls.jsonl" in str(config.data.train_files):
+        run(["python", "make_rows.py"], desk)
+    for file in config.data.train_files:
+        if file.endswith(".jsonl"):
+            tasks = [to_task(json.loads(line), f"{file}#0") for line in Path(file).read_text().splitlines()]
+            assert len(tasks) == len({task.prompt for task in tasks})
+    resolve("reward", config.reward.name, REWARDS)
+    if config.env.name != "tool":
+        resolve("environment", config.env.name, ENVS)
+    for each in config.env.tools:
+        resolve("tool", each, TOOLS)
+    if config.env.tool_call_format:
+        resolve("tool-call format", config.env.tool_call_format, TOOL_CALL_FORMATS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", quickstart_commands())
+def test_a_quickstart_passes_the_preflight_on_the_embedded_model(settings: list[str], desk: Path) -> None:
+    """The same settings, but for what that model cannot do: its template lists no tools, its context is short."""
+    run(["python", "make_rows.py"], desk)
+    small = [each for each in settings if not each.startswith(("model.path=", "trainer.total"))]
+    small = [each.replace("tool_call_format=hermes", "tool_call_format=toolrl") for each in small]
+    if "recipe=mini_grpo" not in small:
+        small += ["data.max_prompt_length=800", "data.max_response_length=128", "model.compute_dtype=float32"]
+        small += ["model.path=embedded:model"]
+    run(["toolrl", "preflight", *small, "rollout.name=hf", "trainer.device=cpu"], desk)
+
+
+def test_the_quickstarts_reward_tool_and_format_do_what_the_page_says(desk: Path) -> None:
+    made: Callable[[str], Any] = partial(resolve, "object", table={})
+    gold = '<think> a </think>\n<tool_call>\n{"name": "f"}\n{"name": "g"}\n</tool_call>'
+    turned = '<tool_call>\n{"name": "g"}\n{"name": "f"}\n</tool_call>'
+    assert made("my_reward.py:score")(turned, gold) == {"score": 1.1, "right": 1.0, "short": 1.0}
+    assert made("my_reward.py:score")("x" * 500, gold)["score"] == 0.0
+    assert made("my_tools.py:rain")("Oslo") is True
+    assert made("my_tools.py:right")("It does: yes.", "yes") == 1.0
+    parse = made("my_format.py:CallFormat")().parse
+    assert [(call.name, call.arguments) for call in parse('Well.\nCALL rain {"city": "Oslo"}').calls] == [
+        ("rain", {"city": "Oslo"})
+    ]
+    assert [type(parse(text)).__name__ for text in ("CALL rain", "CALL rain []x", "yes")] == [
+        "ParseError",
+        "ParseError",
+        "Final",
+    ]
+
+
+def test_the_quickstarts_algorithm_compares_with_the_median(desk: Path) -> None:
+    import torch
+
+    from verl.algorithms.estimators.advantage import AdvantageInputs
+
+    algorithm = resolve("algorithm", "my_algorithm.py:MEDIAN", {})
+    rewards = [torch.tensor([0.0, 1.0]), torch.tensor([3.0]), torch.tensor([8.0])]
+    made = algorithm.advantage(AdvantageInputs(rewards, torch.tensor([5, 5, 5])))
+    assert [each.tolist() for each in made.advantages] == [[-2.0, -2.0], [0.0], [5.0]]
+
+
+def test_the_quickstarts_environment_is_won_by_the_number(desk: Path) -> None:
+    task = to_task(json.loads(Path("numbers.jsonl").read_text()), "numbers.jsonl#0")
+
+    async def play(*numbers: Any) -> tuple[list[str], bool, float]:
+        env = resolve("environment", "guess.py:GuessEnv", {})(task)
+        assert (await env.reset()).tools[0].name == "guess"
+        calls = tuple(ToolCall("guess", {"number": each}) for each in numbers)
+        done = await env.step(Message("assistant", "", calls))
+        score = await env.judge()
+        await env.close()
+        return [each.content for each in done.messages], done.done, score.total
+
+    assert asyncio.run(play(50, 20, "x")) == (["lower", "higher", "Error: number must be an integer"], False, 0.0)
+    assert asyncio.run(play(1, 42)) == (["higher", "right"], True, 1.0)
+    assert asyncio.run(play()) == ([], True, 0.0)
+
+
+def block(language: str, code: str, mark: str = "", value: str = "") -> Block:
+    return Block("page.md", 1, mark, value, language, code)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (block("", "x"), "the kind '' is unknown"),
+        (block("fortran", "x"), "the kind 'fortran' is unknown"),
+        (block("bash", "toolrl train data.train_fils=[a]"), "unknown key"),
+        (block("bash", "toolrl train recipe=mini_grpo \\\n    rollout.temperature_x=2"), "unknown key"),
+        (block("bash", "toolrl eval model_x=a"), "unknown key"),
+        (block("bash", "toolrl trane"), "unknown command"),
+        (block("bash", "toolrl lab --dta x"), "no option --dta"),
+        (block("bash", "bash scripts/none.sh"), "there is no script"),
+        (block("bash", "bash train_grpo.sh actor.nothing=1"), "unknown key"),
+        (block("bash", "python scripts/play.py shop --nope"), "no option --nope"),
+        (block("bash", "python -m verl.trainer.main_ppo"), "not the module"),
+        (block("bash", "pytest -m nothing"), "no marker"),
+        (block("bash", "ray start --head"), "mark the block"),
+        (block("bash", "toolrl train a.b=1", "needs", "gpu"), "unknown key"),
+        (block("bash", "toolrl doctor", "needs", "luck"), "needs 'luck'"),
+        (block("python", "import verl.nothing"), "No module named"),
+        (block("python", "from verl.types import Nothing"), "cannot import name"),
+        (block("python", "from verl.types import Nothing", "needs", "gpu"), "cannot import name"),
+        (block("python", "x ="), "invalid syntax"),
+        (block("json", "{"), "Expecting"),
+        (block("yaml", "- {name: hammer}"), "unknown tool"),
+        (block("mermaid", "flowchart LR\n    a[b --> c"), "brackets"),
+        (block("text", "toolrl train"), "a command in a block of text"),
+    ],
+)
+def test_a_bad_block_fails(bad: Block, reason: str) -> None:
+    with pytest.raises(PageError, match=re.escape(reason)):
+        checked(bad)
+
+
+def test_every_fence_is_a_block() -> None:
+    """None is overlooked because of how it is written."""
+    for page in PAGES:
+        text = page.read_text()
+        assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(blocks_of(text, "")), page
+
+
+GROUPS = "algorithm|actor|critic|data|env|model|ref|reward|rollout|sandbox|trainer|actor_rollout_ref"
+KEY = re.compile(rf"(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*")
+
+
+def keys_in(text: str) -> set[str]:
+    """Settings in inline code, complete ones; `name.*` and file names are not."""
+    text = BLOCK.sub("", text)
+    codes = [each for code in re.findall(r"`([^`\n]+)`", text) for each in re.split(r"[ ,]+", code)]
+    found = {each.partition("=")[0] for each in codes}
+    return {each for each in found if KEY.fullmatch(each) and not each.endswith((".py", ".md", ".json", ".jsonl"))}
+
+
+@cache
+def every_key() -> tuple[str, ...]:
+    kinds = (Config, SFTConfig, EvalConfig, GenerationConfig, ProbeConfig)
+    ours = [key for kind in kinds for key in known_keys(kind)]
+    theirs = [name for key in vocabulary() for name in (key, key.removeprefix("actor_rollout_ref."))]
+    return (*ours, *theirs, *(f"actor_rollout_ref.{key}" for key in ours))
+
+
+def is_key(key: str) -> bool:
+    known = every_key()
+    return any(each in (key, f"{key}.") or each.startswith(f"{key}.") for each in known) or any(
+        each.endswith(".") and key.startswith(each) for each in known
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_settings_named_in_a_text_exist(page: Path) -> None:
+    assert [key for key in sorted(keys_in(page.read_text())) if not is_key(key)] == []
+
+
+def test_a_setting_that_is_not_there_is_found() -> None:
+    assert keys_in("`rollout.nn=3`, `data.max_bad_share`, `trainer.py`, see rollout.foo") == {
+        "rollout.nn",
+        "data.max_bad_share",
+    }
+    assert not is_key("rollout.nn")
+    assert is_key("data.max_bad_share") and is_key("algorithm.options.tau_pos") and is_key("algorithm.correction")
+
+
+METRIC = re.compile(rf"`((?:{'|'.join(sorted({each.name.partition('/')[0] for each in METRICS}))})/[a-z_/]+)`")
+
+
+def unknown_metrics(text: str) -> list[str]:
+    return sorted({each for each in METRIC.findall(BLOCK.sub("", text)) if not is_metric(each)})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_metrics_named_in_a_text_exist(page: Path) -> None:
+    assert unknown_metrics(page.read_text()) == []
+
+
+def test_a_metric_that_is_not_there_is_found() -> None:
+    assert unknown_metrics("`tools/nothing`, `actor/entropy`, `actor/entropi`") == ["actor/entropi", "tools/nothing"]
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"[ ]", "-", re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()))
+
+
+def anchors(page: Path) -> set[str]:
+    return {slug(each) for each in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links to missing files and headings."""
+    problems = []
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            problems.append(target)
+    return problems
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# A b\n[x](b.md) [y](#a-b) [z](#c) [w](a.md#a-b)")
+    assert broken_links(tmp_path / "a.md") == ["b.md", "#c"]
+
+
+def test_the_site_and_the_index_have_every_page() -> None:
+    pages = {str(each.relative_to(ROOT / "docs")) for each in PAGES if ROOT / "docs" in each.parents}
+    assert set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == pages
+    listed = set(re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert listed | {"index.md"} == {each for each in pages if not each.startswith("recipes/")} | {"recipes/index.md"}
+
+
+def test_every_recipe_is_in_the_index_of_recipes() -> None:
+    rows = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs" / "recipes" / "index.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == {each.stem for each in RECIPES.glob("*.yaml")}
+
+
+def messages() -> set[str]:
+    """All texts in the package's code, with `..` for what is filled in."""
+    texts = set()
+    for path in (ROOT / "verl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [each.value if isinstance(each, ast.Constant) else ".." for each in node.values]
+                texts.add("".join(map(str, parts)))
+    return texts
+
+
+def test_messages_in_troubleshooting_are_the_codes() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    quoted = [re.match(r"\| `(.+?)` \|", row) for table in tables for row in table.splitlines()]
+    assert len(quoted) >= 15
+    assert all(quoted)
+    known = messages()
+
+    def is_printed(quote: str) -> bool:
+        pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\s*", quote))), re.DOTALL)
+        return any(pattern.search(each) for each in known)
+
+    assert [found[1] for found in quoted if found and not is_printed(found[1])] == []
+    assert not is_printed("a message .. that nothing prints")
+
+
+def test_the_keys_of_the_migration_page_are_translated() -> None:
+    """Each row of its short table sets the same as veRL's key does."""
+    table = (ROOT / "docs" / "verl_keys.md").read_text()
+    theirs = dict(re.findall(r"^\| `([\w.]+)` \| (.+) \|$", table, re.MULTILINE))
+    short = (ROOT / "docs" / "migration.md").read_text().partition("| veRL | here |\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", short, re.MULTILINE)
+    assert len(rows) >= 10
+    for left, right in rows:
+        key = re.findall(r"`([\w.]+)`", left)[0]
+        ours = [each.partition("=")[0] for each in re.findall(r"`([^`]+)`", right)]
+        assert ours[0] in theirs[key], key
+
+
+def test_the_readme_is_short_and_names_the_entry_points() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 110
+    for each in (
+        "bash train_grpo.sh",
+        "bash scripts/test.sh",
+        "preprocess_rlla.py",
+        "export WITHLENGTH=1",
+        "EXPERIMENT_NAME",
+        "```mermaid",
+    ):
+        assert each in text
+    assert text.index("Not yet run on a GPU") < text.index("## Train")
+
+
+def test_the_readmes_figures_are_those_of_the_committed_run() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = [json.loads(line) for line in (ROOT / "docs/assets/mini_grpo_metrics.jsonl").read_text().splitlines()]
+    for name, key in (("test", "val/test/total"), ("test_new_tools", "val/test_new_tools/total")):
+        before, after = (row[key] for row in (rows[0], rows[-1]))
+        assert re.search(rf"^│ {name} +│ total +│ +{before:.3f} │ +{after:.3f} │", text, re.MULTILINE)
+    for step in map(int, re.findall(r"^step (\d+)/48, reward", text, re.MULTILINE)):
+        assert f"step {step}/48, reward {rows[step]['reward/total']:.3f} " in text
+
+
+def test_the_curve_is_drawn_from_the_committed_metrics(tmp_path: Path) -> None:
+    from scripts import draw_learning_curve
+
+    out = tmp_path / "curve.svg"
+    draw_learning_curve.draw(ROOT / "docs/assets/mini_grpo_metrics.jsonl", out)
+    committed = ROOT / "docs" / "assets" / "learning_curve.svg"
+    # lines and labels: another version of matplotlib may draw them differently
+    drawn, there = (re.findall(r'id="((?:line2d|text)_\d+)"', each.read_text()) for each in (out, committed))
+    assert drawn == there != []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_the_text_is_easy_to_read(page: Path) -> None:
+    assert check_prose.problems(page) == []
+
+
+def test_long_sentences_and_cells_are_found() -> None:
+    words = "word " * 50
+    prose = check_prose.read_prose(f"# Head\n\n{words}end. Short one.\n\n- An item\n  goes on.\n\n| {words} | b |\n")
+    assert [len(each) for each in prose.sentences] == [51, 2, 4]
+    assert [len(each) for each in prose.cells] == [50, 1]
+    assert check_prose.read_prose("```bash\nnot a text\n```\nOne `two three` [four five](x.md).").sentences == (
+        ("One", "CODE", "four", "five."),
+    )
+
+
+PATH = re.compile(r"(?<![\w/.])(?:verl|scripts|bench|tests|docs)/[\w./-]*\w")
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files and folders of the project that a page names and that are not there."""
+    return sorted({each for each in PATH.findall(text) if not (ROOT / each).exists()})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    assert missing_paths(page.read_text()) == []
+
+
+def test_files_named_in_the_architecture_exist() -> None:
+    """They are relative to the package."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = re.findall(r"(?<![\w/])([a-z_]+(?:/[\w]+)*\.py)", text)
+    assert len(files) > 15
+    assert [each for each in files if not (ROOT / "verl" / each.removeprefix("verl/")).exists()] == [
+        "tests/test_kit.py"
+    ]
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    assert missing_paths("`verl/types.py`, `verl/none.py`. docs/recipes/, scripts/x") == ["scripts/x", "verl/none.py"]
+
+
+def test_pages_name_the_consoles_commands_and_no_modules() -> None:
+    module = re.compile(r"python3? -m (?:verl|toolrl)[\w.]*|\bmain_(?:ppo|eval|sft|generation)\b")
+    named = {page.name: module.findall(page.read_text()) for page in PAGES}
+    assert {name: found for name, found in named.items() if found} == {
+        "migration.md": ["python3 -m verl.trainer.main_ppo"],  # veRL's
+        "installation.md": ["python -m toolrl"],  # where the package is not installed
+        "training.md": ["python -m toolrl"],
+    }
