@@ -85,4 +85,4 @@ def foretold(of: Category, handler: str, tasks: Sequence[Task]) -> bool:
     episode_runner = build_episode_runner(roomy(env_of(of.episode, handler), _ROOM), chat())
     opening = prompt_fn(episode_runner, chat())
     played = groups(of, handler, lambda _: ["I am done."] * 99, tasks)
-    return [group.trajectories[0].turns[0].context_ids for group in played] == [opening(task) for task in tasks]
+    return [tuple(group.trajectories[0].turns[0].context_ids) for group in played] == list(map(opening, tasks))

@@ -23,9 +23,10 @@ from verl.algorithms.losses.policy_loss import token_loss
 from verl.algorithms.names import KLPlacement, Level
 from verl.algorithms.table import presets
 from verl.batch.experience import with_advantages, with_loss_weights, with_metric_weights, with_selected
-from verl.batch.packed import PackedBatch, TokenBatch
+from verl.batch.packed import PackedBatch
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import Sample, batch_of
+from verl.batch.token_batch import TokenBatch
 from verl.workers.fsdp_engine import PackMetric
 from verl.workers.policy_worker import policy_loss
 

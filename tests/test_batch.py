@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.test_packing import random_samples
-from verl.batch.packed import PackedBatch, TokenBatch
+from verl.batch.packed import PackedBatch
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import batch_of, to_batch
+from verl.batch.token_batch import TokenBatch
 from verl.single_controller.local import LocalGroup
 from verl.tracking.metric import Max, Mean, combined
 from verl.trainer.policy import PackSettings, ShardedModel

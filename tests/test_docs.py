@@ -30,15 +30,14 @@ import yaml
 from scripts import check_prose
 from tests.conftest import ROOT
 from verl.cli import COMMANDS
-from verl.config.load import RECIPES, known_keys, load_config, load_plain, load_probe
-from verl.config.schema import Config, EvalConfig, GenerationConfig, ProbeConfig, SFTConfig
+from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command
+from verl.config.load import RECIPES, known_keys, load_config
 from verl.config.verl_keys import vocabulary
 from verl.data.tasks import to_task
 from verl.envs.registry import ENVS
 from verl.envs.tools.build import TOOLS
 from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS
-from verl.kit.plan.__main__ import expand_shorthands
 from verl.registry import resolve
 from verl.tracking.names import METRICS
 from verl.tracking.names import known as is_metric
@@ -53,15 +52,9 @@ BLOCK = re.compile(rf"^{MARK}( *)```(\S*)\n(.*?)^\3```$", re.MULTILINE | re.DOTA
 PLACEHOLDER = re.compile(r"\.\.\.?|.*=\.\.")  # what the reader fills in
 # Other projects' commands: their arguments are not ours to check.
 EXTERNAL = ("apt-get", "curl", "export", "pip", "ray", "scp")
-SETTINGS: Mapping[str, Callable[[list[str]], Any]] = {
-    "train": load_config,
-    "preflight": load_config,
-    "plan": lambda settings: load_config(expand_shorthands(settings)[0]),
-    "sft": lambda settings: load_plain(settings, SFTConfig),
-    "generate": lambda settings: load_plain(settings, GenerationConfig),
-    "chat": lambda settings: load_plain(settings, GenerationConfig),
-    "eval": lambda settings: load_plain(with_model(settings), EvalConfig),
-    "probe": lambda settings: load_probe(with_model(settings)),
+SETTINGS: Mapping[str, Command] = {
+    **{each.name: each for each in (TRAIN, PLAN, SFT, GENERATE, CHAT, EVAL, PROBE)},
+    "preflight": TRAIN,
 }
 FAST = ("python make_rows.py", "toolrl lab")  # commands that run here, and take seconds
 SLOW = ("toolrl preflight",)  # half a minute each
@@ -120,10 +113,6 @@ def named(*languages: str) -> list[Any]:
     return [pytest.param(each, id=str(each)) for each in all_blocks() if each.language in languages]
 
 
-def with_model(settings: Sequence[str]) -> list[str]:
-    return [re.sub(r"^model=", "model.path=", each) for each in settings]
-
-
 def checked(block: Block) -> None:
     """Raises PageError for a block that cannot work as the page has it."""
     if block.mark == "needs" and block.value not in NEEDS:
@@ -165,9 +154,9 @@ def check_toolrl(name: str = "--help", *arguments: str) -> None:
         raise ConfigError(f"unknown command 'toolrl {name}'")
     options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
     if name in SETTINGS:
-        known = ("--help", "--cfg", "--preflight")
+        known = ("--help", "--cfg", "--preflight", "--gpu")
         settings = [each for each in arguments if not each.startswith("--") and each != "job"]
-        SETTINGS[name]([each for each in settings if not PLACEHOLDER.fullmatch(each)])
+        load_config([each for each in settings if not PLACEHOLDER.fullmatch(each)], SETTINGS[name])
     else:
         known = help_of(name)
     if missing := [each for each in options if each not in known]:
@@ -468,7 +457,7 @@ def test_every_fence_is_a_block() -> None:
         assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(blocks_of(text, "")), page
 
 
-GROUPS = "algorithm|actor|critic|data|env|model|ref|reward|rollout|sandbox|trainer|actor_rollout_ref"
+GROUPS = "algorithm|actor|critic|data|env|eval|model|ref|reward|rollout|sandbox|trainer|actor_rollout_ref"
 KEY = re.compile(rf"(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*")
 
 
@@ -482,8 +471,7 @@ def keys_in(text: str) -> set[str]:
 
 @cache
 def every_key() -> tuple[str, ...]:
-    kinds = (Config, SFTConfig, EvalConfig, GenerationConfig, ProbeConfig)
-    ours = [key for kind in kinds for key in known_keys(kind)]
+    ours = known_keys()
     theirs = [name for key in vocabulary() for name in (key, key.removeprefix("actor_rollout_ref."))]
     return (*ours, *theirs, *(f"actor_rollout_ref.{key}" for key in ours))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.batch.packed import Floats, TokenBatch
+from verl.batch.token_batch import Floats, TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.episodes.group import GroupRollout
 from verl.errors import EngineError, EngineLostError, LostRequestError

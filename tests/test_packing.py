@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from verl.batch.packed import TokenBatch
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import Sample, batch_of
+from verl.batch.token_batch import TokenBatch
 from verl.errors import ConfigError
 from verl.workers.attention import PACKED, register
 from verl.workers.logprobs import token_logprobs

@@ -23,8 +23,8 @@ from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.losses.dapo import DAPO
-from verl.batch.packed import Floats, TokenBatch
 from verl.batch.packing import Sharding
+from verl.batch.token_batch import Floats, TokenBatch
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.load import load_config
 from verl.data.tasks import TaskCursor, TaskStream

@@ -21,8 +21,8 @@ from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
 from verl.batch.demonstrations import read_demonstrations, sft_samples
-from verl.batch.packed import TokenBatch
 from verl.batch.samples import Sample
+from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.state import find_saved

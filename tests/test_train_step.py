@@ -35,9 +35,10 @@ from verl.batch.experience import (
     with_loss_weights,
     with_metric_weights,
 )
-from verl.batch.packed import PackedBatch, TokenBatch
+from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.samples import Sample, batch_of
+from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.tasks import TaskStream

@@ -17,7 +17,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.names import Aggregation, KLPlacement, OldLogprobs
-from verl.batch.packed import Bools, Floats, Ints, TokenBatch
+from verl.batch.token_batch import Bools, Floats, Ints, TokenBatch
 
 
 def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
@@ -35,9 +35,9 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     baselines = batch.baselines if algorithm.greedy_baseline else None
     estimate = algorithm.advantage(
         AdvantageInputs(
-            batch.per_sample(rewards_A),
+            per_sample(rewards_A, batch),
             torch.from_numpy(batch.groups),
-            None if batch.values is None else batch.per_sample(torch.from_numpy(batch.values)),
+            None if batch.values is None else per_sample(torch.from_numpy(batch.values), batch),
             None if baselines is None else torch.from_numpy(baselines),
             turns_of(batch) if algorithm.needs_turns else None,
         )
@@ -51,6 +51,11 @@ def sampling_logprobs(batch: TokenBatch) -> Floats:
     logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
     assert logprobs is not None
     return logprobs
+
+
+def per_sample(values_A: Tensor, batch: TokenBatch) -> list[Tensor]:
+    """[A] -> [B][trained tokens of the sample], as views."""
+    return list(values_A.split(batch.num_trained.tolist()))
 
 
 def _flat(by_sample: list[Tensor]) -> Floats:

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch.packed import Bools, Floats, Ints, PackedBatch, Segment, TokenBatch
+from verl.batch.packed import PackedBatch, Segment
+from verl.batch.token_batch import Bools, Floats, Ints, TokenBatch
 from verl.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.batch.packed import Bools, Floats, Ints, TokenBatch
+from verl.batch.token_batch import Bools, Floats, Ints, TokenBatch
 from verl.types import Completion, Message, TrajectoryGroup, Turn
 
 _UNKNOWN = float("nan")  # the engine's log-prob of a token it did not sample

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
-from verl.batch.packed import TokenBatch
+from verl.batch.token_batch import TokenBatch
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
 from verl.types import Task

@@ -8,7 +8,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import nonzero_advantage_rows, with_advantages, with_selected
-from verl.batch.packed import Ints, TokenBatch
+from verl.batch.token_batch import Ints, TokenBatch
 from verl.tracking.metric import Metric, combined
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl

@@ -11,8 +11,8 @@ import torch
 from verl.algorithms.filters import num_written
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.batch.experience import sampling_logprobs
-from verl.batch.packed import Ints, TokenBatch
 from verl.batch.packing import make_units
+from verl.batch.token_batch import Ints, TokenBatch
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.policy import PackSettings
 from verl.types import Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup

@@ -11,8 +11,8 @@ import torch
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import drop_zero_advantage, with_loss_weights, with_metric_weights
-from verl.batch.packed import Floats, TokenBatch
 from verl.batch.packing import Sharding, assign, make_units
+from verl.batch.token_batch import Floats, TokenBatch
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.metric import Mean, Metric
 from verl.transfer.bucket import BucketLayout, OpenSender

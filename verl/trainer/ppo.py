@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.batch.packed import Ints, TokenBatch
 from verl.batch.samples import to_batch
+from verl.batch.token_batch import Ints, TokenBatch
 from verl.episodes.manager import RolloutManager
 from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.learner import Learner

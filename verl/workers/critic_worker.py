@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.losses.ppo import clipped_value_loss
-from verl.batch.packed import Floats, PackedBatch
+from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
+from verl.batch.token_batch import Floats
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 
 

@@ -15,8 +15,9 @@ from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import KLPlacement, OldLogprobs
-from verl.batch.packed import Floats, PackedBatch
+from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
+from verl.batch.token_batch import Floats
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.batch.packed import TokenBatch
+from verl.batch.token_batch import TokenBatch
 from verl.config.load import flattened
 from verl.config.schema import Config
 from verl.errors import DataError
