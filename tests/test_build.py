@@ -28,13 +28,13 @@ from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import Aggregation, KLPlacement, Level
 from verl.algorithms.overlong import Overlong
-from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.batch.samples import to_samples
 from verl.config.load import load_config
 from verl.config.schema import AlgorithmConfig, CorrectionConfig, ModelConfig
 from verl.data.tasks import TaskSet
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError
+from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
 from verl.registry import resolve
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import load_hf_engine

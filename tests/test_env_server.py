@@ -245,7 +245,7 @@ def test_an_answer_does_not_wait_for_its_companions_and_one_may_be_given_up() ->
 
 WAITING = """
 import asyncio
-from verl.envs.shop import ShopEnv
+from verl.kit.shop.shop import ShopEnv
 
 gate = asyncio.Event()
 
@@ -335,7 +335,7 @@ def test_idle_episodes_are_forgotten_and_asking_them_is_a_fault() -> None:
 
 BROKEN = """
 from verl.errors import ServiceDownError
-from verl.envs.shop import ShopEnv
+from verl.kit.shop.shop import ShopEnv
 
 
 class Broken(ShopEnv):
@@ -512,7 +512,7 @@ def test_more_than_a_request_may_hold_travels_in_several(shop_url: str) -> None:
 ENDLESS = """
 import asyncio
 from pathlib import Path
-from verl.envs.shop import ShopEnv
+from verl.kit.shop.shop import ShopEnv
 
 class Endless(ShopEnv):
     async def step(self, message):

@@ -23,13 +23,13 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.lengths import RowPolicy, fitting
 from verl.data.tasks import TaskSet
-from verl.envs.shop import shop_tasks
 from verl.envs.task_envs import TaskEnvs
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
 from verl.formats.prompt import load_template
 from verl.kit.bfcl.tasks import bfcl_tasks
+from verl.kit.shop.shop import shop_tasks
 from verl.kit.tau2.env import Tau2Factory
 from verl.rollout.engine import Sampling
 from verl.trainer import main_generation, main_ppo

@@ -22,7 +22,6 @@ from verl.chat.observations import Cut, ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import ClassFactory
-from verl.envs.shop import ShopEnv, shop_tasks
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.function import tool
 from verl.envs.tools.runner import ToolLimits, ToolRunner
@@ -30,6 +29,7 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError, EngineError, ServiceDownError
 from verl.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
+from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, Fault

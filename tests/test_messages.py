@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_chat import format_of, text_of, with_template
-from verl.batch.demonstrations import read_demonstrations
 from verl.chat.observations import ObservationTokenizer
 from verl.data.messages import as_openai, read_messages, read_tools
 from verl.data.tasks import TaskSet, to_task
@@ -24,6 +23,7 @@ from verl.envs.single_turn import SingleTurnEnv
 from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
 from verl.formats.prompt import numbered_tools
+from verl.kit.sft.demonstrations import read_demonstrations
 from verl.types import Message, Task, ToolCall
 
 WEATHER: dict[str, Any] = {

@@ -13,9 +13,9 @@ from tests.local_run import local_trainer
 from tests.test_chat import TEMPLATES
 from tests.test_sft_run import group_ends, run  # noqa: F401  a fixture
 from tests.tiny import run_words, save_tiny_model
-from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.config.load import load_config
 from verl.config.schema import ModelConfig
+from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_ppo, main_sft
 from verl.trainer.builders.run import load_chat_template

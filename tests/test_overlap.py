@@ -13,7 +13,6 @@ import pytest
 from tests.local_run import local_fit, local_trainer
 from tests.test_online_eval import sums
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.batch.demonstrations import read_demonstrations
 from verl.config.commands import EVAL
 from verl.config.load import load_config
 from verl.data.overlap import TRAIN_TASKS, Trace, TrainTasks, check_overlap, trace_of
@@ -24,8 +23,9 @@ from verl.kit.collapse.collapse import CollapseWatch
 from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.kit.evaluation.evaluate import _trained_on
 from verl.kit.evaluation.registry import build_benchmarks
+from verl.kit.sft.build import tasks_of
+from verl.kit.sft.demonstrations import read_demonstrations
 from verl.trainer.builders.run import load_inputs
-from verl.trainer.builders.sft import tasks_of
 from verl.trainer.main_eval import main
 from verl.types import Message, Task
 

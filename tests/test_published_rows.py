@@ -23,12 +23,12 @@ from scripts.data import math_problems, retool_sft, search_qa
 from tests.test_data_scripts import SOLUTION, violations
 from tests.test_recipe_rewards import episode
 from tests.tiny import MINI
-from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
 from verl.formats.base import build_tool_call_format
 from verl.formats.prompt import load_template
+from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
 from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.types import Message
 from verl.utils.reward_score.answers import accepted_answers

@@ -24,9 +24,9 @@ from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.envs.base import Observation, StepResult
-from verl.envs.shop import ShopEnv, shop_tasks
 from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
+from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.trainer.ppo import TrainStepResult
 from verl.types import Completion, FinishReason, Message, Score, Task, ToolCall, ToolStatus

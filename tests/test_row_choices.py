@@ -16,7 +16,6 @@ from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.lengths import RowPolicy, fitting, read_tasks
 from verl.data.tasks import TaskSet, to_task
-from verl.envs.shop import ShopEnv, shop_tasks
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnv
@@ -27,6 +26,7 @@ from verl.kit.bfcl.tasks import bfcl_tasks
 from verl.kit.lab import __main__ as lab
 from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.preflight.preflight import check_reward
+from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, ScoringPool
@@ -365,7 +365,7 @@ def test_generation_without_listed_tools_does_not_start(tmp_path: Path, capsys: 
 def test_the_services_of_what_rows_name_are_asked_before_the_run(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from verl.envs.shop import ShopEnv\nfrom verl.errors import ServiceDownError\n\n\n"
+        "from verl.kit.shop.shop import ShopEnv\nfrom verl.errors import ServiceDownError\n\n\n"
         "class Shop:\n    def __call__(self, task):\n        return ShopEnv(task)\n\n"
         "    async def check_services(self):\n        raise ServiceDownError('the shop', 'is closed')\n\n"
         "    async def close(self):\n        pass\n"

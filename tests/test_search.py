@@ -27,7 +27,7 @@ from verl.kit.retrieval.bm25 import Bm25Retriever
 from verl.kit.retrieval.http_retriever import HttpRetriever
 from verl.kit.retrieval.search import Passage, SearchTool, format_passages
 from verl.kit.sandbox import server as sandbox_server
-from verl.net.serving import Gate, ServingConfig
+from verl.kit.serving.serving import Gate, ServingConfig
 
 CORPUS = [
     {"id": "0", "contents": '"Rome"\nRome is the capital of Italy.'},

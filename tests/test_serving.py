@@ -33,9 +33,9 @@ from verl.kit.retrieval.search import Passage
 from verl.kit.sandbox import server as sandbox_server
 from verl.kit.sandbox.client import RemoteSandbox
 from verl.kit.sandbox.local import LocalSandbox
-from verl.net import serving
+from verl.kit.serving.serving import MIB, Gate, ServingConfig, find_token, new_app
+from verl.kit.serving import serving
 from verl.net.services import TOKEN_VARIABLE, check_urls, service_headers
-from verl.net.serving import MIB, Gate, ServingConfig, find_token, new_app
 
 LOCAL = ServingConfig("127.0.0.1", 0)
 
@@ -259,7 +259,7 @@ def test_bodies_that_are_held_have_a_bound_together() -> None:
 SMALL = """
 import argparse, resource, sys
 from tests.test_serving import app
-from verl.net import serving
+from verl.kit.serving import serving
 from verl.kit.env_server import server as env_server
 from verl.kit.retrieval import server as retrieval_server
 serving.HEADER_S = serving.BODY_S = serving.WRITE_S = float(sys.argv[3])

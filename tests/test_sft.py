@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 from tests.conftest import real_data
 from tests.test_chat import format_of, with_template
 from tests.tiny import MINI
-from verl.batch.demonstrations import Demonstration, read_demonstrations, sft_samples, to_demonstration
 from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.data.messages import as_openai
 from verl.data.report import RowReport
 from verl.errors import ConfigError, DataError
+from verl.kit.sft.demonstrations import Demonstration, read_demonstrations, sft_samples, to_demonstration
 from verl.types import Message
 
 

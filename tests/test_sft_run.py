@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config
 
 from tests.tiny import MINI, save_tiny_model
-from verl.batch.demonstrations import read_demonstrations, sft_samples
 from verl.batch.samples import Sample
 from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
@@ -29,6 +28,8 @@ from verl.checkpoint.state import find_saved
 from verl.config.schema import ModelConfig
 from verl.data.overlap import Trace, TrainTasks
 from verl.errors import ConfigError
+from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
+from verl.kit.sft.run import SFTRun, SFTSettings
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.single_controller.local import LocalGroup
 from verl.system.signals import Ended
@@ -38,7 +39,6 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.main_sft import main
 from verl.trainer.policy import PackSettings, Policy
-from verl.trainer.sft import SFTRun, SFTSettings
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 

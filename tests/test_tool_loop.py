@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.sandbox_host import need_bubblewrap
-from verl.batch.demonstrations import read_demonstrations
 from verl.data.tasks import TaskSet
+from verl.kit.sft.demonstrations import read_demonstrations
 from verl.tracking.jsonl import read_jsonl
 
 MAKE = ROOT / "scripts" / "tool_loop" / "make_data.py"

@@ -19,7 +19,6 @@ from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.batch import demonstrations as sft
 from verl.batch.samples import to_samples
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
@@ -33,6 +32,7 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError
 from verl.kit.plan.plan import read_lengths
+from verl.kit.sft import demonstrations as sft
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.tracking.jsonl import read_jsonl

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl.batch.demonstrations import to_demonstration
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
+from verl.kit.sft.demonstrations import to_demonstration
 from verl.system.files import replacing
 
 Row = dict[str, Any]

@@ -7,7 +7,7 @@ A calculation annotated as <<48/2=24>> is replaced by code and its Python output
     Natalia sold 48/2 = <code>print(48/2)</code> <interpreter>24.0</interpreter> 24 clips in May.
 
 (with the fence and the line breaks of ReTool's rollouts). Interpreter output is masked in training
-(verl/batch/demonstrations.py).
+(verl/kit/sft/demonstrations.py).
 Dropped are solutions without annotations, with annotations that differ from Python's result, or without a result equal
 to the answer. ReTool's own data was rewritten by a language model; this conversion is rule-based.
 

@@ -11,14 +11,14 @@ from verl.types import Task
 
 ENVS: Mapping[str, str] = {
     "single_turn": "verl.envs.single_turn:SingleTurnEnv",
-    "shop": "verl.envs.shop:ShopEnv",
+    "shop": "verl.kit.shop.shop:ShopEnv",
     "bfcl": "verl.kit.bfcl.env:BfclFactory",
     "tau2": "verl.kit.tau2.env:Tau2Factory",
     "remote": "verl.kit.env_server.client:RemoteFactory",
 }
 
 TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_turn are the rows of any data file
-    "shop": "verl.envs.shop:shop_tasks",
+    "shop": "verl.kit.shop.shop:shop_tasks",
     "bfcl": "verl.kit.bfcl.tasks:bfcl_tasks",
     "tau2": "verl.kit.tau2.tasks:tau2_tasks",
 }

@@ -1,1 +1,1 @@
-"""HTTP: servers with limits, health checks of services."""
+"""HTTP between processes: a pool of endpoints, health checks of services."""

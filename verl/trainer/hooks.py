@@ -24,6 +24,9 @@ TOOLS: Mapping[str, str] = {
     "check_benchmarks": "verl.kit.evaluation.registry:check_benchmarks",
     "evaluate": "verl.kit.evaluation.evaluate:evaluate",
     "probe": "verl.kit.probe.run:probe",
+    "sft": "verl.kit.sft.build:built",
+    "generate": "verl.kit.generation.generation:generate",
+    "chat": "verl.kit.generation.generation:chat",
 }
 MAX_ROLLBACKS = 2  # per process; the next alarm stops the run
 

@@ -33,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
         from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
 
         check_names(config.env, config.data.prompt_template)
-        from verl.trainer.generation import chat, generate
+        from verl.trainer.hooks import needed_tool
 
-        run_async(chat(config, console) if chatting else generate(config, console))
+        run_async(needed_tool("chat" if chatting else "generate")(config, console))
         return 0
 
     return run_cli(argv, __doc__ or "", command, run, known=("--chat",))

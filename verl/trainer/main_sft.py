@@ -49,14 +49,14 @@ def _train(config: Config, console: Console, folder: Path) -> int:
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.system.files import replacing
-    from verl.trainer.builders.sft import built
+    from verl.trainer.hooks import needed_tool
 
     console.print(
         f"a step: {config.data.train_batch_size} responses, one optimizer step; "
         f"packs of at most {config.actor.max_tokens_per_pack} tokens",
         markup=False,
     )
-    with built(config, folder, console) as run:
+    with needed_tool("sft")(config, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")
         last = run.run()

@@ -24,7 +24,7 @@ from verl.envs.base import Env, EnvFactory, Judge
 from verl.envs.registry import build_env_factory
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.env_server.wire import Answer, CreateRequest, CreateResponse, EnvFault, EpisodeList, StepList, Verdict
-from verl.net.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.registry import option
 from verl.text import utf8
 from verl.types import Message, Task

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from verl.errors import VerlError
 from verl.kit.retrieval.bm25 import Bm25Retriever
 from verl.kit.retrieval.search import MAX_QUERY_CHARS, Retriever
-from verl.net.serving import add_serving_arguments, new_app, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, positive_int, serve, serving_config
 
 MAX_QUERIES = 1024
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]

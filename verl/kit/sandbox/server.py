@@ -30,7 +30,7 @@ from verl.kit.sandbox.protocol import (
     limits_of,
     run_result,
 )
-from verl.net.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 
 log = logging.getLogger(__name__)
 

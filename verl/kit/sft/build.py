@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl.batch.demonstrations import Demonstration, read_demonstrations, sft_samples
 from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
@@ -21,6 +20,8 @@ from verl.config.schema import Config
 from verl.data.overlap import TrainTasks
 from verl.data.report import RowReport
 from verl.errors import ConfigError
+from verl.kit.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
+from verl.kit.sft.run import COMMAND, SFTRun, SFTSettings
 from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
@@ -30,7 +31,6 @@ from verl.trainer.builders.run import closing_run, load_chat_template
 from verl.trainer.builders.threads import num_threads
 from verl.trainer.builders.workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.policy import PackSettings, Policy
-from verl.trainer.sft import COMMAND, SFTRun, SFTSettings
 from verl.types import Task
 from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank

@@ -1,0 +1,155 @@
+"""A step's samples between rollouts and ranks, in flat arrays.
+
+Shape legend: B samples, N tokens of all samples, A trained tokens ("A" for action).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.floating[Any]]
+Bools = npt.NDArray[np.bool_]
+_Array = TypeVar("_Array", bound="npt.NDArray[Any]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounds:
+    """Where each sample starts in the flat arrays of tokens and of trained tokens, and where the last one ends."""
+
+    tokens: Ints  # [B + 1]
+    trained: Ints  # [B + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenBatch:
+    """The samples of a step, or some of them, as flat arrays: one value per token, per trained token, or per sample.
+
+    The only thing between rollouts and ranks. A field is None until it is known, and where it is not needed. Nothing is
+    stored per prompt token but the token itself and its mask.
+    """
+
+    token_ids: Ints  # [N] int32; the samples one after the other
+    action_mask: Bools  # [N] True where a token is trained
+    num_tokens: Ints  # [B]
+    num_trained: Ints  # [B]
+    groups: Ints  # [B] group id; shared by the samples of one prompt
+
+    # From the rollouts.
+    rollout_logprobs: Floats | None = None  # [A] the engine's; NaN at tokens that it did not sample (observations)
+    rewards: Floats | None = None  # [A] an episode's reward on its last trained token, a turn's on the turn's last
+    baselines: Floats | None = None  # [B] reward of the greedy response to each sample's prompt
+
+    # From the models, before the update.
+    old_logprobs: Floats | None = None  # [A] of the policy
+    ref_logprobs: Floats | None = None  # [A] of the reference
+    values: Floats | None = None  # [A] of the critic
+
+    # From the algorithm.
+    advantages: Floats | None = None  # [A]
+    returns: Floats | None = None  # [A] targets of the critic
+    selected: Bools | None = None  # [A] tokens that the policy loss treats differently
+
+    # Of a mini-batch. The denominators count all its samples, wherever they are computed.
+    loss_weights: Floats | None = None  # [B] weight of each trained token of a sample in the loss
+    metric_weight: float = 0.0  # of a trained token in token means
+    sampled_weight: float = 0.0  # of a token that the engine sampled, in means over those
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Where the samples start and end; compute it once for many uses."""
+        return Bounds(_bounds(self.num_tokens), _bounds(self.num_trained))
+
+    def rows(self, rows: Ints, bounds: Bounds | None = None) -> TokenBatch:
+        """The samples at the given places, in that order."""
+        if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
+            return self
+        bounds = self.bounds if bounds is None else bounds
+        runs = _runs(rows)
+        tokens, trained = _ranges(runs, bounds.tokens), _ranges(runs, bounds.trained)
+        return replace(
+            self,
+            token_ids=_taken(self.token_ids, tokens),
+            action_mask=_taken(self.action_mask, tokens),
+            num_tokens=self.num_tokens[rows],
+            num_trained=self.num_trained[rows],
+            groups=self.groups[rows],
+            rollout_logprobs=_taken_if(self.rollout_logprobs, trained),
+            rewards=_taken_if(self.rewards, trained),
+            baselines=None if self.baselines is None else self.baselines[rows],
+            old_logprobs=_taken_if(self.old_logprobs, trained),
+            ref_logprobs=_taken_if(self.ref_logprobs, trained),
+            values=_taken_if(self.values, trained),
+            advantages=_taken_if(self.advantages, trained),
+            returns=_taken_if(self.returns, trained),
+            selected=_taken_if(self.selected, trained),
+            loss_weights=None if self.loss_weights is None else self.loss_weights[rows],
+        )
+
+    def spread(self, parts: Iterable[tuple[Ints, Floats]]) -> Floats:
+        """[A] values given for some of the samples, as (rows, their values in that order); zero elsewhere."""
+        bounds = self.bounds.trained
+        flat = np.zeros(bounds[-1], dtype=np.float32)
+        for rows, values in parts:
+            start = 0
+            for low, high in _ranges(_runs(rows), bounds):
+                flat[low:high] = values[start : start + high - low]
+                start += high - low
+        return flat
+
+    def split(self, num_parts: int) -> Iterator[TokenBatch]:
+        """Mini-batches of whole groups, as equal in groups as possible, in the order of the groups."""
+        _, first, group_B = np.unique(self.groups, return_index=True, return_inverse=True)
+        number_B = first.argsort().argsort()[group_B]  # by first appearance
+        for low, high in pairwise(part * len(first) // num_parts for part in range(num_parts + 1)):
+            rows = np.flatnonzero((low <= number_B) & (number_B < high))
+            if len(rows):
+                yield self.rows(rows)
+
+    def tokens_alone(self) -> TokenBatch:
+        """The tokens and what is trained of them: all that scoring needs."""
+        return TokenBatch(
+            token_ids=self.token_ids,
+            action_mask=self.action_mask,
+            num_tokens=self.num_tokens,
+            num_trained=self.num_trained,
+            groups=self.groups,
+        )
+
+
+def _bounds(counts: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def _runs(rows: Ints) -> list[tuple[int, int]]:
+    """(first row, row after the last) of consecutive rows: those of a group are copied at once."""
+    runs: list[tuple[int, int]] = []
+    first = after = -1
+    for row in rows.tolist():
+        if row != after:
+            runs.append((first, after))
+            first = row
+        after = row + 1
+    return [*runs[1:], (first, after)] if first >= 0 else []
+
+
+def _ranges(runs: Sequence[tuple[int, int]], bounds: Ints) -> list[tuple[int, int]]:
+    """Where the runs lie in a flat array."""
+    return [(int(bounds[first]), int(bounds[after])) for first, after in runs]
+
+
+def _taken(flat: _Array, ranges: Sequence[tuple[int, int]]) -> _Array:
+    return np.concatenate([flat[low:high] for low, high in ranges]) if ranges else flat[:0]  # type: ignore[return-value]
+
+
+def _taken_if(flat: _Array | None, ranges: Sequence[tuple[int, int]]) -> _Array | None:
+    return None if flat is None else _taken(flat, ranges)

@@ -1,0 +1,1 @@
+"""Prompts in, responses out, without training; chat in a terminal."""

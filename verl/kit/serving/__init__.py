@@ -1,0 +1,1 @@
+"""What the HTTP servers of the kit share: token, limits, timeouts."""
