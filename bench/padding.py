@@ -49,7 +49,6 @@ def padded(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> lis
             sample,
             token_ids=np.pad(sample.token_ids, (0, number)),
             action_mask=np.pad(sample.action_mask, (0, number)),
-            rollout_logprobs=np.pad(sample.rollout_logprobs, (0, number)),
         )
         for sample, number in zip(samples, missing, strict=True)
     ]
