@@ -36,7 +36,7 @@ from verl.utils.reward_score.rlla import RllaOptions, score_response
 DATA = Path(__file__).parents[1] / "dataset" / "mini"
 PROMPTS, GROUP = 16, 8  # P prompts per step, G responses each
 MINIBATCHES = 2  # optimizer steps per step
-MAX_PROMPT, MAX_RESPONSE = 256, 96  # tokens
+MAX_RESPONSE = 96  # tokens
 LR, WARMUP, MIN_LR = 4e-4, 3, 0.1  # cosine from LR to MIN_LR * LR
 CLIP = 0.2
 GRAD_CLIP = 1.0
@@ -151,9 +151,9 @@ def evaluate(policy: Policy, rows: Sequence[dict[str, Any]]) -> tuple[float, flo
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The rows of a data file, without prompts that are too long."""
-    found: list[dict[str, Any]] = pq.read_table(DATA / name).to_pylist()
-    return found
+    """The rows of a data file."""
+    rows: list[dict[str, Any]] = pq.read_table(DATA / name).to_pylist()
+    return rows
 
 
 def shuffled(rows: Sequence[dict[str, Any]], generator: torch.Generator) -> Iterator[list[dict[str, Any]]]:
