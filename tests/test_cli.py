@@ -17,7 +17,7 @@ import verl
 from tests.conftest import ROOT
 from verl.cli import COMMANDS, main
 from verl.config.schema import Config
-from verl.kit.doctor import versions
+from verl.system import packages
 from verl.trainer import cli as command
 from verl.trainer.cli import CliArgs, run_cli
 
@@ -91,7 +91,7 @@ for name, words in {NEED_TORCH!r}.items():
         print(name, end.code)
 """
     tried = run_python(code, tmp_path, COLUMNS="500")
-    line = f"ConfigError: the package torch is not installed; {versions.SET_UP}"
+    line = f"ConfigError: the package torch is not installed; {packages.SET_UP}"
     assert tried.stdout.count(line) + tried.stderr.count(line) == len(NEED_TORCH)
     codes = [each for each in tried.stdout.splitlines() if not each.startswith("ConfigError")]
     assert codes == [f"{name} 2" for name in NEED_TORCH]
@@ -104,12 +104,12 @@ def test_a_run_without_vllm_is_one_line_and_exit_code_2(tmp_path: Path, words: l
     tried = run_python(code, tmp_path, COLUMNS="500")
     assert tried.returncode == 2
     assert len(tried.stdout.splitlines()) == 1
-    assert f"=vllm: the package vllm is not installed; {versions.SET_UP}" in tried.stdout
+    assert f"=vllm: the package vllm is not installed; {packages.SET_UP}" in tried.stdout
 
 
 def test_an_import_that_fails_for_another_reason_stays_an_error() -> None:
-    assert versions.missing_package(ModuleNotFoundError(name="verl.gone")) is None
-    assert versions.missing_package(ModuleNotFoundError(name="yaml")) is not None
+    assert packages.missing_package(ModuleNotFoundError(name="verl.gone")) is None
+    assert packages.missing_package(ModuleNotFoundError(name="yaml")) is not None
 
     def run(words: CliArgs, console: Console) -> int:
         raise ModuleNotFoundError("no module named 'users_own'", name="users_own")
@@ -140,10 +140,10 @@ def test_the_alias_has_the_api_of_verl() -> None:
 
 def test_messages_of_an_installed_package_name_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `scripts/` in the folder above; the pinned versions are those of the lock file."""
-    place = tmp_path / "site-packages" / "verl" / "utils" / "versions.py"
+    place = tmp_path / "site-packages" / "verl" / "system" / "packages.py"
     place.parent.mkdir(parents=True)
-    shutil.copy(str(versions.__file__), place)
-    spec = importlib.util.spec_from_file_location("installed_versions", place)
+    shutil.copy(str(packages.__file__), place)
+    spec = importlib.util.spec_from_file_location("installed_packages", place)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look their types up
@@ -152,4 +152,4 @@ def test_messages_of_an_installed_package_name_what_it_has(tmp_path: Path, monke
     locked = (ROOT / "scripts" / "requirements" / "cpu-nodeps.txt").read_text().splitlines()
     assert all(line in module.SET_UP for line in locked if not line.startswith("#"))
     assert module.script("scripts/x.py") == "scripts/x.py of toolrl's repository"
-    assert versions.script("scripts/x.py") == "scripts/x.py"
+    assert packages.script("scripts/x.py") == "scripts/x.py"

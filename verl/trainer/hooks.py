@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from verl.batch.train_batch import TrainBatch
 from verl.episodes.group import GroupRollout
-from verl.registry import resolve
+from verl.errors import ConfigError
 from verl.types import Task
 
 TOOLS: Mapping[str, str] = {
@@ -30,18 +30,21 @@ MAX_ROLLBACKS = 2  # per process; the next alarm stops the run
 
 def needed_tool(name: str) -> Any:
     """The tool of this name. Raises ConfigError if it is not installed."""
-    return resolve("tool", name, TOOLS)
+    found = installed_tool(name)
+    if found is None:
+        raise ConfigError(f"{TOOLS[name].partition(':')[0]} or a tool that it uses is not installed")
+    return found
 
 
 def installed_tool(name: str) -> Any | None:
     """The tool of this name; None if its folder, or that of a tool that it uses, is missing."""
+    module, _, attribute = TOOLS[name].partition(":")
     try:
-        import_module(TOOLS[name].partition(":")[0])
+        return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("verl.kit"):
             return None
         raise
-    return needed_tool(name)
 
 
 class Watch(Protocol):
