@@ -106,6 +106,6 @@ for word in sys.argv[1:]:
     load_config([f"recipe={path[-1]}"]) if path[0] == "recipe" else load_template(path[-1], "")
 """
     recipes = [f"recipe/{path.stem}" for path in (ROOT / "verl" / "config" / "recipe").glob("*.yaml")]
-    prompts = [f"prompt/{path.stem}" for path in (ROOT / "verl" / "data" / "formats" / "prompts").glob("*.txt")]
+    prompts = [f"prompt/{path.stem}" for path in (ROOT / "verl" / "formats" / "prompts").glob("*.txt")]
     assert recipes and prompts
     run(installed / "python", "-c", code, *recipes, *prompts, cwd=tmp_path)
