@@ -401,24 +401,25 @@ def test_a_folder_with_a_run_is_refused_where_resuming_is_off(tmp_path: Path) ->
 
 def test_prompts_that_are_too_long_are_an_error_or_left_out(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
-    words = [*run_words(model, tmp_path, "hf", 1), f"data.val_files=[{MINI / 'test.parquet'}]"]
+    files = f"data.train_files=[{MINI / 'test.parquet'}]", f"data.val_files=[{MINI / 'test_new_tools.parquet'}]"
+    words = [*run_words(model, tmp_path, "hf", 1), *files]
     chat = load_chat_template(load_config(words).model)
     (train,), val, reports = load_tasks(load_config(words), chat.task_prompt_ids)
-    assert len(train) == 2400 and list(val) == ["test"]
+    assert len(train) == 200 and list(val) == ["test_new_tools"]
     assert [str(report) for report in reports] == [
-        "train.parquet: 2400 rows, 2400 used, 0 dropped",
         "test.parquet: 200 rows, 200 used, 0 dropped",
+        "test_new_tools.parquet: 200 rows, 200 used, 0 dropped",
     ]
     with pytest.raises(
-        DataError, match=r"train.parquet, row \d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
+        DataError, match=r"test.parquet, row \d+: the prompt has \d+ tokens, more than data.max_prompt_length=90"
     ):
         load_tasks(load_config([*words, "data.max_prompt_length=90"]), chat.task_prompt_ids)
     skipping = load_config([*words, "data.max_prompt_length=90", "data.truncation=drop"])
     (some,), _, (report, _) = load_tasks(skipping, chat.task_prompt_ids)
-    num_dropped = 2400 - len(some)
-    assert 0 < len(some) < 2400 and all(len(chat.prompt_ids(task.prompt)) <= 90 for task in some)
+    num_dropped = 200 - len(some)
+    assert 0 < len(some) < 200 and all(len(chat.prompt_ids(task.prompt)) <= 90 for task in some)
     assert str(report).endswith(f"{len(some)} used, {num_dropped} dropped ({num_dropped} longer than 90 tokens)")
-    with pytest.raises(DataError, match=r"has no usable row \(2400 longer than 9 tokens\)"):
+    with pytest.raises(DataError, match=r"has no usable row \(200 longer than 9 tokens\)"):
         load_tasks(load_config([*words, "data.max_prompt_length=9", "data.truncation=drop"]), chat.task_prompt_ids)
 
 
