@@ -25,6 +25,7 @@ class InlineFormat(PromptTemplateMixin, ABC):
     """
 
     parallel_calls: ClassVar[bool] = False
+    template_tools: ClassVar[bool] = False  # the recipe's prompt describes the tool
     raw: bool = False
     tool: str = "python"
     argument: str = "code"
@@ -38,18 +39,8 @@ class InlineFormat(PromptTemplateMixin, ABC):
         if self.raw and self.prompt is None:
             raise ConfigError("raw=true skips the chat template, so prompt_template must name a prompt text")
 
-    @property
-    def template_tools(self) -> bool:
-        """False: the recipe's prompt describes the tool."""
-        return False
-
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """See verl.formats.base.ToolCallFormat."""
         return self.render_raw_prompt(messages, tools) if self.raw else super().render_prompt(messages, tools)
-
-    @abstractmethod
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """Strings at which the policy pauses."""
 
     @abstractmethod
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:

@@ -137,11 +137,7 @@ class SystemPromptTemplateMixin(PromptTemplateMixin):
     """
 
     place: ClassVar[str] = TOOLS
-
-    @property
-    def template_tools(self) -> bool:
-        """False: the system message lists them."""
-        return False
+    template_tools: ClassVar[bool] = False
 
     def system(self, messages: Sequence[Message], tools: str) -> Message:
         """The combined system message."""
