@@ -18,7 +18,6 @@ from verl.errors import ConfigError
 from verl.workers import attention
 from verl.workers.attention import (
     VarlenPlan,
-    by_flex,
     by_segments,
     by_varlen,
     packed_attention,
@@ -94,12 +93,6 @@ def test_values_and_gradients_are_those_of_the_written_out_mask(compute: Compute
         found.append([output, *torch.autograd.grad((output * weight).sum(), inputs)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_flex_gives_the_values_of_the_written_out_mask(window: int | None) -> None:
-    inputs = [each.detach() for each in random_inputs(torch.float32)]
-    torch.testing.assert_close(by_flex(*inputs, PACK, 0.3, window), written_out(*inputs, PACK, 0.3, window))
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *plan: Any, **options: Any) -> Tensor:

@@ -120,7 +120,9 @@ class FSDPEngine:
         self._params.load()
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
-        self._reshard()
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # frees the full parameters that a pass without gradients leaves gathered
         if self._optimizer is None:  # a frozen model is used by `score` only
             self.offload_all()
         self._empty_cache()
@@ -217,9 +219,9 @@ class FSDPEngine:
     def load(self, folder: Path) -> None:
         """Resume from the checkpoint in `folder`, bit-exact on the same number of ranks.
 
-        Collective. On another number of ranks weights and optimizer are resharded, and an additional rank gets a random
-        state derived from rank 0's. Learning rate, betas and weight decay are the saved ones; the shape of the schedule
-        is this engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this one is then
+        Collective. On another number of ranks weights and optimizer are resharded, and an additional rank keeps its
+        random state. Learning rate, betas and weight decay are the saved ones; the shape of the schedule is this
+        engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this one is then
         partially loaded and unusable.
         """
         if self._optimizer is None or self._scheduler is None:
@@ -266,12 +268,6 @@ class FSDPEngine:
         first = {parameter: name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
         return {**state, **{name: state[first[parameter]] for name, parameter in every}}
-
-    def _reshard(self) -> None:
-        """Free the full parameters (compute dtype) that a pass without gradients leaves gathered."""
-        for unit in self.module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
 
 
 @contextmanager

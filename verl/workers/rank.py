@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -181,7 +180,5 @@ def _engine(
     model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    module: PackedPolicy | PackedCritic = wrapper(model)
-    moved: nn.Module = module.to(spec.device)
-    layers = decoder_layers(module)
-    return FSDPEngine(moved, layers, mesh, optimizer, spec.compute_dtype, offload)
+    module = wrapper(model).to(spec.device)
+    return FSDPEngine(module, decoder_layers(module), mesh, optimizer, spec.compute_dtype, offload)

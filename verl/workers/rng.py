@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +21,8 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(states: Sequence[dict[str, Any]], rank: int) -> None:
-    """Restore this rank's state; a rank beyond the saved ones is seeded from rank 0's state and its own number."""
+    """Restore this rank's state; a rank beyond the saved ones keeps its own."""
     if rank >= len(states):
-        _seed(states[0]["torch"], rank)
         return
     state = states[rank]
     torch.set_rng_state(state["torch"])
@@ -32,10 +30,3 @@ def set_random_state(states: Sequence[dict[str, Any]], rank: int) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
-
-
-def _seed(state: torch.Tensor, rank: int) -> None:
-    digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))  # CUDA's generators too
-    np.random.seed(int.from_bytes(digest[8:12], "little"))
-    random.seed(digest)
