@@ -5,8 +5,6 @@
 Shape legend: P prompts, G rollouts per prompt, L tokens of one completion or sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -185,7 +183,6 @@ class Trajectory:
 
     @property
     def turn_rewards(self) -> float:
-        """The sum of the environment's turn rewards."""
         return sum(turn.reward for turn in self.turns if turn.reward is not None)
 
     @property

@@ -55,7 +55,6 @@ class InlineFormat(PromptTemplateMixin, ABC):
         return written.rstrip().endswith(self.stop_strings(written))
 
     def call(self, text: str) -> ToolCall:
-        """The tool call for a text of the policy."""
         return ToolCall(self.tool, {self.argument: text})
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
@@ -71,7 +70,6 @@ class InlineFormat(PromptTemplateMixin, ABC):
         return self.wrap("\n".join(self.shown(each.content) for each in results), written)
 
     def shown(self, output: str) -> str:
-        """The part of an output that is shown to the policy."""
         text = output.strip("\n")
         if not text.strip():
             return self.empty

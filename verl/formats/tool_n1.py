@@ -17,7 +17,6 @@ class ToolN1Format(SystemPromptTemplateMixin):
     prompt_template: str = "tool_n1"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """The messages, with any tools listed in the system message."""
         if not tools:
             return tuple(messages)
         return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))

@@ -12,8 +12,6 @@ Neither has run on a GPU so far. On the CPU the tests run by_varlen with a plain
 Shape legend: H query heads, K key heads, T packed tokens, U gathered keys, D head size, S segments.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -78,7 +76,6 @@ def _format_option(option: tuple[str, Any]) -> str:
 
 
 def register() -> None:
-    """Register the function with transformers as PACKED. Idempotent."""
     AttentionInterface.register(PACKED, packed_attention)
 
 

@@ -5,14 +5,12 @@ computed in `compute_dtype`, gradients reduced in float32. Losses arrive as sums
 denominators (algorithms/aggregate.py), so gradients are summed over ranks, not averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -50,12 +48,11 @@ class PackMetric:
     maximum: bool = False
     finish: Callable[..., float] = float
 
-    def detached(self) -> PackMetric:
+    def detached(self) -> Self:
         """Without the graph, and at the precision of sums over many packs."""
         return replace(self, parts=tuple(part.detach().double() for part in self.parts))
 
-    def combined(self, other: PackMetric) -> PackMetric:
-        """Of two packs."""
+    def combined(self, other: Self) -> Self:
         reduce = torch.maximum if self.maximum else torch.add
         return replace(self, parts=tuple(map(reduce, self.parts, other.parts)))
 
@@ -134,7 +131,8 @@ class FSDPEngine:
         loss: (module, pack) -> (the pack's share of the global loss, its parts of further metrics)
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
-        self._load_all()
+        self._params.load()
+        self._states.load()
         self.module.train()
         totals: dict[str, PackMetric] = {}
         for packed in packs:
@@ -169,10 +167,6 @@ class FSDPEngine:
         self._params.offload()
         self.offload_optimizer()
 
-    def _load_all(self) -> None:
-        self._params.load()
-        self._states.load()
-
     def _move_params(self, device: torch.device) -> None:
         self.module.to(device)
 
@@ -197,7 +191,6 @@ class FSDPEngine:
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
         return dist.get_rank()
 
     def save(self, folder: Path) -> None:
@@ -227,7 +220,8 @@ class FSDPEngine:
         if self._optimizer is None or self._scheduler is None:
             return
         self._check_visible(folder)
-        self._load_all()
+        self._params.load()
+        self._states.load()
         state = {**self._sharded_state(), "host": None}
         with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was saved with", folder):
             load(state, checkpoint_id=folder)

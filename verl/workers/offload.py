@@ -3,8 +3,6 @@
 Never run on a GPU so far. On a CPU nothing moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

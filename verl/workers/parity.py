@@ -5,8 +5,6 @@ every architecture is checked before training: a small random copy scores one pa
 sequences one by one through transformers' own forward with eager attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

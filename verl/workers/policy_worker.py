@@ -1,9 +1,7 @@
 """The policy on one training rank: score a shard, update on it, send weights."""
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,21 +21,14 @@ from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
 
 
-@dataclass(frozen=True, slots=True)
-class SyncChannel:
-    """The buckets of a weight sync, and this rank's end of the transport."""
-
-    layouts: list[BucketLayout]
-    sender: BucketSender | None
-
-
 @dataclass(slots=True)
 class PolicyWorker:
     """A sharded policy and the temperature of its log-probs, which is the rollout's."""
 
     engine: FSDPEngine
     temperature: float
-    channel: SyncChannel | None = None  # set by `connect`
+    layouts: Sequence[BucketLayout] = ()  # of a weight sync, set by `connect`, like the next
+    sender: BucketSender | None = None  # this rank's end of the transport
 
     def score(self, shard: Shard) -> Floats:
         """[A] log-probs of the shard's trained tokens."""
@@ -62,27 +53,26 @@ class PolicyWorker:
         """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the shard's trained tokens."""
         return self.engine.update(shard.packed(), sft_loss)
 
-    def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
+    def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> Sequence[BucketLayout]:
         """Prepare weight sync in `dtype`; returns its buckets.
 
         open_sender: makes this rank's end of the transport; None if it takes part in the gather but sends nothing
         """
-        layouts = plan(hf_named_parameters(self._policy), dtype, bucket_bytes)
-        self.channel = SyncChannel(layouts, None if open_sender is None else open_sender())
-        return layouts
+        self.layouts = plan(hf_named_parameters(self._policy), dtype, bucket_bytes)
+        self.sender = None if open_sender is None else open_sender()
+        return self.layouts
 
     def send_bucket(self, number: int) -> BucketHandle | None:
         """Gather one bucket and send it. Collective."""
-        assert self.channel is not None
-        layout, sender = self.channel.layouts[number], self.channel.sender
+        layout = self.layouts[number]
         gathered = self.engine.export_weights(self._parameters(layout))
-        if sender is None:
+        if self.sender is None:
             deque(gathered, maxlen=0)
             return None
-        flat = sender.buffer(layout)
+        flat = self.sender.buffer(layout)
         for (_, view), (_, full) in zip(layout.unpack(flat), gathered, strict=True):
             view.copy_(full.detach())
-        return sender.send(layout, flat)
+        return self.sender.send(layout, flat)
 
     def begin_weight_sync(self) -> None:
         """Offload the optimizer state: updates are over and the engines need the memory."""
@@ -90,9 +80,8 @@ class PolicyWorker:
 
     def end_weight_sync(self) -> None:
         """All engines have all weights: free the buffers and offload until the next scores."""
-        assert self.channel is not None
-        if self.channel.sender is not None:
-            self.channel.sender.release()
+        if self.sender is not None:
+            self.sender.release()
         self.engine.offload_all()
 
     def _parameters(self, layout: BucketLayout) -> Iterator[tuple[str, nn.Parameter]]:

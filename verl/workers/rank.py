@@ -1,7 +1,5 @@
 """One training rank: a process that holds its shards of policy, reference and critic."""
 
-from __future__ import annotations
-
 import random
 import resource
 import socket
@@ -83,7 +81,6 @@ class TrainingRank:
         self.policy.engine.offload_all()
 
     def load(self, folder: Path) -> None:
-        """Resume from the checkpoint that `save` wrote."""
         self.policy.engine.load(folder / "actor")
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")

@@ -1,7 +1,5 @@
 """Save and restore the random generators of one process: torch (all its devices), numpy and Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 
 
 def get_random_state() -> dict[str, Any]:
-    """The state of every global generator."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,

@@ -105,7 +105,6 @@ class ToolRunner:
         return Message("tool", text, tool=call.name), ToolUse(call.name, status, seconds)
 
     async def _checked(self, call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
-        """Validates and runs a call."""
         tool = tools.get(call.name)
         if tool is None:
             known = nearest(call.name, list(tools)) if tools else "there are no tools"

@@ -49,14 +49,20 @@ def _target(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def last_answer(response: str) -> str | None:
-    """Content of the last answer block, stripped; None if there is none.
+def last_block(text: str, opening: str, closing: str) -> str | None:
+    """Content of the last block; None if there is none.
 
     A block extends from the first opening tag after the previous block to the next closing tag, as in the published
-    code: an opening tag inside belongs to the answer.
+    code: an opening tag inside belongs to its content.
     """
-    closed = [piece for piece in response.split(_ANSWER_END)[:-1] if _ANSWER in piece]
-    return closed[-1].partition(_ANSWER)[2].strip() if closed else None
+    closed = [piece for piece in text.split(closing)[:-1] if opening in piece]
+    return closed[-1].partition(opening)[2] if closed else None
+
+
+def last_answer(response: str) -> str | None:
+    """Content of the last answer block, stripped; None if there is none."""
+    found = last_block(response, _ANSWER, _ANSWER_END)
+    return None if found is None else found.strip()
 
 
 def episode_text(trajectory: Trajectory) -> str:
