@@ -178,7 +178,6 @@ class Trajectory:
 
     @property
     def num_tool_calls(self) -> int:
-        """Number of executed calls, whatever their outcome."""
         return len(self.tool_uses)
 
     @property

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from verl.batch.packed import PackedBatch
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
-from verl.workers.offload import NO_OFFLOAD, Offload, Offloadable
 from verl.workers.optim import OptimizerSettings, build_optimizer
 from verl.workers.rng import get_random_state, set_random_state
 
+_HOST = torch.device("cpu")
 _INDEX = ".metadata"  # torch's index of a checkpoint
 _LOSS = "loss"
 
@@ -78,6 +78,39 @@ class UpdateResult:
         """All metrics; `model` is the group of the first three."""
         own = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
         return {**{f"{model}/{name}": Mean(value) for name, value in own.items()}, **self.metrics}
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Tensors that are offloaded to host memory between uses. Never run on a GPU so far."""
+
+    params: bool = False
+    optimizer: bool = False
+
+
+NO_OFFLOAD = Offload()
+
+
+class Offloadable:
+    """A group of tensors that is on the device or in host memory. On a CPU nothing moves."""
+
+    def __init__(self, move: Callable[[torch.device], None], device: torch.device, wanted: bool) -> None:
+        self._move = move
+        self._device = device
+        self._enabled = wanted and device != _HOST
+        self._offloaded = False
+
+    def load(self) -> None:
+        """Move to the device, unless already there."""
+        if self._offloaded:
+            self._move(self._device)
+            self._offloaded = False
+
+    def offload(self) -> None:
+        """Move to host memory, if enabled."""
+        if self._enabled and not self._offloaded:
+            self._move(_HOST)
+            self._offloaded = True
 
 
 class FSDPEngine:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,7 @@ class PolicyWorker:
         compare_engine: whether to measure the difference between engine and trainer
         """
 
-        def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMetric]]:
-            return policy_loss(policy, packed, algorithm, self.temperature, compare_engine)
-
+        loss = partial(policy_loss, algorithm=algorithm, temperature=self.temperature, compare_engine=compare_engine)
         return self.engine.update(shard.packed(), loss)
 
     def sft_step(self, shard: Shard) -> UpdateResult:

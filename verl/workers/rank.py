@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.single_controller.group import WorkerContext
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size, load_causal_lm
-from verl.workers.offload import NO_OFFLOAD, Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 

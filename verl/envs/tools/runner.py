@@ -114,7 +114,6 @@ class ToolRunner:
         return await self._attempts(tool, call)
 
     async def _attempts(self, tool: Tool, call: ToolCall) -> Answer:
-        """One attempt, and more as long as the service is down."""
         limits, service = self._limits_of(call.name), f"tool {call.name!r}"
         slot = self._slots.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):

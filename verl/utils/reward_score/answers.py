@@ -30,16 +30,14 @@ def accepted_answers(answer: str) -> list[str]:
             found = json.loads(answer)
         except ValueError:
             return [answer]
+        target = found.get("target") if isinstance(found, dict) else found
+        targets = target if isinstance(target, list) else [target]
+        texts = [text for text in map(_target, targets) if text is not None]
+        if texts and len(texts) == len(targets):
+            return texts
         if isinstance(found, dict):
-            target = found.get("target")
-            texts = [_target(each) for each in (target if isinstance(target, list) else [target])]
-            if not texts or None in texts:
-                expected = '{"target": a text, or several}'
-                raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
-            return [text for text in texts if text is not None]
-        accepted = [_target(each) for each in found] if isinstance(found, list) else []
-        if accepted and None not in accepted:
-            return [text for text in accepted if text is not None]
+            expected = '{"target": a text, or several}'
+            raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
     return [answer]
 
 
@@ -71,7 +69,6 @@ def episode_text(trajectory: Trajectory) -> str:
 
 
 def exact_match(response: str, answer: str) -> bool:
-    """Whether the last answer block equals one of the gold answers."""
     found = last_answer(response)
     if found is None:
         return False

@@ -11,7 +11,7 @@ from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
 REWARDS: Mapping[str, str] = {
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
-    "env": "verl.utils.reward_score.env:EnvReward",
+    "env": "verl.utils.reward_score.base:EnvReward",
     "torl": "verl.utils.reward_score.torl:TorlReward",
     "retool": "verl.utils.reward_score.retool:RetoolReward",
     "otc_ppo": "verl.utils.reward_score.otc:OtcPpoReward",
@@ -54,7 +54,6 @@ class Mutation:
 
 
 def as_mutations(corrupted: Mapping[str, str]) -> list[Mutation]:
-    """Corrupted responses by name, as mutations."""
     return [Mutation(name, text) for name, text in corrupted.items()]
 
 
@@ -96,6 +95,15 @@ class FunctionReward:
         parts = {name: float(value) for name, value in found.items()} if isinstance(found, Mapping) else None
         total = float(found) if parts is None else parts["score"]
         return Score(total, parts or {"score": total})
+
+
+class EnvReward:
+    """The environment's final verdict (`judge`), e.g. of environments that compare final states. Raises ConfigError."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        if trajectory.score is None:
+            raise ConfigError("reward env needs an environment that judges: with `async judge()` (verl/envs/base.py)")
+        return trajectory.score
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
