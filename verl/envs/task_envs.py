@@ -54,9 +54,9 @@ class TaskEnvs:
     def known_initial_observation(self, task: Task) -> Observation | None:
         """The initial observation, if known before an episode starts. Raises DataError for an invalid task."""
         factory, name = self.factory_of(task), self.name_of(task)
-        if isinstance(factory, TaskChecker):
-            factory.check_task(task)
         source = factory.env_class if isinstance(factory, ClassFactory) else factory
+        if isinstance(source, TaskChecker):
+            source.check_task(task)
         if not isinstance(source, HasInitialObservation):
             return None
         initial = source.initial_observation(task)

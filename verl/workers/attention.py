@@ -155,6 +155,29 @@ def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPl
     )
 
 
+def flash_attention(
+    query_THD: Tensor,
+    keys_UKD: Tensor,
+    values_UKD: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    """All segments by the package flash-attn where it is installed, else by torch's own kernel."""
+    options: dict[str, Any]
+    if _HAS_FLASH_ATTN:
+        attend = importlib.import_module("flash_attn").flash_attn_varlen_func
+        options = {"softmax_scale": scale, "causal": True}
+    else:
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        options = {"scale": scale}  # the second number of the window makes it causal
+        # Key heads are repeated here: the argument for grouped-query attention differs between torch releases.
+        repeats = query_THD.shape[1] // keys_UKD.shape[1]
+        keys_UKD, values_UKD = (each.repeat_interleave(repeats, dim=1) for each in (keys_UKD, values_UKD))
+    output: Tensor = attend(query_THD, keys_UKD, values_UKD, *plan[1:], window_size=window, **options)
+    return output
+
+
 def by_varlen(
     query: Tensor,
     key: Tensor,
@@ -162,42 +185,10 @@ def by_varlen(
     segments: tuple[Segment, ...],
     scaling: float | None,
     window: int | None = None,
-    kernel: VarlenKernel | None = None,
+    kernel: VarlenKernel = flash_attention,
 ) -> Tensor:
     """All segments in one kernel call; causal mask and window are aligned with the ends of queries and keys."""
     plan = varlen_plan(segments, query.device)
     keys_UKD, values_UKD = (each[0].transpose(0, 1)[plan.gathered] for each in (key, value))
-    compute = kernel or (_flash_attn if _HAS_FLASH_ATTN else _torch_varlen)
     query_THD = query[0].transpose(0, 1).contiguous()
-    return compute(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]
-
-
-def _flash_attn(
-    query_THD: Tensor,
-    keys_UKD: Tensor,
-    values_UKD: Tensor,
-    plan: VarlenPlan,
-    scale: float | None,
-    window: tuple[int, int],
-) -> Tensor:
-    attend = importlib.import_module("flash_attn").flash_attn_varlen_func
-    options = {"softmax_scale": scale, "causal": True, "window_size": window}
-    output: Tensor = attend(query_THD, keys_UKD, values_UKD, *plan[1:], **options)
-    return output
-
-
-def _torch_varlen(
-    query_THD: Tensor,
-    keys_UKD: Tensor,
-    values_UKD: Tensor,
-    plan: VarlenPlan,
-    scale: float | None,
-    window: tuple[int, int],
-) -> Tensor:
-    """Key heads are repeated here: the argument for grouped-query attention differs between torch releases."""
-    repeats = query_THD.shape[1] // keys_UKD.shape[1]
-    keys, values = (each.repeat_interleave(repeats, dim=1) for each in (keys_UKD, values_UKD))
-    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # the second number of the window makes it causal
-    output: Tensor = attend(query_THD, keys, values, *plan[1:], scale=scale, window_size=window)
-    return output
+    return kernel(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]

@@ -129,37 +129,28 @@ def policy_loss(
         divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, packed.ref_logprobs)
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         metrics_A["kl"] = divergence_A.detach()
-    means = {f"actor/{name}": (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
-    metrics = {name: PackMetric((mean,)) for name, mean in means.items()}
+    means = {name: (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
+    metrics = {f"actor/{name}": PackMetric((mean,)) for name, mean in means.items()}
     if compare_engine:
-        metrics |= {
-            **_engine_metrics(rollout_A, trainer_A, packed.sampled_weight),
-            **_correction_metrics(weights, rollout_A, trainer_A, packed.sampled_weight),
-        }
+        metrics |= _engine_metrics(weights, rollout_A, trainer_A, packed.sampled_weight)
     return (loss_A * weight_A).sum(), metrics
 
 
-def _engine_metrics(rollout_A: Tensor, trainer_A: Tensor, weight: float) -> dict[str, PackMetric]:
-    """Difference between the engine's and the trainer's log-probs, over the tokens that the engine sampled.
+def _engine_metrics(
+    weights: TokenWeights, rollout_A: Tensor, trainer_A: Tensor, weight: float
+) -> dict[str, PackMetric]:
+    """Difference between the engine's and the trainer's log-probs, and the importance weights that correct it.
 
-    Trained tokens that it did not sample (observations) are left out.
+    Over the tokens that the engine sampled: trained tokens that it did not sample (observations) are left out.
     """
+    mean_A = torch.where(rollout_A.isnan(), 0.0, weight)
     diff_A = (rollout_A - trainer_A).nan_to_num(0.0)
+    weight_A = weights.weight_T
+    mean = (weight_A * mean_A).sum()
     return {
         "engine/logprob_diff_mean": PackMetric(((diff_A.abs() * weight).sum(),)),
         "engine/logprob_diff_max": _largest(diff_A.abs()),
         "engine/kl": PackMetric(((diff_A * weight).sum(),)),
-    }
-
-
-def _correction_metrics(
-    weights: TokenWeights, rollout_A: Tensor, trainer_A: Tensor, weight: float
-) -> dict[str, PackMetric]:
-    """Importance weights of the tokens that the engine sampled, and the KL between the two policies there."""
-    mean_A = torch.where(rollout_A.isnan(), 0.0, weight)
-    weight_A = weights.weight_T
-    mean = (weight_A * mean_A).sum()
-    return {
         "correction/engine_kl": PackMetric(((engine_kl(trainer_A, rollout_A) * mean_A).sum(),)),
         "correction/weight_mean": PackMetric((mean,)),
         "correction/weight_max": _largest(weight_A),
