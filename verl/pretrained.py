@@ -69,12 +69,9 @@ def read_causal_lm(
     info: dict[str, Any] = loaded[1]
     shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in info["mismatched_keys"]]
     odd = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
-    for problem, names in (
-        (_LACKS, sorted(info["missing_keys"])),
-        ("has weights whose shapes differ from its config.json", sorted(shapes)),
-        (_NOT_FINITE, odd),
-    ):
-        _refuse(path, key, problem, names)
+    _refuse(path, key, _LACKS, sorted(info["missing_keys"]))
+    _refuse(path, key, "has weights whose shapes differ from its config.json", sorted(shapes))
+    _refuse(path, key, _NOT_FINITE, odd)
     return model
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.envs.sandbox import Sandbox
 from verl.envs.tools.base import EpisodeTool, Tool
+from verl.envs.tools.function import FunctionTool
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 
@@ -60,7 +61,5 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
     if options:
         raise ConfigError(f"tool {name!r} is not a class and takes no options, but got {sorted(options)}")
     if isfunction(found):
-        from verl.envs.tools.function import FunctionTool  # lazy: pydantic is needed for function tools only
-
         return FunctionTool(found)
     return found

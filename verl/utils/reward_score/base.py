@@ -111,10 +111,8 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     found = resolve("reward", name, REWARDS)
     options = dict(options or {})
     if isinstance(found, type):
-        from_options = getattr(found, "from_options", None)
-        if from_options is None:
-            check_options("reward", name, found, options)
-        reward: Reward = from_options(options) if from_options else found(**options)
+        check_options("reward", name, found, options)
+        reward: Reward = found(**options)
         return reward
     if not callable(found):
         raise ConfigError(f"reward {name!r} must be a class or a function, not an object of {type(found).__name__}")

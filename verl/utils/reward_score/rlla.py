@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import (
@@ -252,16 +252,11 @@ def compute_score(
     return score_response(final_turn(solution_str), ground_truth, step, options or RllaOptions.from_env())
 
 
-@dataclass(frozen=True)
 class RllaReward:
-    """The reward for the trainer and the reward lab."""
+    """The reward for the trainer and the lab. options: of RllaOptions, in place of the environment's toggles"""
 
-    options: RllaOptions
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """The environment's toggles, updated with the configured options."""
-        return cls(RllaOptions.from_env(overrides=options))
+    def __init__(self, **options: Any) -> None:
+        self.options = RllaOptions.from_env(overrides=options)
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Score the last turn; raises DataError, naming the task, if its gold answer cannot be parsed."""
