@@ -5,6 +5,7 @@ computed in `compute_dtype`, gradients reduced in float32. Losses arrive as sums
 denominators (algorithms/aggregate.py), so gradients are summed over ranks, not averaged.
 """
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +29,6 @@ from verl.batch.packed import PackedBatch
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
 from verl.workers.optim import OptimizerSettings, build_optimizer
-from verl.workers.rng import get_random_state, set_random_state
 
 _HOST = torch.device("cpu")
 _INDEX = ".metadata"  # torch's index of a checkpoint
@@ -236,7 +237,7 @@ class FSDPEngine:
         if self._optimizer is None or self._scheduler is None:
             return
         random_states: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(random_states, get_random_state())
+        dist.all_gather_object(random_states, _random_state())
         host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object
         state = {**self._sharded_state(), "host": host}
         with _data_errors("cannot be written", "Free some space or choose another folder", folder):
@@ -267,7 +268,7 @@ class FSDPEngine:
         )
         schedule, random_states = state["host"]
         self._scheduler.load_state_dict(schedule)
-        set_random_state(random_states, self.rank)
+        _set_random_state(random_states, self.rank)
 
     def _check_visible(self, folder: Path) -> None:
         """Check for the index of the checkpoint: if it is missing, some releases of torch fail with an assertion."""
@@ -319,3 +320,25 @@ def _over_ranks(totals: Mapping[str, PackMetric]) -> dict[str, PackMetric]:
             for name in names:
                 reduced[name] = replace(totals[name], parts=tuple(islice(parts, len(totals[name].parts))))
     return reduced
+
+
+def _random_state() -> dict[str, Any]:
+    """The state of every global generator: torch (all its devices), numpy and Python."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(states: Sequence[dict[str, Any]], rank: int) -> None:
+    """Restore this rank's state; a rank beyond the saved ones keeps its own."""
+    if rank >= len(states):
+        return
+    state = states[rank]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
