@@ -14,7 +14,7 @@ from verl.formats.toolrl_text import render_response
 from verl.kit.lab.__main__ import GOLD, LabReward, main, try_reward
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score import Mutation, build_reward
-from verl.utils.reward_score.rlla import RllaOptions, RllaReward
+from verl.utils.reward_score.rlla import RllaReward
 
 CALL_TASK = to_task(row(), "call")
 RESPONSE_TASK = to_task(
@@ -44,16 +44,16 @@ ASKED_FOR = {
 
 @pytest.mark.parametrize("toggle", ["", "refined", "intermediate", "coarse", "schedule_reward", "with_length"])
 def test_gold_scores_the_maximum_and_every_spoiled_call_less(toggle: str) -> None:
-    options = RllaOptions(**{toggle: True}) if toggle else RllaOptions()
-    report = try_reward(RllaReward(options), [CALL_TASK, TWO_CALLS_TASK])
+    reward = RllaReward(**{toggle: True}) if toggle else RllaReward()
+    report = try_reward(reward, [CALL_TASK, TWO_CALLS_TASK])
     assert report.violations == []
     assert report.stats.keys() >= ASKED_FOR | {GOLD, "missing call", "tool_call unclosed"}
 
 
 def test_a_call_inside_a_response_is_ToolRLs_own_hole_and_the_penalty_closes_it() -> None:  # noqa: N802
-    report = try_reward(RllaReward(RllaOptions()), [RESPONSE_TASK])
+    report = try_reward(RllaReward(), [RESPONSE_TASK])
     assert [violation.response_kind for violation in report.violations] == ["call inside response"]
-    assert try_reward(RllaReward(RllaOptions(unwanted_call_penalty=0.5)), [RESPONSE_TASK]).violations == []
+    assert try_reward(RllaReward(unwanted_call_penalty=0.5), [RESPONSE_TASK]).violations == []
 
 
 class Careless:
@@ -102,9 +102,9 @@ def test_more_than_the_maximum_and_no_number_at_all_are_offences() -> None:
 
 def test_an_upside_down_range_is_found() -> None:
     """ToolRL's equal maximum under its unclamped schedule pays wrong calls more from step 300 on."""
-    options = RllaOptions(correct_max_1=True, schedule_reward=True)
-    assert try_reward(RllaReward(options), [CALL_TASK], 200).violations == []
-    assert try_reward(RllaReward(options), [CALL_TASK], 400).violations
+    reward = RllaReward(correct_max_1=True, schedule_reward=True)
+    assert try_reward(reward, [CALL_TASK], 200).violations == []
+    assert try_reward(reward, [CALL_TASK], 400).violations
 
 
 def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
         (["--reward", "tests.test_lab:Carless"], "did you mean 'Careless'?"),
         (["--reward", "nowhere:Thing"], "cannot import module 'nowhere'"),
         (["--reward", "gone.py:Thing"], "there is no file 'gone.py'"),
-        (["--option", "coarse=maybe"], "must be true or false"),
+        (["--option", "coarse=maybe"], "must be of type bool"),
         (["--option", "coars=true"], "did you mean 'coarse'?"),
-        (["--option", "environ=5"], "unknown option 'environ'"),
+        (["--option", "environ=5"], "has no option 'environ'"),
         (["--reward", "tests.test_lab:Failing"], "fails on t.jsonl#0 (RuntimeError: no gold today)"),
         (["--reward", "tests.test_lab:Careless", "--option", "a=1"], "has no option 'a'; its options are none"),
         (["--reward", "tests.test_lab:CALL_TASK"], "must be a class or a function, not an object of Task"),

@@ -18,9 +18,8 @@ from verl.batch.packing import Shard, make_units
 from verl.batch.samples import batch_of
 from verl.transfer.shared_memory import SharedMemory
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import FSDPEngine, Offload, Offloadable
 from verl.workers.model import PackedPolicy, decoder_layers
-from verl.workers.offload import Offload, Offloadable
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 

@@ -32,11 +32,11 @@ from verl.types import (
     Turn,
 )
 from verl.utils.reward_score import LabReward, build_reward
-from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, normalized
+from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, last_block, normalized
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
 from verl.utils.reward_score.math import last_box, math_correct, same_answer
 from verl.utils.reward_score.otc import fit, frugality
-from verl.utils.reward_score.tool_n1 import last_block, read_calls
+from verl.utils.reward_score.tool_n1 import read_calls
 from verl.utils.reward_score.zerotir import format_penalty
 
 OK, WRONG, LATE, DOWN = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE
@@ -279,7 +279,7 @@ def test_tool_n1_reads_what_is_published() -> None:
     assert read_calls(json.dumps(CALLS)) == read_calls(CALLS)  # a JSON text of a JSON list
     for bad in ("[1]", '["f"]', "[[]]", "null", '[{"name": "f"}]', '[{"name": 1, "arguments": {}}]', "[" * 99999):
         assert read_calls(bad) is None
-    assert last_block("<tool_call>a</tool_call><tool_call>b") == "a"
+    assert last_block("<tool_call>a</tool_call><tool_call>b", "<tool_call>", "</tool_call>") == "a"
 
 
 @settings(deadline=None)

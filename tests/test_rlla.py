@@ -357,7 +357,9 @@ def test_strictmatch_warns_once() -> None:
     [
         ({"coars": True}, "did you mean 'coarse'"),
         ({"matching": "best"}, "greedy or optimal"),
-        ({"coarse": "yes"}, "true or false"),
+        ({"coarse": "yes"}, "'coarse' must be of type bool, not 'yes'"),
+        ({"schedule_steps": True}, "must be of type int or None"),
+        ({"unwanted_call_penalty": True}, "must be of type float"),
         ({"unwanted_call_penalty": -1}, ">= 0"),
         ({"schedule_steps": 0}, ">= 1"),
         ({"schedule_steps": 10}, "no effect without"),

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLTerm
-from verl.algorithms.correction import Correction
+from verl.algorithms.correction import UNBOUNDED, Correction, token_weights
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.estimators.reinforce_pp import reinforce_pp
 from verl.algorithms.estimators.toolrl_grpo import TOOLRL_GRPO
@@ -523,7 +523,9 @@ def test_the_gap_is_that_of_the_tokens_that_the_engine_sampled() -> None:
     weighted = with_metric_weights(with_advantages(batch_of([observed]), PLAIN))
     assert weighted.rollout_logprobs is not None and weighted.metric_weight == pytest.approx(1 / 3)
     rollout_A, trainer_A = torch.from_numpy(weighted.rollout_logprobs), torch.tensor([-1.2, -7.0, -2.4])
-    diff = {name: each.value() for name, each in _engine_metrics(rollout_A, trainer_A, weighted.sampled_weight).items()}
+    weights = token_weights(UNBOUNDED, trainer_A, rollout_A, torch.zeros(3, dtype=torch.long))
+    metrics = _engine_metrics(weights, rollout_A, trainer_A, weighted.sampled_weight)
+    diff = {name: metric.value() for name, metric in metrics.items()}
     assert diff["engine/logprob_diff_mean"].value == pytest.approx(0.3)
     assert diff["engine/logprob_diff_max"] == Max(pytest.approx(0.4))
     assert diff["engine/kl"].value == pytest.approx(0.3)

@@ -45,7 +45,6 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """The help text of `toolrl`."""
     rows = "".join(f"  {name:18}{command.summary}\n" for name, command in COMMANDS.items())
     hint = "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version."
     return f"usage: toolrl COMMAND [key=value ...] [--option ...]\n\n{rows}\n{hint}\n"

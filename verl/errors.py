@@ -4,9 +4,8 @@
 `assert`s. All classes pickle, because worker processes raise them too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from typing import Self
 
 
 def file_and_row(id: str) -> tuple[str, int | None]:
@@ -40,12 +39,12 @@ class DataError(VerlError, ValueError):
     row: int | None = None
     field: str = ""
 
-    def at(self, *, file: str = "", row: int | None = None, field: str = "") -> DataError:
+    def at(self, *, file: str = "", row: int | None = None, field: str = "") -> Self:
         """A copy of this error with its location; fields that are already set are kept."""
         row = row if self.row is None else self.row
         return replace(self, file=self.file or file, row=row, field=self.field or field)
 
-    def of_row(self, id: str) -> DataError:
+    def of_row(self, id: str) -> Self:
         """A copy of this error with the location given by an id (`file#row`)."""
         file, row = file_and_row(id)
         return self.at(file=file, row=row)
@@ -61,7 +60,7 @@ class DataError(VerlError, ValueError):
             text += f"; expected {self.expected}"
         return f"{text}. {self.hint}" if self.hint else text
 
-    def __reduce__(self) -> tuple[type[DataError], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         return type(self), (self.problem, self.expected, self.hint, self.file, self.row, self.field)
 
 

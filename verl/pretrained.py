@@ -36,7 +36,7 @@ def read_tokenizer(path: str, key: str = "model.path") -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # as in `_readable`
-        raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({_in_short(error)})") from error
+        raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({in_short(error)})") from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise ConfigError(f"{key}: the tokenizer in {path!r} has no vocabulary; add its tokenizer.json")
     return tokenizer
@@ -69,12 +69,9 @@ def read_causal_lm(
     info: dict[str, Any] = loaded[1]
     shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in info["mismatched_keys"]]
     odd = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
-    for problem, names in (
-        (_LACKS, sorted(info["missing_keys"])),
-        ("has weights whose shapes differ from its config.json", sorted(shapes)),
-        (_NOT_FINITE, odd),
-    ):
-        _refuse(path, key, problem, names)
+    _refuse(path, key, _LACKS, sorted(info["missing_keys"]))
+    _refuse(path, key, "has weights whose shapes differ from its config.json", sorted(shapes))
+    _refuse(path, key, _NOT_FINITE, odd)
     return model
 
 
@@ -119,10 +116,10 @@ def _readable(path: str, key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # safetensors, pickle, json, huggingface_hub and torch have their own exceptions
-        source = f"the {'folder' if Path(path).exists() else 'name'} {path!r} ({_in_short(error)})"
+        source = f"the {'folder' if Path(path).exists() else 'name'} {path!r} ({in_short(error)})"
         raise ConfigError(f"{key}: no causal language model can be loaded from {source}") from error
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """The type and first line of an error, without lists of all models and advice on upgrades."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

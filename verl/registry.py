@@ -36,7 +36,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
         known = nearest(name, list(table))
         own = "For your own, use package.module:attribute or path/to/file.py:attribute"
         raise ConfigError(f"unknown {kind} {name!r}; {known}{'' if known.endswith('?') else '.'} {own}")
-    module = _load_file(kind, module_name) if module_name.endswith(".py") else _import(kind, module_name)
+    module = _load(kind, module_name)
     if not hasattr(module, attribute):
         public = [key for key in vars(module) if not key.startswith("_")]
         raise ConfigError(f"{kind} {name!r}: {module_name} has no {attribute!r}; {nearest(attribute, public)}")
@@ -85,27 +85,23 @@ def option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _import(kind: str, module_name: str) -> ModuleType:
+def _load(kind: str, source: str) -> ModuleType:
+    """A module, or a file that ends in .py."""
+    is_file = source.endswith(".py")
+    if is_file and not Path(source).is_file():
+        raise ConfigError(f"{kind}: there is no file {source!r}")
     try:
-        return importlib.import_module(module_name)
+        return _run_file(source) if is_file else importlib.import_module(source)
     except Exception as error:
-        raise ConfigError(f"{kind}: cannot import module {module_name!r} ({_describe(error)})") from error
+        what = "file" if is_file else "module"
+        raise ConfigError(f"{kind}: cannot import {what} {source!r} ({type(error).__name__}: {error})") from error
 
 
-def _load_file(kind: str, path: str) -> ModuleType:
-    if not Path(path).is_file():
-        raise ConfigError(f"{kind}: there is no file {path!r}")
+def _run_file(path: str) -> ModuleType:
     name = f"{USER_MODULE}{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up a class's module here
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{kind}: running {path!r} fails ({_describe(error)})") from error
+    spec.loader.exec_module(module)
     return module
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

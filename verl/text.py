@@ -29,6 +29,5 @@ def as_text(result: Any) -> str:
 
 
 def prompt_sha256(messages: Iterable[Message]) -> str:
-    """Digest of a prompt's roles and contents."""
     text = json.dumps([[message.role, message.content] for message in messages])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

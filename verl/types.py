@@ -5,8 +5,6 @@
 Shape legend: P prompts, G rollouts per prompt, L tokens of one completion or sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -180,12 +178,10 @@ class Trajectory:
 
     @property
     def num_tool_calls(self) -> int:
-        """Number of executed calls, whatever their outcome."""
         return len(self.tool_uses)
 
     @property
     def turn_rewards(self) -> float:
-        """The sum of the environment's turn rewards."""
         return sum(turn.reward for turn in self.turns if turn.reward is not None)
 
     @property

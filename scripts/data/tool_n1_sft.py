@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.common import DEMONSTRATIONS, TASKS, Row, parser, run, task, text
 from scripts.data.tool_n1 import instruction
 from verl.errors import DataError
-from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL_END
-from verl.utils.reward_score.tool_n1 import json_value, last_block, read_calls
+from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+from verl.utils.reward_score.answers import last_block
+from verl.utils.reward_score.tool_n1 import json_value, read_calls
 
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"
 _NO_REASON = str(Path(__file__).with_name("tool_n1_no_reason.txt"))
@@ -72,7 +73,7 @@ def _trace(output: str) -> tuple[str, list[dict[str, Any]]]:
     response = (calls_text + closing).strip()
     if THINK not in response or THINK_END not in response:
         raise DataError("has no thought", f"{THINK} .. {THINK_END} before the calls", field="output")
-    block = last_block(response)
+    block = last_block(response, TOOL_CALL, TOOL_CALL_END)
     if block is None or read_calls(block) is None:
         raise DataError("has no calls that can be read", "a JSON list of calls in <tool_call>", field="output")
     found = json_value(block)

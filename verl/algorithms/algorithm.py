@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,11 +11,13 @@ from verl.algorithms import ALGORITHMS
 from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.advantage import AdvantageEstimator
 from verl.algorithms.filters import Filter
-from verl.algorithms.losses.policy_loss import PolicyLoss
+from verl.algorithms.losses.policy_loss import PolicyLoss, clipped
 from verl.algorithms.names import Aggregation, KLPlacement, OldLogprobs
 from verl.algorithms.overlong import Overlong
 from verl.errors import ConfigError
 from verl.registry import resolve
+
+PPO_CLIP = partial(clipped, clip_low=0.2, clip_high=0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class Algorithm:
     name: str
     paper: str
     advantage: AdvantageEstimator
-    policy_loss: PolicyLoss
-    aggregation: Aggregation
+    policy_loss: PolicyLoss = PPO_CLIP
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
     aggregation_length: float | None = None  # tokens; the divisor of seq-mean-token-sum-norm, needed by it only
     old_logprobs: OldLogprobs = OldLogprobs.TRAINER
     correction: Correction | None = None  # off-policy correction of the engine-trainer mismatch

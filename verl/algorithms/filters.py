@@ -77,7 +77,12 @@ def passed(
             if sum(kept) < min_group_size:
                 kept = [False] * len(kept)
             dropped[name_of(each)] += len(kept) - sum(kept)
-            group = _select(group, kept)
+            group = replace(
+                group,
+                trajectories=tuple(compress(group.trajectories, kept)),
+                scores=tuple(compress(group.scores, kept)),
+                rewards=tuple(compress(group.rewards, kept)),
+            )
         if group.trajectories:
             remaining.append(group)
     return remaining, dropped
@@ -85,12 +90,3 @@ def passed(
 
 def _all_or_none(group: TrajectoryGroup, keep: bool) -> list[bool]:
     return [keep] * len(group.trajectories)
-
-
-def _select(group: TrajectoryGroup, kept: Sequence[bool]) -> TrajectoryGroup:
-    return replace(
-        group,
-        trajectories=tuple(compress(group.trajectories, kept)),
-        scores=tuple(compress(group.scores, kept)),
-        rewards=tuple(compress(group.rewards, kept)),
-    )

@@ -24,32 +24,17 @@ MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 
 
-def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """[T] log p - log p_ref."""
-    return logprobs_T - ref_logprobs_T
-
-
-def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """[T] half the squared log ratio."""
-    return 0.5 * (logprobs_T - ref_logprobs_T).square()
-
-
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """[T] e^r - r - 1, with the log ratio clamped to +-20 and the value to +-10 against outliers, as in veRL."""
     log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio_T.exp() - log_ratio_T - 1.0).clamp(-_MAX_K3, _MAX_K3)
 
 
-def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """[T] absolute log ratio."""
-    return (logprobs_T - ref_logprobs_T).abs()
-
-
 KL_ESTIMATORS: Mapping[str, KLEstimator] = {
-    KLEstimate.K1: k1,
-    KLEstimate.K2: k2,
+    KLEstimate.K1: lambda logprobs_T, ref_logprobs_T: logprobs_T - ref_logprobs_T,
+    KLEstimate.K2: lambda logprobs_T, ref_logprobs_T: 0.5 * (logprobs_T - ref_logprobs_T).square(),
     KLEstimate.K3: k3,
-    KLEstimate.ABS: absolute,
+    KLEstimate.ABS: lambda logprobs_T, ref_logprobs_T: (logprobs_T - ref_logprobs_T).abs(),
 }
 
 

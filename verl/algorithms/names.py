@@ -1,7 +1,5 @@
 """The named choices of algorithms, without torch: the configuration validates its values by them."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -1,8 +1,7 @@
 """Overlong reward shaping: a penalty for long responses."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 _BUFFER_SHARE = 0.2  # DAPO's 4,096 of 20,480
 
@@ -19,10 +18,11 @@ class Overlong:
     buffer: int | None = None  # tokens; default: a fifth of max_tokens
     factor: float = 1.0  # penalty at the limit
 
-    def with_max_tokens(self, max_response_length: int) -> Overlong:
+    def with_max_tokens(self, max_response_length: int) -> Self:
         """A copy with its lengths filled in."""
         longest = self.max_tokens or max_response_length
-        return Overlong(longest, self.buffer or max(1, round(_BUFFER_SHARE * longest)), self.factor)
+        buffer = self.buffer or max(1, round(_BUFFER_SHARE * longest))
+        return replace(self, max_tokens=longest, buffer=buffer)
 
     def penalty(self, num_tokens: int) -> float:
         """The penalty, 0 or negative, for a response of `num_tokens`."""

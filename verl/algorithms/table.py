@@ -20,7 +20,6 @@ def describe(function: Callable[..., object]) -> str:
 
 
 def describe_extras(algorithm: Algorithm) -> str:
-    """Components besides advantage, loss and KL."""
     overlong = algorithm.overlong
     extras = {
         "critic": algorithm.needs_critic,
@@ -53,5 +52,4 @@ def row(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def presets() -> list[Algorithm]:
-    """All presets."""
     return [resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS]

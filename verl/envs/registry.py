@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.envs.base import Env, EnvFactory, TaskChecker
+from verl.envs.base import Env, EnvFactory
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Task
@@ -33,11 +33,6 @@ class ClassFactory(EnvFactory):
 
     def __call__(self, task: Task) -> Env:
         return self.env_class(task, **self.options)
-
-    def check_task(self, task: Task) -> None:
-        """Delegates to the class, if it has a static method of this name."""
-        if isinstance(self.env_class, TaskChecker):
-            self.env_class.check_task(task)
 
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:

@@ -25,9 +25,7 @@ class SingleTurnEnv(Env):
         return Observation(task.prompt, task.tools or more)
 
     async def reset(self) -> Observation:
-        """The initial observation."""
         return self.initial_observation(self._task)
 
     async def step(self, message: Message) -> StepResult:
-        """Ends the episode."""
         return StepResult(done=True)

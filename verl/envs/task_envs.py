@@ -25,7 +25,6 @@ class TaskEnvs:
         self._factories = {name: default}
 
     def name_of(self, task: Task) -> str:
-        """The name of the task's environment."""
         return task.env or self._name
 
     def factory_of(self, task: Task) -> EnvFactory:
@@ -55,9 +54,9 @@ class TaskEnvs:
     def known_initial_observation(self, task: Task) -> Observation | None:
         """The initial observation, if known before an episode starts. Raises DataError for an invalid task."""
         factory, name = self.factory_of(task), self.name_of(task)
-        if isinstance(factory, TaskChecker):
-            factory.check_task(task)
         source = factory.env_class if isinstance(factory, ClassFactory) else factory
+        if isinstance(source, TaskChecker):
+            source.check_task(task)
         if not isinstance(source, HasInitialObservation):
             return None
         initial = source.initial_observation(task)
@@ -68,10 +67,8 @@ class TaskEnvs:
         return self.factory_of(task)(task)
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError if a service of any factory does not answer."""
         await check_services(self._factories.values())
 
     async def close(self) -> None:
-        """Close all factories."""
         for factory in self._factories.values():
             await factory.close()

@@ -48,7 +48,6 @@ class ToolEnv:
 
 
 def initial_observation(task: Task, tools: Iterable[Tool | EpisodeTool]) -> Observation:
-    """The initial observation of a task with these tools."""
     return Observation(task.prompt, task.tools or tuple(tool.spec for tool in tools))
 
 
@@ -86,11 +85,9 @@ class ToolEnvFactory:
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """The schemas of all tools, as the policy sees them."""
         return tuple(tool.spec for tool in self._tools.values())
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError if a tool's service does not answer."""
         await check_services(self._tools.values())
 
     def __call__(self, task: Task) -> ToolEnv:

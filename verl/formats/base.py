@@ -92,19 +92,7 @@ class ToolCallFormat(Protocol):
         renders as separate turns, followed by the generation prompt."""
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as a policy writes them; `parse` inverts it, unless an argument contains an end tag."""
-
-
-_REQUIRED = (  # attributes that an episode uses
-    "render_prompt",
-    "template_tools",
-    "stop_strings",
-    "final_stop_strings",
-    "turns_per_call",
-    "parallel_calls",
-    "parse",
-    "observation",
-)
+        """Optional: the calls as a policy writes them; `parse` inverts it, unless an argument contains an end tag."""
 
 
 def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) -> ToolCallFormat:
@@ -119,7 +107,8 @@ def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) 
         raise ConfigError(f"tool-call format {name!r} must be a class or a function, not an object of type {kind}")
     check_options("tool-call format", name, make, given)
     built = make(**given)
-    lacking = [each for each in _REQUIRED if not hasattr(built, each)]
+    needed = [each for each in vars(ToolCallFormat) if not each.startswith("_") and each != "render"]
+    lacking = [each for each in needed if not hasattr(built, each)]
     if lacking:
         raise ConfigError(f"{name!r} is not a tool-call format: {type(built).__name__} has no {', '.join(lacking)}")
     return built

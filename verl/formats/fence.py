@@ -55,7 +55,6 @@ class FenceFormat(InlineFormat):
     empty: str = "timeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """The opening output fence, which the policy writes itself."""
         return (OUTPUT,)
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
@@ -66,11 +65,9 @@ class FenceFormat(InlineFormat):
         return Calls((self.call(complete[-1].text),)) if complete else Continue()
 
     def wrap(self, output: str, written: str) -> str:
-        """The output and the end of the fence that the policy opened."""
         return f"{'' if written.endswith(chr(10)) else chr(10)}{output}\n{CLOSING}\n"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Code in its fence, followed by the opening output fence."""
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}\n{OUTPUT}" for call in calls)
 
 
@@ -108,9 +105,7 @@ class ZeroTirFormat(InlineFormat):
         return Calls((self.call(blocks[-1].text),)) if blocks[-1].text.strip() else Continue()
 
     def wrap(self, output: str, written: str) -> str:
-        """The output in its own fence."""
         return f"{'' if written.endswith(chr(10)) else chr(10)}{OUTPUT}\n{output}\n{CLOSING}\n\n\n"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Code in its fence."""
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}" for call in calls)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.base import Parsed
 from verl.formats.prompt import TurnFormat
-from verl.formats.text import BadCallError, find_spoken, parse_json, skip_space, speech_start, to_call, to_json
+from verl.formats.text import BadCallError, each_call, parse_json, parsed, skip_space, speech_start, to_call, to_json
 from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
 from verl.types import ToolCall, ToolSpec
 
@@ -20,19 +20,9 @@ class HermesFormat(TurnFormat):
     """One JSON object per block."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls of all blocks outside thoughts, or the error of the first malformed one."""
-        calls: list[ToolCall] = []
-        position = speech_start(written, self.in_thought)
-        try:
-            while (start := find_spoken(written, TOOL_CALL, position)) >= 0:
-                call, position = _read(written, start + len(TOOL_CALL))
-                calls.append(call)
-        except BadCallError as error:
-            return ParseError(str(error))
-        return Calls(tuple(calls)) if calls else Final()
+        return parsed(each_call(written, TOOL_CALL, speech_start(written, self.in_thought), _read))
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """One block per call."""
         return "\n".join(
             f"{TOOL_CALL}\n{to_json({'name': call.name, 'arguments': call.arguments})}\n{TOOL_CALL_END}"
             for call in calls

@@ -25,6 +25,7 @@ class InlineFormat(PromptTemplateMixin, ABC):
     """
 
     parallel_calls: ClassVar[bool] = False
+    template_tools: ClassVar[bool] = False  # the recipe's prompt describes the tool
     raw: bool = False
     tool: str = "python"
     argument: str = "code"
@@ -38,18 +39,8 @@ class InlineFormat(PromptTemplateMixin, ABC):
         if self.raw and self.prompt is None:
             raise ConfigError("raw=true skips the chat template, so prompt_template must name a prompt text")
 
-    @property
-    def template_tools(self) -> bool:
-        """False: the recipe's prompt describes the tool."""
-        return False
-
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """See verl.formats.base.ToolCallFormat."""
         return self.render_raw_prompt(messages, tools) if self.raw else super().render_prompt(messages, tools)
-
-    @abstractmethod
-    def stop_strings(self, written: str) -> tuple[str, ...]:
-        """Strings at which the policy pauses."""
 
     @abstractmethod
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
@@ -64,7 +55,6 @@ class InlineFormat(PromptTemplateMixin, ABC):
         return written.rstrip().endswith(self.stop_strings(written))
 
     def call(self, text: str) -> ToolCall:
-        """The tool call for a text of the policy."""
         return ToolCall(self.tool, {self.argument: text})
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
@@ -80,7 +70,6 @@ class InlineFormat(PromptTemplateMixin, ABC):
         return self.wrap("\n".join(self.shown(each.content) for each in results), written)
 
     def shown(self, output: str) -> str:
-        """The part of an output that is shown to the policy."""
         text = output.strip("\n")
         if not text.strip():
             return self.empty

@@ -42,7 +42,6 @@ class Llama3JsonFormat(TurnFormat):
         return tuple(replace(each, role="ipython") if each.role == "tool" else each for each in results)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls, separated by semicolons."""
         return "; ".join(
             to_json({"name": call.name, "parameters": call.arguments}, (THINK, THINK_END)) for call in calls
         )

@@ -26,7 +26,6 @@ class PromptTemplate:
 
     @property
     def sha256(self) -> str:
-        """Digest of the UTF-8 text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def fill(self, question: str, tools: str) -> str:
@@ -63,7 +62,6 @@ def function_schema(tool: ToolSpec) -> dict[str, Any]:
 
 
 def tool_lines(tools: Sequence[ToolSpec]) -> str:
-    """One tool per line, as JSON."""
     return "\n".join(json.dumps(function_schema(tool), ensure_ascii=False) for tool in tools)
 
 
@@ -99,7 +97,6 @@ class PromptTemplateMixin:
 
     @cached_property
     def prompt(self) -> PromptTemplate | None:
-        """The template, loaded once."""
         return None if self.prompt_template is None else load_template(self.prompt_template, self.place)
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
@@ -124,7 +121,6 @@ class PromptTemplateMixin:
         return tuple(results)
 
     def render_raw_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-        """Only the filled-in prompt template."""
         assert self.prompt is not None
         return self.prompt.fill(messages[_last_user(messages)].content, tool_lines(tools))
 
@@ -137,14 +133,9 @@ class SystemPromptTemplateMixin(PromptTemplateMixin):
     """
 
     place: ClassVar[str] = TOOLS
-
-    @property
-    def template_tools(self) -> bool:
-        """False: the system message lists them."""
-        return False
+    template_tools: ClassVar[bool] = False
 
     def system(self, messages: Sequence[Message], tools: str) -> Message:
-        """The combined system message."""
         assert self.prompt is not None
         contents = [message.content for message in messages if message.role == "system"]
         return Message("system", "\n\n".join([*contents, self.prompt.fill("", tools)]))

@@ -49,7 +49,6 @@ class TagsFormat(InlineFormat):
         return super().render_prompt(messages, tools)
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """The closing tags."""
         return (self._closing, ANSWER_END) if self.must_act else (self._closing,)
 
     @property
@@ -89,12 +88,10 @@ class TagsFormat(InlineFormat):
         return f"{advice}; to answer, write {ANSWER} .. {ANSWER_END}." if self.must_act else f"{advice}."
 
     def wrap(self, output: str, written: str) -> str:
-        """The output in its tags."""
         text = f"{self.inside}{output}{self.inside}"
         return f"{self.before}<{self.result_tag}>{text}</{self.result_tag}>{self.after}"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls in their tags; code in its fence if the recipe has one."""
         around = (f"\n{_FENCE}\n", f"\n{_FENCE_END}\n") if self.fenced else (" ", " ")
         return "\n".join(
             f"{self._opening}{around[0]}{call.arguments[self.argument]}{around[1]}{self._closing}" for call in calls

@@ -6,10 +6,11 @@ Every function is linear in the length of its input, for any input.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from verl.formats.base import Calls, Final, Parsed, ParseError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.types import ToolCall
 
@@ -27,6 +28,24 @@ _KINDS: Mapping[type, str] = {
 
 class BadCallError(ValueError):
     """A malformed call; the message is shown to the policy."""
+
+
+def parsed(calls: Iterable[ToolCall]) -> Parsed:
+    """These calls, or the error of the first malformed one, at which reading them raises BadCallError."""
+    try:
+        found = tuple(calls)
+    except BadCallError as error:
+        return ParseError(str(error))
+    return Calls(found) if found else Final()
+
+
+def each_call(
+    written: str, opening: str, position: int, read: Callable[[str, int], tuple[ToolCall, int]]
+) -> Iterator[ToolCall]:
+    """The calls after every `opening` outside thoughts. read: (text, end of the opening) -> (call, end of the call)"""
+    while (start := find_spoken(written, opening, position)) >= 0:
+        call, position = read(written, start + len(opening))
+        yield call
 
 
 def speech_start(text: str, in_thought: bool = False) -> int:

@@ -1,11 +1,11 @@
 """Tool-N1 (arXiv 2505.00024): a thought, then all calls as one JSON list in `<tool_call>`. Meant for single turns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.base import Parsed
 from verl.formats.prompt import SystemPromptTemplateMixin, tool_lines
-from verl.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.formats.text import only_block, parsed, read_whole_json, to_call, to_json
 from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
 from verl.types import Message, ToolCall, ToolSpec
 
@@ -17,24 +17,20 @@ class ToolN1Format(SystemPromptTemplateMixin):
     prompt_template: str = "tool_n1"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
-        """The messages, with any tools listed in the system message."""
         if not tools:
             return tuple(messages)
         return (self.system(messages, tool_lines(tools)), *(each for each in messages if each.role != "system"))
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls of the list, or the error of the first malformed one."""
-        try:
-            block = only_block(written)
-            if block is None:
-                return Final()
-            value = read_whole_json(block)
-            calls = tuple(to_call(each, "arguments") for each in (value if isinstance(value, list) else [value]))
-        except BadCallError as error:
-            return ParseError(str(error))
-        return Calls(calls) if calls else Final()
+        return parsed(_calls(written))
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The block, without a thought."""
         value = [{"name": call.name, "arguments": call.arguments} for call in calls]
         return f"{TOOL_CALL}\n{to_json(value)}\n{TOOL_CALL_END}"
+
+
+def _calls(written: str) -> Iterator[ToolCall]:
+    block = only_block(written)
+    if block is not None:
+        value = read_whole_json(block)
+        yield from (to_call(each, "arguments") for each in (value if isinstance(value, list) else [value]))

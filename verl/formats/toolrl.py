@@ -4,14 +4,14 @@ Its data has its own text format for the tools and the dialogue history, inside 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.base import Parsed
 from verl.formats.prompt import SystemPromptTemplateMixin, numbered_tools
-from verl.formats.text import BadCallError, only_block, read_whole_json, to_call, to_json
+from verl.formats.text import BadCallError, only_block, parsed, read_whole_json, to_call, to_json
 from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END, listed_tools
 from verl.types import Message, ToolCall, ToolSpec
 
@@ -32,23 +32,21 @@ class ToolRlFormat(SystemPromptTemplateMixin):
         return (self.system(messages, numbered_tools(tools)), Message("user", f"{HISTORY_HEADING}\n{history}"))
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls of all lines of the block, or the error of the first malformed one."""
-        try:
-            block = only_block(written)
-            if block is None:
-                return Final()
-            return Calls(tuple(to_call(read_whole_json(line), "parameters") for line in block.split("\n")))
-        except BadCallError as error:
-            return ParseError(str(error))
+        return parsed(_calls(written))
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """A user turn with the results in ToolRL's format."""
         return (Message("user", _history(results)),)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The block, without a thought."""
         lines = [to_json({"name": call.name, "parameters": call.arguments}) for call in calls]
         return "\n".join([TOOL_CALL, *lines, TOOL_CALL_END])
+
+
+def _calls(written: str) -> Iterator[ToolCall]:
+    block = only_block(written)
+    if block is not None:
+        yield from (to_call(read_whole_json(line), "parameters") for line in block.split("\n"))
 
 
 def _history(messages: Sequence[Message]) -> str:

@@ -37,12 +37,12 @@ _decode = json.JSONDecoder().decode
 
 
 class Shape(Enum):
-    """The blocks of a gold answer, which the response must have, too."""
+    """The blocks of a gold answer, which the response must have, too: what follows the opening `<think>`, in order."""
 
-    THOUGHT = "think block alone"
-    CALL = "think and tool_call blocks"
-    RESPONSE = "think and response blocks"
-    BOTH = "think, tool_call and response blocks"
+    THOUGHT = (THINK_END,)
+    CALL = (f"{THINK_END}\n{TOOL_CALL}\n", f"\n{TOOL_CALL_END}")
+    ANSWER = (f"{THINK_END}\n{RESPONSE}", RESPONSE_END)
+    BOTH = (f"{THINK_END}\n{TOOL_CALL}\n", f"\n{TOOL_CALL_END}\n{RESPONSE}", RESPONSE_END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def gold_shape(answer: str) -> Shape:
     """The blocks of a gold answer, detected by its opening tags alone, at any position."""
     if TOOL_CALL in answer:
         return Shape.BOTH if RESPONSE in answer else Shape.CALL
-    return Shape.RESPONSE if RESPONSE in answer else Shape.THOUGHT
+    return Shape.ANSWER if RESPONSE in answer else Shape.THOUGHT
 
 
 def final_turn(text: str) -> str:
@@ -86,34 +86,18 @@ def matches_shape(response: str, shape: Shape) -> bool:
     Equivalent to ToolRL's regular expressions on stripped text, but never quadratic. As in ToolRL, tags of blocks that
     are not in the shape are not counted.
     """
-    if not response.startswith(THINK):
+    blocks = "".join(shape.value)
+    once = [tag for tag in (TOOL_CALL, TOOL_CALL_END, RESPONSE, RESPONSE_END) if tag in blocks]
+    if not response.startswith(THINK) or any(response.count(tag) != 1 for tag in once):
         return False
-    if shape is Shape.THOUGHT:
-        return response.endswith(THINK_END) and len(response) >= len(THINK) + len(THINK_END)
-    if shape is Shape.RESPONSE:
-        return _once(response, RESPONSE, RESPONSE_END) and _ordered(response, f"{THINK_END}\n{RESPONSE}", RESPONSE_END)
-    if not _once(response, TOOL_CALL, TOOL_CALL_END):
-        return False
-    head = f"{THINK_END}\n{TOOL_CALL}\n"
-    if shape is Shape.CALL:
-        return _ordered(response, head, f"\n{TOOL_CALL_END}")
-    middle = f"\n{TOOL_CALL_END}\n{RESPONSE}"
-    return _once(response, RESPONSE, RESPONSE_END) and _ordered(response, head, middle, RESPONSE_END)
-
-
-def _once(text: str, opening: str, closing: str) -> bool:
-    return text.count(opening) == 1 and text.count(closing) == 1
-
-
-def _ordered(response: str, *pieces: str) -> bool:
-    """Whether the pieces appear in order after the opening `<think>`, with the last one at the end of the response."""
+    *pieces, last = shape.value
     position = len(THINK)
-    for piece in pieces[:-1]:
+    for piece in pieces:
         position = response.find(piece, position)
         if position < 0:
             return False
         position += len(piece)
-    return response.endswith(pieces[-1]) and len(response) - len(pieces[-1]) >= position
+    return response.endswith(last) and len(response) - len(last) >= position
 
 
 def thought_word_count(response: str) -> int | None:
@@ -144,7 +128,7 @@ def parse_calls(text: str) -> list[Any]:
 def parse_gold(answer: str) -> Gold:
     """The parsed gold answer. Raises DataError if it has calls that cannot be parsed."""
     shape = gold_shape(answer)
-    if shape in (Shape.THOUGHT, Shape.RESPONSE):
+    if shape in (Shape.THOUGHT, Shape.ANSWER):
         return Gold(shape, None, "")
     text = _first_block(answer)
     return Gold(shape, [_gold_call(number, line) for number, line in enumerate(text.split("\n"), 1)], text)

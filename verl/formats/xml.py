@@ -3,11 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from verl.formats.base import Calls, Final, Parsed, ParseError
+from verl.formats.base import Final, Parsed, ParseError
 from verl.formats.prompt import TurnFormat
-from verl.formats.text import BadCallError, find_spoken, skip_space, speech_start, to_json
+from verl.formats.text import BadCallError, each_call, find_spoken, parsed, skip_space, speech_start, to_json
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.formats.typed import argument_types, typed
 from verl.types import ToolCall, ToolSpec
@@ -28,21 +29,13 @@ class XmlFormat(TurnFormat):
     """
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls of all functions outside thoughts, or the error of the first malformed one."""
-        calls: list[ToolCall] = []
-        beginning = position = speech_start(written, self.in_thought)
-        try:
-            while (start := find_spoken(written, FUNCTION, position)) >= 0:
-                call, position = _read(written, start + len(FUNCTION), tools)
-                calls.append(call)
-        except BadCallError as error:
-            return ParseError(str(error))
-        if not calls and find_spoken(written, TOOL_CALL, beginning) >= 0:
+        beginning = speech_start(written, self.in_thought)
+        found = parsed(each_call(written, FUNCTION, beginning, partial(_read, tools=tools)))
+        if isinstance(found, Final) and find_spoken(written, TOOL_CALL, beginning) >= 0:
             return ParseError(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
-        return Calls(tuple(calls)) if calls else Final()
+        return found
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls in the format of Qwen3-Coder's template."""
         return "\n".join(_render(call) for call in calls)
 
 

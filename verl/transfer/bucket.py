@@ -87,7 +87,6 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
 
 
 def all_names(layouts: Iterable[BucketLayout]) -> list[str]:
-    """The names of all weights of a weight sync."""
     return [name for layout in layouts for each in layout.slices for name in each.names]
 
 

@@ -2,31 +2,25 @@
 
 A segment attends to itself causally and to all of its prefix segment, in a layer with a sliding window of W tokens to
 the last W positions of both. Positions of a segment continue those of its prefix, wherever the two lie in the pack. Any
-other attention option is rejected by name. Three kernels compute this:
+other attention option is rejected by name. Two kernels compute this:
 
-    by_segments   a call of scaled-dot-product attention per segment: CPU, any precision
+    by_segments   a call of scaled-dot-product attention per segment: CPU, and GPU in full precision
     by_varlen     variable-length flash attention, the prefix's keys and values gathered in front of each segment's own:
                   GPU in half precision (flash-attn where it is installed, else torch's own)
-    by_flex       flex attention with a block mask: GPU in full precision
 
-Neither of the last two has run on a GPU so far. On the CPU the tests run by_varlen with a plain kernel in place of its
-own, and by_flex without gradients.
+Neither has run on a GPU so far. On the CPU the tests run by_varlen with a plain kernel in place of its own.
 Shape legend: H query heads, K key heads, T packed tokens, U gathered keys, D head size, S segments.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -35,6 +29,7 @@ from verl.errors import ConfigError
 
 PACKED = "verl_packed"
 
+_HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
 _UNLIMITED = -1  # flash attention: no window bound on this side
 # Options of transformers' layers that do not change the attention of a pack.
 _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions"})
@@ -70,9 +65,8 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(map(_format_option, refused.items()))}: training supports only "
             "causal attention, with or without a sliding window (docs/training.md)"
         )
-    compute = by_segments
-    if query.device.type == "cuda":
-        compute = by_varlen if query.dtype in (torch.bfloat16, torch.float16) else by_flex
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    compute = by_varlen if query.device.type == "cuda" and half else by_segments
     return compute(query, key, value, tuple(segments), scaling, sliding_window), None
 
 
@@ -82,7 +76,6 @@ def _format_option(option: tuple[str, Any]) -> str:
 
 
 def register() -> None:
-    """Register the function with transformers as PACKED. Idempotent."""
     AttentionInterface.register(PACKED, packed_attention)
 
 
@@ -130,8 +123,7 @@ def window_size(window: int | None) -> tuple[int, int]:
     return (_UNLIMITED if window is None else window - 1), 0
 
 
-@dataclass(frozen=True, slots=True)
-class VarlenPlan:
+class VarlenPlan(NamedTuple):
     """Offsets of each segment's queries in the pack and of its keys among the gathered keys."""
 
     gathered: Tensor  # [U] packed index of every key, prefix before own
@@ -163,6 +155,29 @@ def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPl
     )
 
 
+def flash_attention(
+    query_THD: Tensor,
+    keys_UKD: Tensor,
+    values_UKD: Tensor,
+    plan: VarlenPlan,
+    scale: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    """All segments by the package flash-attn where it is installed, else by torch's own kernel."""
+    options: dict[str, Any]
+    if _HAS_FLASH_ATTN:
+        attend = importlib.import_module("flash_attn").flash_attn_varlen_func
+        options = {"softmax_scale": scale, "causal": True}
+    else:
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        options = {"scale": scale}  # the second number of the window makes it causal
+        # Key heads are repeated here: the argument for grouped-query attention differs between torch releases.
+        repeats = query_THD.shape[1] // keys_UKD.shape[1]
+        keys_UKD, values_UKD = (each.repeat_interleave(repeats, dim=1) for each in (keys_UKD, values_UKD))
+    output: Tensor = attend(query_THD, keys_UKD, values_UKD, *plan[1:], window_size=window, **options)
+    return output
+
+
 def by_varlen(
     query: Tensor,
     key: Tensor,
@@ -170,108 +185,10 @@ def by_varlen(
     segments: tuple[Segment, ...],
     scaling: float | None,
     window: int | None = None,
-    kernel: VarlenKernel | None = None,
+    kernel: VarlenKernel = flash_attention,
 ) -> Tensor:
     """All segments in one kernel call; causal mask and window are aligned with the ends of queries and keys."""
     plan = varlen_plan(segments, query.device)
     keys_UKD, values_UKD = (each[0].transpose(0, 1)[plan.gathered] for each in (key, value))
-    compute = kernel or _varlen_kernel()
     query_THD = query[0].transpose(0, 1).contiguous()
-    return compute(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]
-
-
-@lru_cache(maxsize=1)
-def _varlen_kernel() -> VarlenKernel:
-    return _flash_attn if importlib.util.find_spec("flash_attn") else _torch_varlen
-
-
-def _flash_attn(
-    query_THD: Tensor,
-    keys_UKD: Tensor,
-    values_UKD: Tensor,
-    plan: VarlenPlan,
-    scale: float | None,
-    window: tuple[int, int],
-) -> Tensor:
-    output: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
-        query_THD,
-        keys_UKD,
-        values_UKD,
-        plan.query_ends,
-        plan.key_ends,
-        plan.longest_query,
-        plan.longest_key,
-        softmax_scale=scale,
-        causal=True,
-        window_size=window,
-    )
-    return output
-
-
-def _torch_varlen(
-    query_THD: Tensor,
-    keys_UKD: Tensor,
-    values_UKD: Tensor,
-    plan: VarlenPlan,
-    scale: float | None,
-    window: tuple[int, int],
-) -> Tensor:
-    """Key heads are repeated here: the argument for grouped-query attention differs between torch releases."""
-    repeats = query_THD.shape[1] // keys_UKD.shape[1]
-    output: Tensor = importlib.import_module("torch.nn.attention.varlen").varlen_attn(
-        query_THD,
-        keys_UKD.repeat_interleave(repeats, dim=1),
-        values_UKD.repeat_interleave(repeats, dim=1),
-        plan.query_ends,
-        plan.key_ends,
-        plan.longest_query,
-        plan.longest_key,
-        scale=scale,
-        window_size=window,  # its second number makes it causal
-    )
-    return output
-
-
-def by_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: tuple[Segment, ...],
-    scaling: float | None,
-    window: int | None = None,
-) -> Tensor:
-    """One call with a block mask over segments and prefixes; compiled on a GPU, where eager mode is slow."""
-    plain: Callable[..., Any] = flex_attention
-    compute = _compiled_flex() if query.device.type == "cuda" else plain
-    mask = flex_mask(segments, query.device, window)
-    output: Any = compute(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
-    outputs: Tensor = output.transpose(1, 2).contiguous()
-    return outputs
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return compiled
-
-
-@lru_cache(maxsize=4)  # a model has at most two kinds of layers, with and without a window
-def flex_mask(segments: tuple[Segment, ...], device: torch.device, window: int | None = None) -> BlockMask:
-    """The mask of a pack: own segment causally, prefix segment, both within the window."""
-    lengths = torch.tensor([segment.end - segment.start for segment in segments])
-    no_prefix = len(segments)
-    prefixes = torch.tensor([no_prefix if segment.prefix is None else segment.prefix for segment in segments])
-    before = torch.tensor([0 if segment.prefix is None else int(lengths[segment.prefix]) for segment in segments])
-    segment_T = torch.arange(len(segments)).repeat_interleave(lengths).to(device)
-    prefix_T = prefixes.repeat_interleave(lengths).to(device)
-    position_T = torch.cat([start + torch.arange(length) for start, length in zip(before, lengths, strict=True)])
-    position_T = position_T.to(device)
-    reach = int(lengths.sum()) if window is None else window
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (segment_T[query] == segment_T[key]) & (query >= key)
-        related = own | (prefix_T[query] == segment_T[key])
-        return related & (position_T[query] - position_T[key] < reach)
-
-    length = int(lengths.sum())
-    return create_block_mask(sees, None, None, length, length, device=device.type)
+    return kernel(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]

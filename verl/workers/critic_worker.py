@@ -1,7 +1,5 @@
 """The critic on one training rank: score a shard, update on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,5 +38,4 @@ class CriticWorker:
         return self.engine.update(shard.packed(), loss)
 
     def offload(self) -> None:
-        """Offload after the step's updates."""
         self.engine.offload_all()

@@ -1,7 +1,5 @@
 """Export of a policy to a folder that transformers and vLLM load directly."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Iterator

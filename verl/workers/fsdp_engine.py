@@ -5,15 +5,15 @@ computed in `compute_dtype`, gradients reduced in float32. Losses arrive as sums
 denominators (algorithms/aggregate.py), so gradients are summed over ranks, not averaged.
 """
 
-from __future__ import annotations
-
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 from verl.batch.packed import PackedBatch
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
-from verl.workers.offload import NO_OFFLOAD, Offload, Offloadable
 from verl.workers.optim import OptimizerSettings, build_optimizer
-from verl.workers.rng import get_random_state, set_random_state
 
+_HOST = torch.device("cpu")
 _INDEX = ".metadata"  # torch's index of a checkpoint
 _LOSS = "loss"
 
@@ -50,12 +49,11 @@ class PackMetric:
     maximum: bool = False
     finish: Callable[..., float] = float
 
-    def detached(self) -> PackMetric:
+    def detached(self) -> Self:
         """Without the graph, and at the precision of sums over many packs."""
         return replace(self, parts=tuple(part.detach().double() for part in self.parts))
 
-    def combined(self, other: PackMetric) -> PackMetric:
-        """Of two packs."""
+    def combined(self, other: Self) -> Self:
         reduce = torch.maximum if self.maximum else torch.add
         return replace(self, parts=tuple(map(reduce, self.parts, other.parts)))
 
@@ -81,6 +79,39 @@ class UpdateResult:
         """All metrics; `model` is the group of the first three."""
         own = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
         return {**{f"{model}/{name}": Mean(value) for name, value in own.items()}, **self.metrics}
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Tensors that are offloaded to host memory between uses. Never run on a GPU so far."""
+
+    params: bool = False
+    optimizer: bool = False
+
+
+NO_OFFLOAD = Offload()
+
+
+class Offloadable:
+    """A group of tensors that is on the device or in host memory. On a CPU nothing moves."""
+
+    def __init__(self, move: Callable[[torch.device], None], device: torch.device, wanted: bool) -> None:
+        self._move = move
+        self._device = device
+        self._enabled = wanted and device != _HOST
+        self._offloaded = False
+
+    def load(self) -> None:
+        """Move to the device, unless already there."""
+        if self._offloaded:
+            self._move(self._device)
+            self._offloaded = False
+
+    def offload(self) -> None:
+        """Move to host memory, if enabled."""
+        if self._enabled and not self._offloaded:
+            self._move(_HOST)
+            self._offloaded = True
 
 
 class FSDPEngine:
@@ -120,7 +151,9 @@ class FSDPEngine:
         self._params.load()
         self.module.eval()
         scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
-        self._reshard()
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # frees the full parameters that a pass without gradients leaves gathered
         if self._optimizer is None:  # a frozen model is used by `score` only
             self.offload_all()
         self._empty_cache()
@@ -132,7 +165,8 @@ class FSDPEngine:
         loss: (module, pack) -> (the pack's share of the global loss, its parts of further metrics)
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
-        self._load_all()
+        self._params.load()
+        self._states.load()
         self.module.train()
         totals: dict[str, PackMetric] = {}
         for packed in packs:
@@ -167,10 +201,6 @@ class FSDPEngine:
         self._params.offload()
         self.offload_optimizer()
 
-    def _load_all(self) -> None:
-        self._params.load()
-        self._states.load()
-
     def _move_params(self, device: torch.device) -> None:
         self.module.to(device)
 
@@ -195,7 +225,6 @@ class FSDPEngine:
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
         return dist.get_rank()
 
     def save(self, folder: Path) -> None:
@@ -208,7 +237,7 @@ class FSDPEngine:
         if self._optimizer is None or self._scheduler is None:
             return
         random_states: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(random_states, get_random_state())
+        dist.all_gather_object(random_states, _random_state())
         host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object
         state = {**self._sharded_state(), "host": host}
         with _data_errors("cannot be written", "Free some space or choose another folder", folder):
@@ -217,15 +246,16 @@ class FSDPEngine:
     def load(self, folder: Path) -> None:
         """Resume from the checkpoint in `folder`, bit-exact on the same number of ranks.
 
-        Collective. On another number of ranks weights and optimizer are resharded, and an additional rank gets a random
-        state derived from rank 0's. Learning rate, betas and weight decay are the saved ones; the shape of the schedule
-        is this engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this one is then
+        Collective. On another number of ranks weights and optimizer are resharded, and an additional rank keeps its
+        random state. Learning rate, betas and weight decay are the saved ones; the shape of the schedule is this
+        engine's own. Raises DataError, on all ranks, if `folder` does not hold such an engine; this one is then
         partially loaded and unusable.
         """
         if self._optimizer is None or self._scheduler is None:
             return
         self._check_visible(folder)
-        self._load_all()
+        self._params.load()
+        self._states.load()
         state = {**self._sharded_state(), "host": None}
         with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was saved with", folder):
             load(state, checkpoint_id=folder)
@@ -238,7 +268,7 @@ class FSDPEngine:
         )
         schedule, random_states = state["host"]
         self._scheduler.load_state_dict(schedule)
-        set_random_state(random_states, self.rank)
+        _set_random_state(random_states, self.rank)
 
     def _check_visible(self, folder: Path) -> None:
         """Check for the index of the checkpoint: if it is missing, some releases of torch fail with an assertion."""
@@ -267,12 +297,6 @@ class FSDPEngine:
         every = self.module.named_parameters(remove_duplicate=False)
         return {**state, **{name: state[first[parameter]] for name, parameter in every}}
 
-    def _reshard(self) -> None:
-        """Free the full parameters (compute dtype) that a pass without gradients leaves gathered."""
-        for unit in self.module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
-
 
 @contextmanager
 def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
@@ -296,3 +320,25 @@ def _over_ranks(totals: Mapping[str, PackMetric]) -> dict[str, PackMetric]:
             for name in names:
                 reduced[name] = replace(totals[name], parts=tuple(islice(parts, len(totals[name].parts))))
     return reduced
+
+
+def _random_state() -> dict[str, Any]:
+    """The state of every global generator: torch (all its devices), numpy and Python."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(states: Sequence[dict[str, Any]], rank: int) -> None:
+    """Restore this rank's state; a rank beyond the saved ones keeps its own."""
+    if rank >= len(states):
+        return
+    state = states[rank]
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])

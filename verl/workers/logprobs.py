@@ -7,8 +7,6 @@ only the small gradient of the hidden states is accumulated.
 Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S vocabulary entries of a slice.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Each is one module whose forward does everything, so that FSDP gathers all param
 Shape legend: A trained tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The optimizer and its learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ class OptimizerSettings:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> tuple[AdamW, LambdaLR]:
-    """The optimizer and its scheduler; step both."""
     optimizer = AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(settings, step))
 

@@ -5,8 +5,6 @@ every architecture is checked before training: a small random copy scores one pa
 sequences one by one through transformers' own forward with eager attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.errors import ConfigError
-from verl.pretrained import read_model_config
+from verl.pretrained import in_short, read_model_config
 from verl.types import Completion, FinishReason
 from verl.workers import attention
 from verl.workers.model import PackedPolicy, decoder_layers, head_size
@@ -58,19 +56,13 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
     except ConfigError as error:
         raise ConfigError(f"{refused}: {error}") from error
     except Exception as error:  # unsupported architectures fail in many ways
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise ConfigError(f"{refused}: a small copy of it failed on a pack ({reason})") from error
+        raise ConfigError(f"{refused}: a small copy of it failed on a pack ({in_short(error)})") from error
     if not gap <= _TOLERANCE:  # NaN included
         named = [each for each, without in _NAMED.items() if getattr(config, each, without) != without]
         raise ConfigError(
             f"{refused}: log-probs of a small copy differ by {gap:.2g} nats between a pack and its own forward"
             f"{''.join(f'; it has {each}={getattr(config, each)}' for each in named)} (docs/training.md)"
         )
-
-
-def _first_line(error: Exception) -> str:
-    """Drops the list of all models, or the upgrade advice, that transformers appends."""
-    return next(iter(str(error).splitlines()), "")
 
 
 def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:

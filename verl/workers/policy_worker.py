@@ -1,10 +1,9 @@
 """The policy on one training rank: score a shard, update on it, send weights."""
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +22,14 @@ from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
 
 
-@dataclass(frozen=True, slots=True)
-class SyncChannel:
-    """The buckets of a weight sync, and this rank's end of the transport."""
-
-    layouts: list[BucketLayout]
-    sender: BucketSender | None
-
-
 @dataclass(slots=True)
 class PolicyWorker:
     """A sharded policy and the temperature of its log-probs, which is the rollout's."""
 
     engine: FSDPEngine
     temperature: float
-    channel: SyncChannel | None = None  # set by `connect`
+    layouts: Sequence[BucketLayout] = ()  # of a weight sync, set by `connect`, like the next
+    sender: BucketSender | None = None  # this rank's end of the transport
 
     def score(self, shard: Shard) -> Floats:
         """[A] log-probs of the shard's trained tokens."""
@@ -53,36 +45,33 @@ class PolicyWorker:
         compare_engine: whether to measure the difference between engine and trainer
         """
 
-        def loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMetric]]:
-            return policy_loss(policy, packed, algorithm, self.temperature, compare_engine)
-
+        loss = partial(policy_loss, algorithm=algorithm, temperature=self.temperature, compare_engine=compare_engine)
         return self.engine.update(shard.packed(), loss)
 
     def sft_step(self, shard: Shard) -> UpdateResult:
         """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the shard's trained tokens."""
         return self.engine.update(shard.packed(), sft_loss)
 
-    def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> list[BucketLayout]:
+    def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> Sequence[BucketLayout]:
         """Prepare weight sync in `dtype`; returns its buckets.
 
         open_sender: makes this rank's end of the transport; None if it takes part in the gather but sends nothing
         """
-        layouts = plan(hf_named_parameters(self._policy), dtype, bucket_bytes)
-        self.channel = SyncChannel(layouts, None if open_sender is None else open_sender())
-        return layouts
+        self.layouts = plan(hf_named_parameters(self._policy), dtype, bucket_bytes)
+        self.sender = None if open_sender is None else open_sender()
+        return self.layouts
 
     def send_bucket(self, number: int) -> BucketHandle | None:
         """Gather one bucket and send it. Collective."""
-        assert self.channel is not None
-        layout, sender = self.channel.layouts[number], self.channel.sender
+        layout = self.layouts[number]
         gathered = self.engine.export_weights(self._parameters(layout))
-        if sender is None:
+        if self.sender is None:
             deque(gathered, maxlen=0)
             return None
-        flat = sender.buffer(layout)
+        flat = self.sender.buffer(layout)
         for (_, view), (_, full) in zip(layout.unpack(flat), gathered, strict=True):
             view.copy_(full.detach())
-        return sender.send(layout, flat)
+        return self.sender.send(layout, flat)
 
     def begin_weight_sync(self) -> None:
         """Offload the optimizer state: updates are over and the engines need the memory."""
@@ -90,9 +79,8 @@ class PolicyWorker:
 
     def end_weight_sync(self) -> None:
         """All engines have all weights: free the buffers and offload until the next scores."""
-        assert self.channel is not None
-        if self.channel.sender is not None:
-            self.channel.sender.release()
+        if self.sender is not None:
+            self.sender.release()
         self.engine.offload_all()
 
     def _parameters(self, layout: BucketLayout) -> Iterator[tuple[str, nn.Parameter]]:
@@ -141,37 +129,28 @@ def policy_loss(
         divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, packed.ref_logprobs)
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         metrics_A["kl"] = divergence_A.detach()
-    means = {f"actor/{name}": (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
-    metrics = {name: PackMetric((mean,)) for name, mean in means.items()}
+    means = {name: (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
+    metrics = {f"actor/{name}": PackMetric((mean,)) for name, mean in means.items()}
     if compare_engine:
-        metrics |= {
-            **_engine_metrics(rollout_A, trainer_A, packed.sampled_weight),
-            **_correction_metrics(weights, rollout_A, trainer_A, packed.sampled_weight),
-        }
+        metrics |= _engine_metrics(weights, rollout_A, trainer_A, packed.sampled_weight)
     return (loss_A * weight_A).sum(), metrics
 
 
-def _engine_metrics(rollout_A: Tensor, trainer_A: Tensor, weight: float) -> dict[str, PackMetric]:
-    """Difference between the engine's and the trainer's log-probs, over the tokens that the engine sampled.
+def _engine_metrics(
+    weights: TokenWeights, rollout_A: Tensor, trainer_A: Tensor, weight: float
+) -> dict[str, PackMetric]:
+    """Difference between the engine's and the trainer's log-probs, and the importance weights that correct it.
 
-    Trained tokens that it did not sample (observations) are left out.
+    Over the tokens that the engine sampled: trained tokens that it did not sample (observations) are left out.
     """
+    mean_A = torch.where(rollout_A.isnan(), 0.0, weight)
     diff_A = (rollout_A - trainer_A).nan_to_num(0.0)
+    weight_A = weights.weight_T
+    mean = (weight_A * mean_A).sum()
     return {
         "engine/logprob_diff_mean": PackMetric(((diff_A.abs() * weight).sum(),)),
         "engine/logprob_diff_max": _largest(diff_A.abs()),
         "engine/kl": PackMetric(((diff_A * weight).sum(),)),
-    }
-
-
-def _correction_metrics(
-    weights: TokenWeights, rollout_A: Tensor, trainer_A: Tensor, weight: float
-) -> dict[str, PackMetric]:
-    """Importance weights of the tokens that the engine sampled, and the KL between the two policies there."""
-    mean_A = torch.where(rollout_A.isnan(), 0.0, weight)
-    weight_A = weights.weight_T
-    mean = (weight_A * mean_A).sum()
-    return {
         "correction/engine_kl": PackMetric(((engine_kl(trainer_A, rollout_A) * mean_A).sum(),)),
         "correction/weight_mean": PackMetric((mean,)),
         "correction/weight_max": _largest(weight_A),

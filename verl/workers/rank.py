@@ -1,7 +1,5 @@
 """One training rank: a process that holds its shards of policy, reference and critic."""
 
-from __future__ import annotations
-
 import random
 import resource
 import socket
@@ -14,16 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.single_controller.group import WorkerContext
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size, load_causal_lm
-from verl.workers.offload import NO_OFFLOAD, Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
@@ -84,7 +80,6 @@ class TrainingRank:
         self.policy.engine.offload_all()
 
     def load(self, folder: Path) -> None:
-        """Resume from the checkpoint that `save` wrote."""
         self.policy.engine.load(folder / "actor")
         if self.critic is not None:
             self.critic.engine.load(folder / "critic")
@@ -181,7 +176,5 @@ def _engine(
     model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    module: PackedPolicy | PackedCritic = wrapper(model)
-    moved: nn.Module = module.to(spec.device)
-    layers = decoder_layers(module)
-    return FSDPEngine(moved, layers, mesh, optimizer, spec.compute_dtype, offload)
+    module = wrapper(model).to(spec.device)
+    return FSDPEngine(module, decoder_layers(module), mesh, optimizer, spec.compute_dtype, offload)

@@ -13,12 +13,10 @@ from functools import partial
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
-from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.names import Aggregation
 
 
 def group_centered(rollouts: AdvantageInputs) -> Advantages:
-    """Rewards minus the mean of their group, without division by the std."""
     return group_advantage(rollouts, partial(group_normalized, divide_by_std=False))
 
 
@@ -26,6 +24,5 @@ DR_GRPO = Algorithm(
     name="dr_grpo",
     paper="arXiv 2503.20783",
     advantage=group_centered,
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
     aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM,
 )

@@ -26,8 +26,7 @@ from verl.algorithms.estimators.advantage import (
     group_normalized,
     turn_returns,
 )
-from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation, KLPlacement
+from verl.algorithms.names import KLPlacement
 
 
 def gigpo(
@@ -51,8 +50,6 @@ GIGPO = Algorithm(
     name="gigpo",
     paper="arXiv 2505.10978",
     advantage=partial(gigpo, gamma=0.95, turn_weight=1.0, divide_by_std=True),
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
-    aggregation=Aggregation.TOKEN_MEAN,
     kl=KLTerm(KLPlacement.LOSS, "k3", 0.01),
     needs_turns=True,
     takes_turn_rewards=True,

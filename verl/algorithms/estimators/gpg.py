@@ -11,7 +11,6 @@ paper's: it depends on the scale of graded rewards and on a constant offset.
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, apply_per_group, group_normalized
 from verl.algorithms.losses.policy_loss import policy_gradient
-from verl.algorithms.names import Aggregation
 
 
 def gpg(rollouts: AdvantageInputs) -> Advantages:
@@ -28,5 +27,4 @@ GPG = Algorithm(
     paper="arXiv 2504.02546",
     advantage=gpg,
     policy_loss=policy_gradient,
-    aggregation=Aggregation.TOKEN_MEAN,
 )

@@ -8,18 +8,14 @@ and, by default, TRL take the mean over all tokens instead of responses first; a
 (TRL) or 1e-9 (OpenRLHF) to it. The aggregation here is the paper's.
 """
 
-from functools import partial
-
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import grpo
-from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.names import Aggregation, KLPlacement
 
 GRPO = Algorithm(
     name="grpo",
     paper="arXiv 2402.03300",
     advantage=grpo,
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
     aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
     kl=KLTerm(KLPlacement.LOSS, "k3", 0.04),
 )

@@ -25,7 +25,6 @@ def length_weighted_centered(rewards_G: Tensor, lengths_G: Tensor) -> Tensor:
 
 
 def opo(rollouts: AdvantageInputs) -> Advantages:
-    """Rewards minus the group's length-weighted mean."""
     advantages_B = apply_per_group(rollouts.group_B, length_weighted_centered, rollouts.rewards, rollouts.lengths)
     return Advantages(rollouts.broadcast_to_tokens(advantages_B))
 

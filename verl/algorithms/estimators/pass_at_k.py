@@ -15,8 +15,6 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, group_advantage
-from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation
 
 _EPSILON = 1e-6
 
@@ -39,6 +37,4 @@ PASS_AT_K = Algorithm(
     name="pass_at_k",
     paper="arXiv 2503.19595",
     advantage=pass_at_k,
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
-    aggregation=Aggregation.TOKEN_MEAN,
 )

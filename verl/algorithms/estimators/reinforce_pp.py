@@ -13,8 +13,7 @@ from functools import partial
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, returns_to_go, whitened
-from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation, KLPlacement
+from verl.algorithms.names import KLPlacement
 
 
 def reinforce_pp(rollouts: AdvantageInputs, gamma: float = 1.0) -> Advantages:
@@ -26,8 +25,6 @@ REINFORCE_PP = Algorithm(
     name="reinforce_pp",
     paper="arXiv 2501.03262",
     advantage=partial(reinforce_pp, gamma=1.0),
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
-    aggregation=Aggregation.TOKEN_MEAN,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
     needs_group=False,
 )

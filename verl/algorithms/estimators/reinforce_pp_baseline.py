@@ -10,21 +10,14 @@ variance, veRL and this implementation with the unbiased one.
 from functools import partial
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.estimators.advantage import (
-    AdvantageInputs,
-    Advantages,
-    group_advantage,
-    group_normalized,
-    whitened,
-)
+from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, whitened
+from verl.algorithms.estimators.dr_grpo import group_centered
 from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation
 
 
 def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
     """r - mean(group) on every token, whitened over the trained tokens; a group of one keeps its reward, as in veRL."""
-    centered = group_advantage(rollouts, lambda rewards_G: group_normalized(rewards_G, divide_by_std=False))
-    return Advantages(whitened(centered.advantages))
+    return Advantages(whitened(group_centered(rollouts).advantages))
 
 
 REINFORCE_PP_BASELINE = Algorithm(
@@ -32,5 +25,4 @@ REINFORCE_PP_BASELINE = Algorithm(
     paper="arXiv 2501.03262",
     advantage=reinforce_pp_baseline,
     policy_loss=partial(clipped, clip_low=0.22, clip_high=0.28, dual_clip=3.0),
-    aggregation=Aggregation.TOKEN_MEAN,
 )

@@ -17,14 +17,13 @@ from verl.algorithms.losses.policy_loss import policy_gradient
 from verl.algorithms.names import Aggregation, KLPlacement
 
 
-def leave_one_out(rewards_G: Tensor) -> Tensor:
-    """[G] each reward minus the mean of the others; a group of one keeps its reward."""
-    n = rewards_G.numel()
-    return group_normalized(rewards_G, divide_by_std=False) * (n / max(n - 1, 1))
-
-
 def rloo(rollouts: AdvantageInputs) -> Advantages:
-    """Leave-one-out advantages on every token."""
+    """Each reward minus the mean of the others, on every token; a group of one keeps its reward."""
+
+    def leave_one_out(rewards_G: Tensor) -> Tensor:
+        n = rewards_G.numel()
+        return group_normalized(rewards_G, divide_by_std=False) * (n / max(n - 1, 1))
+
     return group_advantage(rollouts, leave_one_out)
 
 

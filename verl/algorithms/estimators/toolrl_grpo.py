@@ -6,19 +6,14 @@
 KL is a penalty in the reward, so it enters the group's mean and std.
 """
 
-from functools import partial
-
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import grpo
-from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation, KLPlacement
+from verl.algorithms.names import KLPlacement
 
 TOOLRL_GRPO = Algorithm(
     name="toolrl_grpo",
     paper="arXiv 2504.13958",
     advantage=grpo,
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
-    aggregation=Aggregation.TOKEN_MEAN,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
     entropy_coefficient=0.001,
 )

@@ -14,7 +14,6 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, log_ratios, token_loss
-from verl.algorithms.names import Aggregation
 
 
 def weight_clipped(inputs: LossInputs, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
@@ -31,7 +30,6 @@ CISPO = Algorithm(
     paper="arXiv 2506.13585",
     advantage=grpo,
     policy_loss=partial(weight_clipped, clip_low=1.0, clip_high=4.0),
-    aggregation=Aggregation.TOKEN_MEAN,
     filters=(zero_variance,),
     max_resample_rounds=10,
 )

@@ -19,7 +19,6 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, clipped, covariances, token_loss
-from verl.algorithms.names import Aggregation
 
 
 def within_bounds(
@@ -51,7 +50,6 @@ CLIP_COV = Algorithm(
     paper="arXiv 2505.22617",
     advantage=grpo,
     policy_loss=partial(clipped_unless_selected, clip_low=0.2, clip_high=0.2),
-    aggregation=Aggregation.TOKEN_MEAN,
     selection=partial(within_bounds, share=2e-4, low=1.0, high=5.0),
     filters=(zero_variance,),
     max_resample_rounds=10,

@@ -15,7 +15,6 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation
 from verl.algorithms.overlong import Overlong
 
 DAPO = Algorithm(
@@ -23,7 +22,6 @@ DAPO = Algorithm(
     paper="arXiv 2503.14476",
     advantage=grpo,
     policy_loss=partial(clipped, clip_low=0.2, clip_high=0.28),
-    aggregation=Aggregation.TOKEN_MEAN,
     filters=(zero_variance,),
     max_resample_rounds=10,
     overlong=Overlong(),

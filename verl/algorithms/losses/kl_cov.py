@@ -18,7 +18,6 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, covariances, log_ratios, token_loss
-from verl.algorithms.names import Aggregation
 
 
 def largest(logprobs_N: Tensor, advantages_N: Tensor, generator: torch.Generator, share: float = 2e-3) -> Tensor:
@@ -42,7 +41,6 @@ KL_COV = Algorithm(
     paper="arXiv 2505.22617",
     advantage=grpo,
     policy_loss=partial(penalty_where_selected, beta=1.0),
-    aggregation=Aggregation.TOKEN_MEAN,
     selection=partial(largest, share=2e-3),
     filters=(zero_variance,),
     max_resample_rounds=10,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
-from verl.algorithms.losses.policy_loss import clipped
-from verl.algorithms.names import Aggregation, KLPlacement
+from verl.algorithms.names import KLPlacement
 
 
 def clipped_value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -34,8 +33,6 @@ PPO = Algorithm(
     name="ppo",
     paper="arXiv 1707.06347",
     advantage=partial(gae, gamma=1.0, lam=1.0),
-    policy_loss=partial(clipped, clip_low=0.2, clip_high=0.2),
-    aggregation=Aggregation.TOKEN_MEAN,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
     entropy_coefficient=0.001,
     needs_critic=True,

@@ -1,6 +1,6 @@
 """The tool interface."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from verl.types import Task, ToolSpec
@@ -50,12 +50,3 @@ class EpisodeTool(Protocol):
 
     async def close(self) -> None:
         """Release shared resources."""
-
-
-@runtime_checkable
-class Toolset(Protocol):
-    """Several tools from one source, such as a server."""
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """The available tools."""

@@ -5,7 +5,8 @@ from inspect import isfunction, signature
 from typing import Any
 
 from verl.envs.sandbox import Sandbox
-from verl.envs.tools.base import EpisodeTool, Tool, Toolset
+from verl.envs.tools.base import EpisodeTool, Tool
+from verl.envs.tools.function import FunctionTool
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 
@@ -33,7 +34,7 @@ def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | No
         name = tool_name(one)
         options = {} if isinstance(one, str) else {key: value for key, value in one.items() if key != "name"}
         made = _make(name, options, sandbox)
-        for tool in made.tools if isinstance(made, Toolset) else [made]:
+        for tool in getattr(made, "tools", [made]):  # several tools from one source, such as a server
             if not isinstance(tool, Tool | EpisodeTool):
                 raise ConfigError(f"{name!r} is not a tool, but an object of {type(tool).__name__}")
             tools.append(tool)
@@ -60,7 +61,5 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
     if options:
         raise ConfigError(f"tool {name!r} is not a class and takes no options, but got {sorted(options)}")
     if isfunction(found):
-        from verl.envs.tools.function import FunctionTool  # lazy: pydantic is needed for function tools only
-
         return FunctionTool(found)
     return found

@@ -15,7 +15,6 @@ from verl.envs.tools.signature import read_signature
 from verl.errors import ServiceDownError
 from verl.system.daemon import Daemon
 from verl.text import as_text
-from verl.types import ToolSpec
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +26,11 @@ class FunctionTool:
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
-        self._spec, self._arguments = read_signature(function, name)
+        self.spec, self._arguments = read_signature(function, name)
         self._abandoned: set[threading.Thread] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the plain function."""
         return self.function(*args, **kwargs)
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
 
     @property
     def num_abandoned(self) -> int:

@@ -3,12 +3,10 @@
 For simulators with fast functions over the episode's own state. A wrong call is answered with an error message.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 from verl.envs.base import StepResult
 from verl.envs.tools.arguments import ArgumentChecker
@@ -27,7 +25,7 @@ class Toolbox:
         self._checker = ArgumentChecker()
 
     @classmethod
-    def of(cls, methods: type) -> Toolbox:
+    def of(cls, methods: type) -> Self:
         """Every public method of a class, in the order of its definition."""
         public = (found for name, found in vars(methods).items() if not name.startswith("_"))
         return cls(read_signature(found)[0] for found in public if inspect.isfunction(found))

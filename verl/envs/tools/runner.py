@@ -105,7 +105,6 @@ class ToolRunner:
         return Message("tool", text, tool=call.name), ToolUse(call.name, status, seconds)
 
     async def _checked(self, call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
-        """Validates and runs a call."""
         tool = tools.get(call.name)
         if tool is None:
             known = nearest(call.name, list(tools)) if tools else "there are no tools"
@@ -115,7 +114,6 @@ class ToolRunner:
         return await self._attempts(tool, call)
 
     async def _attempts(self, tool: Tool, call: ToolCall) -> Answer:
-        """One attempt, and more as long as the service is down."""
         limits, service = self._limits_of(call.name), f"tool {call.name!r}"
         slot = self._slots.setdefault(call.name, asyncio.Semaphore(limits.max_concurrent))
         for retries_left in reversed(range(limits.retries + 1)):

@@ -26,7 +26,7 @@ from verl.trainer.policy import Policy
 from verl.transfer.bucket import BucketLayout, OpenSender
 from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
 from verl.transfer.shared_memory import ByReference, SharedMemory
-from verl.workers.offload import Offload
+from verl.workers.fsdp_engine import Offload
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, build_rank
 

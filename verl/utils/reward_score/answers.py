@@ -30,16 +30,14 @@ def accepted_answers(answer: str) -> list[str]:
             found = json.loads(answer)
         except ValueError:
             return [answer]
+        target = found.get("target") if isinstance(found, dict) else found
+        targets = target if isinstance(target, list) else [target]
+        texts = [text for text in map(_target, targets) if text is not None]
+        if texts and len(texts) == len(targets):
+            return texts
         if isinstance(found, dict):
-            target = found.get("target")
-            texts = [_target(each) for each in (target if isinstance(target, list) else [target])]
-            if not texts or None in texts:
-                expected = '{"target": a text, or several}'
-                raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
-            return [text for text in texts if text is not None]
-        accepted = [_target(each) for each in found] if isinstance(found, list) else []
-        if accepted and None not in accepted:
-            return [text for text in accepted if text is not None]
+            expected = '{"target": a text, or several}'
+            raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
     return [answer]
 
 
@@ -49,14 +47,20 @@ def _target(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def last_answer(response: str) -> str | None:
-    """Content of the last answer block, stripped; None if there is none.
+def last_block(text: str, opening: str, closing: str) -> str | None:
+    """Content of the last block; None if there is none.
 
     A block extends from the first opening tag after the previous block to the next closing tag, as in the published
-    code: an opening tag inside belongs to the answer.
+    code: an opening tag inside belongs to its content.
     """
-    closed = [piece for piece in response.split(_ANSWER_END)[:-1] if _ANSWER in piece]
-    return closed[-1].partition(_ANSWER)[2].strip() if closed else None
+    closed = [piece for piece in text.split(closing)[:-1] if opening in piece]
+    return closed[-1].partition(opening)[2] if closed else None
+
+
+def last_answer(response: str) -> str | None:
+    """Content of the last answer block, stripped; None if there is none."""
+    found = last_block(response, _ANSWER, _ANSWER_END)
+    return None if found is None else found.strip()
 
 
 def episode_text(trajectory: Trajectory) -> str:
@@ -65,7 +69,6 @@ def episode_text(trajectory: Trajectory) -> str:
 
 
 def exact_match(response: str, answer: str) -> bool:
-    """Whether the last answer block equals one of the gold answers."""
     found = last_answer(response)
     if found is None:
         return False

@@ -11,7 +11,7 @@ from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
 REWARDS: Mapping[str, str] = {
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
-    "env": "verl.utils.reward_score.env:EnvReward",
+    "env": "verl.utils.reward_score.base:EnvReward",
     "torl": "verl.utils.reward_score.torl:TorlReward",
     "retool": "verl.utils.reward_score.retool:RetoolReward",
     "otc_ppo": "verl.utils.reward_score.otc:OtcPpoReward",
@@ -54,7 +54,6 @@ class Mutation:
 
 
 def as_mutations(corrupted: Mapping[str, str]) -> list[Mutation]:
-    """Corrupted responses by name, as mutations."""
     return [Mutation(name, text) for name, text in corrupted.items()]
 
 
@@ -98,15 +97,22 @@ class FunctionReward:
         return Score(total, parts or {"score": total})
 
 
+class EnvReward:
+    """The environment's final verdict (`judge`), e.g. of environments that compare final states. Raises ConfigError."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        if trajectory.score is None:
+            raise ConfigError("reward env needs an environment that judges: with `async judge()` (verl/envs/base.py)")
+        return trajectory.score
+
+
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     """The reward `name`: built-in, `module:Class` (made with `options`) or a function. Raises ConfigError."""
     found = resolve("reward", name, REWARDS)
     options = dict(options or {})
     if isinstance(found, type):
-        from_options = getattr(found, "from_options", None)
-        if from_options is None:
-            check_options("reward", name, found, options)
-        reward: Reward = from_options(options) if from_options else found(**options)
+        check_options("reward", name, found, options)
+        reward: Reward = found(**options)
         return reward
     if not callable(found):
         raise ConfigError(f"reward {name!r} must be a class or a function, not an object of {type(found).__name__}")

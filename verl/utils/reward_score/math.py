@@ -12,6 +12,7 @@ import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any
 
 from verl.errors import ConfigError
@@ -80,11 +81,7 @@ def _time_limit(seconds: float) -> AbstractContextManager[None]:
 
 def _depth(text: str) -> int:
     """Maximum nesting depth of brackets of any kind, closed or not."""
-    deepest = depth = 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate((letter in "([{") - (letter in ")]}") for letter in text), default=0)
 
 
 def _bare(text: str) -> str:

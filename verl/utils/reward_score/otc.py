@@ -55,20 +55,14 @@ class _OtcReward:
 
     def parts(self, trajectory: Trajectory, task: Task) -> dict[str, float]:
         """The summands of r_phi."""
-        parts = {"correct": float(self.correct(trajectory, task))}
-        return parts | {"format": self.format * self.in_form(trajectory)} if self.format else parts
-
-    def in_form(self, trajectory: Trajectory) -> bool:
-        """Whether the episode has the format that the prompt asks for."""
         if self.answers == "math":
-            return last_box(written(trajectory)) is not None
-        return follows_cycle(trajectory, "search", "observation")
-
-    def correct(self, trajectory: Trajectory, task: Task) -> bool:
-        """Whether the answer is right."""
-        if self.answers == "math":
-            return math_correct(written(trajectory), task.answer)
-        return exact_match(episode_text(trajectory), task.answer)
+            response = written(trajectory)
+            correct, form = math_correct(response, task.answer), last_box(response) is not None
+        else:
+            correct = exact_match(episode_text(trajectory), task.answer)
+            form = follows_cycle(trajectory, "search", "observation")
+        parts = {"correct": float(correct)}
+        return parts | {"format": self.format * form} if self.format else parts
 
     def maximum(self, task: Task, step: int) -> float:
         return self.scale * (1.0 + self.format)

@@ -88,7 +88,6 @@ class QaReward:
 
 
 def final_answer(response: str) -> str:
-    """The answer in a final message, stripped."""
     message = response.rpartition(THINK_END)[2]
     answer = last_answer(message)
     if answer is None and RESPONSE in message:

@@ -31,7 +31,6 @@ class Rewards:
         return list({id(reward): reward for reward in (self.default, *map(self.of, tasks))}.values())
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """The score by the task's reward."""
         return self.of(task).score(trajectory, task, step)
 
     def maximum(self, task: Task, step: int) -> float | None:

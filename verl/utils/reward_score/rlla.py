@@ -19,10 +19,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import (
@@ -37,7 +37,7 @@ from verl.formats.toolrl_text import (
     parse_gold,
     thought_word_count,
 )
-from verl.registry import nearest
+from verl.registry import check_options
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation
 from verl.utils.reward_score.matching import (
@@ -89,13 +89,10 @@ class RllaOptions:
     unwanted_call_penalty: float = 0.0  # subtracted if the response calls a tool and the gold does not
 
     def __post_init__(self) -> None:
-        for name in (*TOGGLES.values(), "refined_ignores_order"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"reward option {name} must be true or false, got {getattr(self, name)!r}")
         steps, penalty = self.schedule_steps, self.unwanted_call_penalty
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        if steps is not None and steps < 1:
             raise ConfigError(f"reward option schedule_steps must be a number of steps >= 1 or none, got {steps!r}")
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0.0 <= penalty < float("inf"):
+        if not 0.0 <= penalty < float("inf"):
             raise ConfigError(f"reward option unwanted_call_penalty must be a number >= 0, got {penalty!r}")
         if self.matching not in ("greedy", "optimal"):
             raise ConfigError(f"reward option matching must be greedy or optimal, got {self.matching!r}")
@@ -116,10 +113,7 @@ class RllaOptions:
         toggled = _toggled(tuple(name for key, name in TOGGLES.items() if environ.get(key) == "1"))
         if not overrides:
             return toggled
-        known = [item.name for item in fields(cls)]
-        for name in overrides:
-            if name not in known:
-                raise ConfigError(f"unknown option {name!r} of reward rlla; {nearest(name, known)}")
+        check_options("reward", "rlla", cls, overrides)
         return replace(toggled, **overrides)
 
     @property
@@ -258,16 +252,11 @@ def compute_score(
     return score_response(final_turn(solution_str), ground_truth, step, options or RllaOptions.from_env())
 
 
-@dataclass(frozen=True)
 class RllaReward:
-    """The reward for the trainer and the reward lab."""
+    """The reward for the trainer and the lab. options: of RllaOptions, in place of the environment's toggles"""
 
-    options: RllaOptions
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """The environment's toggles, updated with the configured options."""
-        return cls(RllaOptions.from_env(overrides=options))
+    def __init__(self, **options: Any) -> None:
+        self.options = RllaOptions.from_env(overrides=options)
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Score the last turn; raises DataError, naming the task, if its gold answer cannot be parsed."""

@@ -23,6 +23,7 @@ from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score.answers import last_block
 from verl.utils.reward_score.base import Mutation, as_mutations
 
 Call = tuple[str, str]  # name, arguments as JSON with sorted keys
@@ -81,12 +82,6 @@ def read_calls(text: str) -> list[Call] | None:
     return pairs if all(isinstance(name, str) for name, _ in pairs) else None
 
 
-def last_block(response: str) -> str | None:
-    """Content of the last tool_call block; None if there is none."""
-    closed = [piece for piece in response.split(TOOL_CALL_END)[:-1] if TOOL_CALL in piece]
-    return closed[-1].partition(TOOL_CALL)[2] if closed else None
-
-
 def gold_calls(answer: str) -> list[Call]:
     """The gold calls. Raises DataError if they cannot be parsed."""
     calls = read_calls(answer)
@@ -114,7 +109,7 @@ class ToolN1Reward:
         except DataError as error:
             raise error.at(file=task.id) from error
         response = trajectory.response
-        block = last_block(response)
+        block = last_block(response, TOOL_CALL, TOOL_CALL_END)
         absent: list[Call] | None = [] if self.version == "llama" else None
         calls = absent if block is None else read_calls(block)
         right = calls is not None and Counter(calls) == Counter(gold)
