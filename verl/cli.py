@@ -35,8 +35,6 @@ COMMANDS = {
     "lab": Command("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
     "metrics": Command("verl.tracking.names", "table of all metrics"),
-    "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and their equivalents here, as Markdown"),
-    "collapse": Command("verl.kit.collapse.collapse", "table of the collapse rules, as Markdown"),
     "env-server": Command("verl.kit.env_server.server", "serve an environment over HTTP"),
     "sandbox-server": Command("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
     "retrieval-server": Command("verl.kit.retrieval.server", "serve a search index over HTTP"),
@@ -45,7 +43,6 @@ COMMANDS = {
 
 
 def help_text() -> str:
-    """The help text of `toolrl`."""
     rows = "".join(f"  {name:18}{command.summary}\n" for name, command in COMMANDS.items())
     hint = "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version."
     return f"usage: toolrl COMMAND [key=value ...] [--option ...]\n\n{rows}\n{hint}\n"

@@ -58,8 +58,6 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 class CheckpointStore:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
         """Remove unfinished checkpoints of killed processes; creates no folder.
 
@@ -205,7 +203,6 @@ def _swap_in(unfinished: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -52,7 +52,6 @@ class Translation:
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:
-        """The current value of one of our keys."""
         return self.settings.get(key, self.base(key))
 
     def take(self, name: str) -> Any:
@@ -243,7 +242,6 @@ def _advantage(result: Translation) -> Callable[..., object]:
 
 
 def _advantage_of(name: str) -> Callable[..., object]:
-    """The advantage estimator of a preset."""
     from verl.algorithms.algorithm import load_preset  # imports torch
 
     return load_preset(name).advantage

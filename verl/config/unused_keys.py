@@ -11,8 +11,6 @@ from verl.config.schema import Config, EnvConfig
 
 
 class Rule(NamedTuple):
-    """A condition under which a key has no effect."""
-
     key: str  # and all keys below it
     when: Callable[[Config], bool]
     why: str

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table."""
-
     name: str
     unit: str
     meaning: str

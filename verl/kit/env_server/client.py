@@ -59,7 +59,6 @@ class Batcher(Generic[Item, Result]):
         self._flushes: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
 
     async def ask(self, item: Item) -> Result:
-        """The answer to one item."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if len(self._waiting) == 1:
@@ -120,7 +119,6 @@ class EnvServer:
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        """Create episodes of one task."""
         async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as response:
             return CreateResponse.model_validate_json(await response.aread()).episodes
 
@@ -157,14 +155,11 @@ Place = tuple[EnvServer, str]  # the server of an episode, and the name of the e
 
 
 class RemoteEnv:
-    """One episode on a server."""
-
     def __init__(self, task: Task, factory: RemoteFactory) -> None:
         self._task, self._factory = task, factory
         self._place: Place | None = None
 
     async def reset(self) -> Observation:
-        """Create the episode and return its initial observation."""
         server, episode = self._place = await self._factory.creations.ask(self._task)
         observation = _unpacked(server, await server.reset.ask(episode)).observation
         assert observation is not None

@@ -49,8 +49,6 @@ class Violation:
 
 @dataclass
 class Stats:
-    """Running score statistics of one kind of response."""
-
     responses: int = 0
     total: float = 0.0
     low: float = math.inf
@@ -66,8 +64,6 @@ class Stats:
 
 @dataclass
 class LabReport:
-    """Results of the lab, by kind of response."""
-
     stats: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
     violations: list[Violation] = field(default_factory=list)
 
@@ -141,7 +137,6 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the lab; returns the exit code."""
     arguments = _arguments(argv)
     console = Console(soft_wrap=True, emoji=False)
     try:

@@ -64,8 +64,6 @@ _SYNC_BYTES = 4  # per parameter: one read and one write in bf16
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Estimated prompt and response lengths in tokens."""
-
     prompt: float
     response: float
     source: str
@@ -83,8 +81,6 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates of a run's memory and times."""
-
     config: Config
     algorithm: Algorithm
     policy: ModelShape
@@ -182,7 +178,6 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and response."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     @property

@@ -37,12 +37,10 @@ class Table(Mapping[str, Record]):
         return self._own[key]
 
     def add(self, key: str, record: Record) -> None:
-        """A new record."""
         assert key not in self
         self._own[key] = record
 
     def changes(self) -> dict[str, Record]:
-        """New and modified records."""
         return {key: record for key, record in self._own.items() if self._base.get(key) != record}
 
 
