@@ -160,13 +160,10 @@ def _check_same(result: Translation, name: str, value: Any, written: Mapping[str
     result.obsolete[next(key for key in written if short(key) == name)] = f"{ours} covers both"
 
 
-def _read_lists(result: Translation) -> None:
+def _read_data(result: Translation) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(result.settings.get(key), str):
             result.settings[key] = [result.settings[key]]
-
-
-def _read_data(result: Translation) -> None:
     if result.flag("data.filter_overlong_prompts"):
         if "data.truncation" in result.spelled:
             result.obsolete["data.truncation"] = "data.filter_overlong_prompts drops overlong prompts"
@@ -504,7 +501,6 @@ def _read_nulls(result: Translation) -> None:
 
 
 _READERS = (
-    _read_lists,
     _read_data,
     _read_estimator,
     _read_clip,

@@ -34,10 +34,6 @@ def _without_critic(config: Config) -> bool:
     return not load_preset(config.algorithm.advantage_of).needs_critic
 
 
-def _without_kl(config: Config) -> bool:
-    return config.algorithm.kl_placement == "none"
-
-
 def _no_evaluation(config: Config) -> bool:
     return not config.data.val_files and not config.eval.benchmarks
 
@@ -69,7 +65,7 @@ _RULES = (
     *(Rule(f"{group}.offload_params", _on_cpu, _NO_GPU) for group in ("actor", "critic", "ref")),
     *(Rule(f"{group}.offload_optimizer", _on_cpu, _NO_GPU) for group in ("actor", "critic")),
     *(
-        Rule(key, _without_kl, "algorithm.kl_placement is none")
+        Rule(key, lambda c: c.algorithm.kl_placement == "none", "algorithm.kl_placement is none")
         for key in ("ref.offload_params", "algorithm.kl_coefficient", "algorithm.kl_estimator")
     ),
     Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),

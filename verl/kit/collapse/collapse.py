@@ -1,6 +1,6 @@
 """Collapse detection: rules on the metrics of every step, most of them relative to the first steps of the run.
 
-Independent of checkpoints and engines. docs/collapse.md has them as a table (scripts/pages.py).
+Independent of checkpoints and engines. An alarm can trigger early stopping or a rollback.
 """
 
 from __future__ import annotations

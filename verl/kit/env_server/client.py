@@ -19,16 +19,8 @@ from pydantic import BaseModel
 
 from verl.envs.base import Observation, StepResult
 from verl.errors import ServiceDownError
-from verl.kit.env_server.wire import (
-    MAX_ITEMS,
-    Answer,
-    CreateRequest,
-    CreateResponse,
-    EpisodeList,
-    Step,
-    StepList,
-    sendable,
-)
+from verl.kit.env_server import wire
+from verl.kit.env_server.wire import Answer, Step
 from verl.net.endpoints import Endpoint, EndpointPool
 from verl.types import Message, Score, Task
 
@@ -74,7 +66,7 @@ class Batcher(Generic[Item, Result]):
         batches, chars = [waiting[:1]], self._size(waiting[0][0])
         for entry in waiting[1:]:
             size = self._size(entry[0])
-            if len(batches[-1]) == MAX_ITEMS or chars + size > _MAX_CHARS:
+            if len(batches[-1]) == wire.MAX_ITEMS or chars + size > _MAX_CHARS:
                 batches.append([])
                 chars = 0
             batches[-1].append(entry)
@@ -119,17 +111,17 @@ class EnvServer:
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as response:
-            return CreateResponse.model_validate_json(await response.aread()).episodes
+        async with self._post("/create", wire.CreateRequest(task=task, count=count), self._timeout_s) as response:
+            return wire.CreateResponse.model_validate_json(await response.aread()).episodes
 
     def _ask_episodes(self, path: str, timeout_s: float, episodes: Sequence[str]) -> Answers[Answer]:
-        return self._ask(path, EpisodeList(episodes=list(episodes)), timeout_s)
+        return self._ask(path, wire.EpisodeList(episodes=list(episodes)), timeout_s)
 
     def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
-        return self._ask("/step", StepList(steps=list(steps)), self._timeout_s)
+        return self._ask("/step", wire.StepList(steps=list(steps)), self._timeout_s)
 
     async def _close(self, episodes: Sequence[str]) -> Answers[None]:
-        async with self._post("/close", EpisodeList(episodes=list(episodes)), self._timeout_s):
+        async with self._post("/close", wire.EpisodeList(episodes=list(episodes)), self._timeout_s):
             for position in range(len(episodes)):
                 yield position, None
 
@@ -169,7 +161,7 @@ class RemoteEnv:
         """One step on the server. Never retried: a step whose response was lost may have been applied."""
         assert self._place is not None, "reset comes first"
         server, episode = self._place
-        result = _unpacked(server, await server.step.ask(Step(episode=episode, message=sendable(message)))).result
+        result = _unpacked(server, await server.step.ask(Step(episode=episode, message=wire.sendable(message)))).result
         assert result is not None
         return result
 

@@ -23,7 +23,7 @@ from verl.data.overlap import TrainTasks, check_overlap
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError
-from verl.kit.evaluation.benchmark import BenchmarkContext, EpisodeConfig
+from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
 from verl.kit.evaluation.provenance import identity, short_name, versions
 from verl.kit.evaluation.records import Records
@@ -164,15 +164,12 @@ async def _run_episodes(
         progress = stack.enter_context(Progress(console=console, transient=True))
         for (category, tasks), episode_runner, own in zip(missing, episode_runners, rewards, strict=True):
             bar = progress.add_task(category.name, total=len(tasks))
-            with _scorer(model.config, category.episode) as scorer:
+            episode, workers = category.episode, config.reward.num_workers
+            with ScoringPool(episode.reward, episode.reward_options, workers, scoring_limits(config)) as scorer:
                 rollout = GroupRollout(engine, model.chat, scorer, sampling, episode_runner)
                 evaluation = _runner(model, own, rollout, sizes[category.name])
                 faults = await evaluation.run(category, tasks, records[category.name], partial(progress.advance, bar))
             check_faults(category.name, faults, sizes[category.name], model.config.reward.max_fault_share, console)
-
-
-def _scorer(config: Config, episode: EpisodeConfig) -> ScoringPool:
-    return ScoringPool(episode.reward, episode.reward_options, config.reward.num_workers, scoring_limits(config))
 
 
 def _runner(model: EvaluatedModel, rewards: Rewards, rollout: GroupRollout, size: int) -> Runner:
