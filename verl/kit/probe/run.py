@@ -27,7 +27,7 @@ from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Category, EpisodeConfig
-from verl.kit.evaluation.evaluate import check_faults, write
+from verl.kit.evaluation.evaluate import check_faults, write, write_report
 from verl.kit.evaluation.provenance import identity, short_name, versions
 from verl.kit.evaluation.records import NOT_ASKED, Records
 from verl.kit.evaluation.runner import Runner
@@ -90,7 +90,9 @@ async def probe(config: Config, console: Console) -> None:
     found, lines = _summarize(tasks, records, criteria_of(rewards, tasks), cost, config)
     found |= {"model": name, "data": source, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
-    _report(found, lines, folder, console)
+    write_jsonl(folder / "probe.jsonl", lines)
+    write_report(found, probe_grids(found), found["advice"], folder / "probe", console)
+    console.print(f"one line per row: {folder}/probe.jsonl", markup=False, highlight=False)
 
 
 def _drawn(tasks: Sequence[Task], config: Config) -> list[Task]:
@@ -197,19 +199,3 @@ def _settings(config: Config, chat: ChatTemplate, episode_runner: EpisodeRunner 
 def _costs(folder: Path) -> list[dict[str, Any]]:
     path = folder / _COSTS
     return read_jsonl(path) if path.exists() else []
-
-
-def _report(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Print the report and write it to the folder: probe.json, probe.md, and probe.jsonl with a line per row."""
-    grids = probe_grids(found)
-    write(folder / "probe.json", json.dumps(found, indent=2))
-    write(
-        folder / "probe.md",
-        "\n".join(grid.as_markdown() for grid in grids) + "".join(f"\n- {each}" for each in found["advice"]),
-    )
-    write_jsonl(folder / "probe.jsonl", rows)
-    for grid in grids:
-        console.print(grid.for_terminal())
-    for each in found["advice"]:
-        console.print(f"- {each}", markup=False, highlight=False)
-    console.print(f"written to {folder}/probe.json, .md and .jsonl (one line per row)", markup=False, highlight=False)
