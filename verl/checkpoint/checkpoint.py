@@ -107,11 +107,6 @@ class CheckpointStore:
             raise DataError("holds checkpoints, but all are damaged", hint=hint, file=str(self.folder))
         return None
 
-    def best(self) -> Path | None:
-        """The intact checkpoint with the highest score, None if none has a score."""
-        ranked = ranking(self._intact())
-        return self.folder / ranked[0].name if ranked else None
-
     def _intact(self) -> list[Checkpoint]:
         """Checkpoints whose files have their recorded sizes, in order of writing."""
         found = []

@@ -177,7 +177,6 @@ class BfclFactory(EnvFactory):
         check_row("bfcl", task, BfclExtra, list[list[GoldCall]])
 
     def initial_observation(self, task: Task) -> Observation:
-        """The first user turn and the available functions."""
         return Observation(task.prompt, _tools_of_turn(task, 0))
 
 
