@@ -1,4 +1,4 @@
-"""Writes the generated part of docs/algorithms.md and docs/metrics.md: all that follows the line MARK.
+"""Writes the generated part of pages in docs, such as the table of metrics.md: all that follows the line MARK.
 
 python scripts/pages.py [--check]    --check: writes nothing; the exit code is 1 if a page is out of date
 """
@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 from verl.algorithms import ALGORITHMS  # noqa: E402
 from verl.algorithms.table import COLUMNS, presets, row  # noqa: E402
+from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled  # noqa: E402
+from verl.kit.collapse.collapse import COLLAPSE_RULES  # noqa: E402
 from verl.tracking.names import METRICS  # noqa: E402
 
 MARK = "<!-- written by scripts/pages.py -->\n"
@@ -39,7 +41,41 @@ def metrics() -> str:
     return "\n" + table(("name", "unit", "meaning"), ((f"`{each.name}`", each.unit, each.meaning) for each in METRICS))
 
 
-PAGES = {ROOT / "docs" / "algorithms.md": algorithms, ROOT / "docs" / "metrics.md": metrics}
+def verl_keys() -> str:
+    """What becomes of veRL's keys."""
+    ours = {
+        **{key: f"`{our}`" for key, our in ALIASES.items()},
+        **INTERPRETED,
+        **{key: f"must equal `{our}`" for key, our in SAME_AS.items()},
+    }
+    refused = [(key, f"`{'null' if only.value is None else only.value}`", only.why) for key, only in REFUSED.items()]
+    return "\n".join(
+        [
+            "\n## Translated keys\n",
+            table(("key", "here"), _of_keys(sorted(ours.items()))),
+            "## Obsolete keys\n\nListed in one warning, by reason. A name includes all keys below it.\n",
+            table(("key", "why"), _of_keys(sorted(OBSOLETE.items()))),
+            "## Refused keys\n\nValues other than the given one or null are an error.\n",
+            table(("key", "value", "why"), _of_keys(refused)),
+        ]
+    )
+
+
+def _of_keys(rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:
+    return ((f"`{spelled(key)}`", *cells) for key, *cells in rows)
+
+
+def collapse() -> str:
+    """The rules that detect a collapse."""
+    rows = []
+    for rule in COLLAPSE_RULES:
+        where = " or ".join(f"`{name}`" for name in rule.metrics) + (", without reward" if rule.without_reward else "")
+        rows.append((rule.name, where, rule.threshold, str(rule.patience), rule.cause, rule.hint))
+    return "\n" + table(("rule", "metric", "threshold", "patience", "likely cause", "hint"), rows)
+
+
+GENERATED = {"algorithms": algorithms, "collapse": collapse, "metrics": metrics, "verl_keys": verl_keys}
+PAGES = {ROOT / "docs" / f"{name}.md": generate for name, generate in GENERATED.items()}
 
 
 def main(argv: Sequence[str]) -> int:

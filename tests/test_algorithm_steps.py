@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.local_run import local_trainer
+from tests.metric_names import known
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms import ALGORITHMS
 from verl.batch.token_batch import TokenBatch
 from verl.config.load import load_config
-from verl.tracking.names import known
 from verl.trainer.metrics import Metrics
 from verl.trainer.ppo import PPOTrainer
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.metric_names import known
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.dr_grpo import DR_GRPO
@@ -36,7 +37,6 @@ from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
-from verl.tracking.names import known
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer

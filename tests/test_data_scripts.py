@@ -13,12 +13,12 @@ import pytest
 
 from scripts.data import math_problems, retool_sft, search_qa, tool_n1, tool_n1_sft
 from tests.conftest import real_data
+from tests.lab import try_reward
 from tests.test_recipe_rewards import episode
 from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.formats.prompt import load_template
-from verl.kit.lab.__main__ import try_reward
 from verl.kit.sft.demonstrations import _quoted, read_demonstrations
 from verl.types import Task
 from verl.utils.reward_score import LabReward, build_reward

@@ -29,6 +29,7 @@ import yaml
 
 from scripts import check_prose
 from tests.conftest import ROOT
+from tests.metric_names import known as is_metric
 from verl.cli import COMMANDS
 from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config
@@ -40,7 +41,6 @@ from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS
 from verl.registry import resolve
 from verl.tracking.names import METRICS
-from verl.tracking.names import known as is_metric
 from verl.types import Message, ToolCall
 from verl.utils.reward_score.base import REWARDS
 

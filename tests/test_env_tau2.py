@@ -222,7 +222,7 @@ def test_databases_over_one_base_do_not_see_each_other(
             if key in database["t"]:
                 database["t"].edit(key)["l"].append(number)
             else:
-                database["t"].add(key, {"n": 0, "l": [number]})
+                database["t"][key] = {"n": 0, "l": [number]}
             copy.setdefault(key, {"n": 0, "l": []})["l"].append(number)
     for database, copy, _ in pairs:
         assert dict(database["t"]) == copy and len(database["t"]) == len(copy)

@@ -30,7 +30,7 @@ from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError, DataError
 from verl.kit.evaluation.benchmark import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
-from verl.kit.evaluation.evaluate import _scorer, caveats, check_faults
+from verl.kit.evaluation.evaluate import caveats, check_faults
 from verl.kit.evaluation.files import find_file, numbered_rows
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
 from verl.kit.evaluation.records import Records
@@ -43,6 +43,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.scoring.process import ScoringLimits
+from verl.trainer.builders.scorer import scoring_limits
 from verl.trainer.main_eval import main
 from verl.types import Message, Score, Task, Trajectory
 from verl.utils.reward_score.rewards import Rewards
@@ -415,12 +416,10 @@ def test_the_limits_of_a_reward_can_be_set(
     assert ("not answered, skipped" in capsys.readouterr().out) == (policy == "infrastructure")
 
 
-def test_the_limits_of_a_reward_reach_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ScoringLimits] = []
-    monkeypatch.setattr("verl.kit.evaluation.evaluate.ScoringPool", lambda *given: made.append(given[-1]))
+def test_the_limits_of_a_reward_are_its_settings() -> None:
     words = ["reward.timeout_s=7", "reward.memory_mib=8192", "reward.fault_policy=infrastructure"]
-    for given in ([], [*words, "trainer.health_timeout_s=9"]):
-        _scorer(load_config(given, EVAL), EpisodeConfig("math"))
+    commands = ([], [*words, "trainer.health_timeout_s=9"])
+    made = [scoring_limits(load_config(given, EVAL)) for given in commands]
     assert made == [ScoringLimits(120.0, 4096, "policy"), ScoringLimits(7.0, 8192, "infrastructure", 9.0)]
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, real_data
+from tests.lab import try_reward
 from tests.test_tasks import example, row, write_jsonl
 from verl.data.rlla import dialogue, to_row
 from verl.data.tasks import to_task
 from verl.formats.toolrl_text import render_response
-from verl.kit.lab.__main__ import GOLD, LabReward, main, try_reward
+from verl.kit.lab.__main__ import GOLD, LabReward, main
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score import Mutation, build_reward
 from verl.utils.reward_score.rlla import RllaReward

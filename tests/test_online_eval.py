@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
+from tests.metric_names import known
 from tests.tiny import MINI
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
@@ -20,7 +21,6 @@ from verl.kit.evaluation.online import OnlineEvaluator, build_online_eval, eval_
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
-from verl.tracking.names import known
 from verl.trainer import main_ppo
 from verl.trainer.loop import TrainingRun
 from verl.types import Completion, FinishReason, Message, Task

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import real_data
+from tests.lab import try_reward
 from verl.errors import ConfigError, DataError
-from verl.kit.lab.__main__ import try_reward
 from verl.text import prompt_sha256
 from verl.types import (
     Completion,

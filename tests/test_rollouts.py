@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.local_run import local_fit, local_trainer
+from tests.metric_names import known
 from tests.test_collection import group
 from tests.tiny import run_words, save_tiny_model
 from verl.algorithms.estimators.grpo import GRPO
@@ -36,7 +37,6 @@ from verl.kit.replay.record import Recorder
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.tracking.metric import Metric
-from verl.tracking.names import known
 from verl.trainer.loop import TrainingRun
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer, TrainStepResult

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, need_vllm
+from tests.metric_names import known
 from tests.tiny import MINI, run_words, save_tiny_model
 from verl.tracking.jsonl import read_jsonl
-from verl.tracking.names import known
 
 COMMAND = [sys.executable, "-m", "verl.trainer.main_ppo"]
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import ROOT
+from tests.metric_names import known
 from verl.errors import ConfigError, DataError
 from verl.tracking import flops, names
 from verl.tracking.console import Display, before_after_table, duration
@@ -309,7 +310,7 @@ def test_phases_and_overhead_add_up() -> None:
         "time/step_s": 10.0,
         "time/overhead_s": 4.0,
     }
-    assert all(names.known(name) for name in metrics)
+    assert all(known(name) for name in metrics)
 
 
 def test_flops_by_hand() -> None:
@@ -335,16 +336,16 @@ def test_every_name_in_the_table_is_well_formed() -> None:
     for metric in names.METRICS:
         assert re.fullmatch(rf"({groups}|time|perf|memory)(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name), metric
         assert metric.unit and metric.meaning and "|" not in metric.unit + metric.meaning
-        assert names.known(re.sub("<[a-z_]+>", "anything", metric.name)), metric
+        assert known(re.sub("<[a-z_]+>", "anything", metric.name)), metric
 
 
 @pytest.mark.parametrize("name", [*METRICS, "reward/openai/gsm8k/total", "time/weight_sync_s", "actor/ppo_kl"])
 def test_known_names(name: str) -> None:
-    assert names.known(name)
+    assert known(name)
 
 
 @pytest.mark.parametrize(
     "name", ["reward", "actor/typo", "time/rollout", "val/total", "reward/<part>", "", "perf/mfu2"]
 )
 def test_unknown_names(name: str) -> None:
-    assert not names.known(name)
+    assert not known(name)

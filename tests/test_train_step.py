@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
+from tests.metric_names import known
 from tests.test_packing import VOCABULARY, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.correction import UNBOUNDED, Correction, token_weights
@@ -51,7 +52,6 @@ from verl.scoring.pool import DirectScorer
 from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DecoderShape
 from verl.tracking.metric import Max, Metric
-from verl.tracking.names import known
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import Meter, Metrics

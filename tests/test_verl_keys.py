@@ -19,7 +19,7 @@ from verl.algorithms.filters import name_of
 from verl.algorithms.names import KLPlacement
 from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
-from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, page, spelled
+from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled
 from verl.errors import ConfigError
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control
 from verl.trainer.builders.workers import rank_spec
@@ -409,10 +409,6 @@ def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
     assert sum(map(len, tables)) == len(set().union(*tables))
     known = known_keys()
     assert all(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
-
-
-def test_the_page_of_verls_keys_is_the_codes() -> None:
-    assert (ROOT / "docs" / "verl_keys.md").read_text() == page()
 
 
 def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:

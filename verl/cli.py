@@ -35,8 +35,6 @@ COMMANDS = {
     "lab": Command("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Command("verl.algorithms", "table of all algorithms"),
     "metrics": Command("verl.tracking.names", "table of all metrics"),
-    "verl-keys": Command("verl.config.verl_keys", "table of veRL's keys and their equivalents here, as Markdown"),
-    "collapse": Command("verl.kit.collapse.collapse", "table of the collapse rules, as Markdown"),
     "env-server": Command("verl.kit.env_server.server", "serve an environment over HTTP"),
     "sandbox-server": Command("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
     "retrieval-server": Command("verl.kit.retrieval.server", "serve a search index over HTTP"),

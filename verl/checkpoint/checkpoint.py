@@ -22,15 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.manifest import (
-    Checkpoint,
-    fingerprints,
-    read_json,
-    read_manifest,
-    verify,
-    write_json,
-    write_manifest,
-)
+from verl.checkpoint import manifest
+from verl.checkpoint.manifest import Checkpoint, verify
 from verl.errors import ConfigError, DataError
 from verl.system.files import full, replacing, unwritable
 
@@ -54,12 +47,10 @@ class Unfinished:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The controller's state of the checkpoint at `path`. Raises DataError if there is none."""
-    return read_json(path / STATE)
+    return manifest.read_json(path / STATE)
 
 
 class CheckpointStore:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
         """Remove unfinished checkpoints of killed processes; creates no folder.
 
@@ -116,11 +107,6 @@ class CheckpointStore:
             raise DataError("holds checkpoints, but all are damaged", hint=hint, file=str(self.folder))
         return None
 
-    def best(self) -> Path | None:
-        """The intact checkpoint with the highest score, None if none has a score."""
-        ranked = ranking(self._intact())
-        return self.folder / ranked[0].name if ranked else None
-
     def _intact(self) -> list[Checkpoint]:
         """Checkpoints whose files have their recorded sizes, in order of writing."""
         found = []
@@ -132,8 +118,8 @@ class CheckpointStore:
     def _commit(self, unfinished: Path, step: int, score: float | None) -> None:
         """Write everything that needs disk space, then rename; the pointer to the newest is renamed last."""
         number = 1 + max((_number_or_last(path)[1] for path in self.folder.glob("step-*")), default=0)
-        new = Checkpoint(step, number, score, fingerprints(unfinished))
-        write_manifest(unfinished, new)
+        new = Checkpoint(step, number, score, manifest.fingerprints(unfinished))
+        manifest.write_manifest(unfinished, new)
         _sync_folders(unfinished)
         pointers = {"latest.json": new}
         ranked = ranking([new, *(each for each in self._intact() if each.step != step)])
@@ -142,7 +128,7 @@ class CheckpointStore:
         with ExitStack() as renames:  # they run in reverse order: latest.json is last
             for name, each in pointers.items():
                 pointer = renames.enter_context(replacing(self.folder / name))
-                write_json(pointer, {"step": each.step, "folder": each.name, "score": each.score})
+                manifest.write_json(pointer, {"step": each.step, "folder": each.name, "score": each.score})
             _swap_in(unfinished, self.folder / new.name)
         _sync(self.folder)
 
@@ -185,7 +171,7 @@ def kept(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> l
 def _number_or_last(path: Path) -> tuple[bool, int]:
     """Sort key: order of writing; without a readable manifest it counts as newest, so that `latest` warns of it."""
     try:
-        return False, read_manifest(path).number
+        return False, manifest.read_manifest(path).number
     except DataError:
         return True, 0
 
@@ -205,7 +191,6 @@ def _swap_in(unfinished: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

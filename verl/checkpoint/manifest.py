@@ -23,8 +23,6 @@ _HASHING_THREADS = 4  # hashing releases the GIL, and one thread is slower than 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The content of a manifest."""
-
     step: int
     number: int  # counts the checkpoints of a folder in order of writing; steps repeat after a rollback
     score: float | None  # larger is better

@@ -27,7 +27,7 @@ class Command:
     uses: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     from_recipe: tuple[str, ...] = ()
-    check: Callable[[Config], None]
+    check: Callable[[Config], None] = lambda _: None
 
     def has(self, key: str) -> bool:
         """Whether the command uses a key, or all keys of a group."""
@@ -145,10 +145,6 @@ def _check_eval(config: Config) -> None:
         raise ConfigError(f"rollout.n={n} greedy responses are identical; set rollout.temperature, or rollout.n=1")
 
 
-def _nothing(config: Config) -> None:
-    """Every group validates itself."""
-
-
 def _keys(group: str, names: str) -> tuple[str, ...]:
     return tuple(f"{group}.{name}" for name in names.split())
 
@@ -226,7 +222,7 @@ GENERATE = Command(
     defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
     check=_check_env_judges,
 )
-CHAT = Command(name="chat", uses=_ENGINE, defaults=_GREEDY, check=_nothing)
+CHAT = Command(name="chat", uses=_ENGINE, defaults=_GREEDY)
 PROBE = Command(
     name="probe",
     uses=(*_EPISODES, "data.train_files"),

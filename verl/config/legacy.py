@@ -52,7 +52,6 @@ class Translation:
         self.settings[key], self.spelled[key] = value, written
 
     def now(self, key: str) -> Any:
-        """The current value of one of our keys."""
         return self.settings.get(key, self.base(key))
 
     def take(self, name: str) -> Any:
@@ -161,13 +160,10 @@ def _check_same(result: Translation, name: str, value: Any, written: Mapping[str
     result.obsolete[next(key for key in written if short(key) == name)] = f"{ours} covers both"
 
 
-def _read_lists(result: Translation) -> None:
+def _read_data(result: Translation) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(result.settings.get(key), str):
             result.settings[key] = [result.settings[key]]
-
-
-def _read_data(result: Translation) -> None:
     if result.flag("data.filter_overlong_prompts"):
         if "data.truncation" in result.spelled:
             result.obsolete["data.truncation"] = "data.filter_overlong_prompts drops overlong prompts"
@@ -243,7 +239,6 @@ def _advantage(result: Translation) -> Callable[..., object]:
 
 
 def _advantage_of(name: str) -> Callable[..., object]:
-    """The advantage estimator of a preset."""
     from verl.algorithms.algorithm import load_preset  # imports torch
 
     return load_preset(name).advantage
@@ -506,7 +501,6 @@ def _read_nulls(result: Translation) -> None:
 
 
 _READERS = (
-    _read_lists,
     _read_data,
     _read_estimator,
     _read_clip,

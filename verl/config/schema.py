@@ -83,8 +83,6 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW hyperparameters and the learning rate schedule."""
-
     lr: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
@@ -171,7 +169,6 @@ class ValKwargs:
 
     @property
     def greedy(self) -> bool:
-        """Whether decoding is greedy."""
         return self.temperature == 0
 
 
@@ -271,7 +268,6 @@ class EnvConfig:
 
     @property
     def call_limit(self) -> int:
-        """Max tool calls per episode."""
         return _MAX_TOOL_CALLS if self.max_tool_calls is None else self.max_tool_calls
 
 
@@ -475,8 +471,6 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration."""
-
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -492,12 +486,10 @@ class Config:
 
     @property
     def num_ranks(self) -> int:
-        """Number of trainer processes."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
     def num_engines(self) -> int:
-        """Number of rollout engines."""
         return self.rollout.num_engines or max(1, self.num_ranks // self.rollout.tensor_model_parallel_size)
 
     @property
@@ -507,12 +499,10 @@ class Config:
 
     @property
     def prompts_per_minibatch(self) -> int:
-        """Prompts per optimizer step."""
         return self.data.train_batch_size // self.minibatches_per_step
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per training step."""
         return self.minibatches_per_step * self.actor.ppo_epochs
 
     def batch_arithmetic(self) -> str:

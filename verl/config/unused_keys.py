@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from verl.config.commands import Command
+from verl.config.commands import Command, within
 from verl.config.schema import Config, EnvConfig
 
 
 class Rule(NamedTuple):
-    """A condition under which a key has no effect."""
-
-    key: str  # and all keys below it
+    keys: str  # separated by blanks, and all keys below them
     when: Callable[[Config], bool]
     why: str
 
@@ -36,10 +34,6 @@ def _without_critic(config: Config) -> bool:
     return not load_preset(config.algorithm.advantage_of).needs_critic
 
 
-def _without_kl(config: Config) -> bool:
-    return config.algorithm.kl_placement == "none"
-
-
 def _no_evaluation(config: Config) -> bool:
     return not config.data.val_files and not config.eval.benchmarks
 
@@ -52,7 +46,7 @@ _RULES = (
     Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and _no_evaluation(c), _NO_VALIDATION),
     Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and _no_evaluation(c), _NO_VALIDATION),
     Rule("trainer.num_threads", _on_gpu, "it applies to processes on CPU only"),
-    *(Rule(key, _without_critic, "the algorithm has no critic") for key in ("critic", "trainer.critic_warmup")),
+    Rule("critic trainer.critic_warmup", _without_critic, "the algorithm has no critic"),
     Rule(
         "rollout.on_weight_sync",
         lambda c: c.rollout.max_staleness == 0,
@@ -64,21 +58,20 @@ _RULES = (
     Rule("rollout.gpu_memory_utilization", _on_cpu, _NO_GPU),
     Rule("rollout.max_num_batched_tokens", _on_hf, "the transformers engine has no chunked prefill"),
     Rule("rollout.tensor_model_parallel_size", _on_hf, "the transformers engine has no tensor parallelism"),
-    *(
-        Rule(f"rollout.{name}", lambda c: c.rollout.temperature == 0, "rollout.temperature=0 is greedy")
-        for name in ("top_p", "top_k")
-    ),
-    *(Rule(f"{group}.offload_params", _on_cpu, _NO_GPU) for group in ("actor", "critic", "ref")),
-    *(Rule(f"{group}.offload_optimizer", _on_cpu, _NO_GPU) for group in ("actor", "critic")),
-    *(
-        Rule(key, _without_kl, "algorithm.kl_placement is none")
-        for key in ("ref.offload_params", "algorithm.kl_coefficient", "algorithm.kl_estimator")
+    Rule("rollout.top_p rollout.top_k", lambda c: c.rollout.temperature == 0, "rollout.temperature=0 is greedy"),
+    Rule("actor.offload_params critic.offload_params ref.offload_params", _on_cpu, _NO_GPU),
+    Rule("actor.offload_optimizer critic.offload_optimizer", _on_cpu, _NO_GPU),
+    Rule(
+        "ref.offload_params algorithm.kl_coefficient algorithm.kl_estimator",
+        lambda c: c.algorithm.kl_placement == "none",
+        "algorithm.kl_placement is none",
     ),
     Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
     Rule("rollout.val_kwargs", lambda c: not c.data.val_files, _NO_VALIDATION),
-    *(
-        Rule(f"rollout.val_kwargs.{name}", lambda c: c.rollout.val_kwargs.greedy, "validation is greedy")
-        for name in ("top_p", "top_k")
+    Rule(
+        "rollout.val_kwargs.top_p rollout.val_kwargs.top_k",
+        lambda c: c.rollout.val_kwargs.greedy,
+        "validation is greedy",
     ),
     Rule(
         "actor.optim.min_lr_ratio",
@@ -90,23 +83,18 @@ _RULES = (
         lambda c: c.critic.optim.schedule == "constant",
         "critic.optim.schedule is constant",
     ),
-    *(Rule(f"sandbox.{name}", lambda c: bool(c.sandbox.urls), _SERVERS) for name in ("isolation", "num_workers")),
+    Rule("sandbox.isolation sandbox.num_workers", lambda c: bool(c.sandbox.urls), _SERVERS),
 )
-_OF_BENCHMARKS = tuple(
-    Rule(f"eval.{name}", lambda c: not c.eval.benchmarks, "eval.benchmarks is empty")
-    for name in ("limit", "data_dir", "hub", "allow_train_overlap")
-)
+_BENCHMARKS = "eval.limit eval.data_dir eval.hub eval.allow_train_overlap"
+_OF_BENCHMARKS = (Rule(_BENCHMARKS, lambda c: not c.eval.benchmarks, "eval.benchmarks is empty"),)
+_OF_TURNS = [f"env.{item.name}" for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format")]
 _OF_EPISODES = (
-    *(
-        Rule(f"env.{item.name}", lambda c: not c.env.multi_turn, _ONE_RESPONSE)
-        for item in fields(EnvConfig)
-        if item.name not in ("name", "tool_call_format")
+    Rule(" ".join([*_OF_TURNS, "sandbox", "data.prompt_template"]), lambda c: not c.env.multi_turn, _ONE_RESPONSE),
+    Rule(
+        "env.tool_timeout_s env.max_concurrent_calls",
+        lambda c: c.env.name != "tool",
+        "it applies to the tools of env.name=tool only",
     ),
-    *(
-        Rule(key, lambda c: c.env.name != "tool", "it applies to the tools of env.name=tool only")
-        for key in ("env.tool_timeout_s", "env.max_concurrent_calls")
-    ),
-    *(Rule(key, lambda c: not c.env.multi_turn, _ONE_RESPONSE) for key in ("sandbox", "data.prompt_template")),
 )
 
 
@@ -127,7 +115,7 @@ def unused_reasons(keys: Iterable[str], written: Mapping[str, Any], config: Conf
         for key in keys
         for rule in rules
         if key not in found
-        and f"{key}.".startswith(f"{rule.key}.")
+        and within(key, tuple(rule.keys.split()))
         and written[key] != command.default_of(key)
         and rule.when(config)
     }

@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 
 class Endpoint:
-    """One server."""
-
     def __init__(self, name: str, url: str, watch: HealthWatch) -> None:
         self.name, self.url, self._watch = name, url, watch
         self.in_flight = 0  # requests
@@ -61,7 +59,6 @@ class Endpoint:
         return response.status_code < 500
 
     def close(self) -> None:
-        """Stop the health watch."""
         self._watch.close()
 
 

@@ -51,7 +51,6 @@ class HealthWatch:
             self._waiting.discard(limit)
 
     def close(self) -> None:
-        """Stop the health checks."""
         if self._watching is not None:
             self._watching.cancel()
 

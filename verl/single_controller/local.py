@@ -6,8 +6,6 @@ from typing import Any
 
 
 class LocalGroup:
-    """A WorkerGroup of one."""
-
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 

@@ -82,8 +82,6 @@ _DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError)
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources of one worker."""
-
     num_cpus: float = 1.0
     num_gpus: float = 0.0
 
@@ -366,7 +364,6 @@ class RayGroup:
         return self._gather([actor.address.remote() for actor in self._actors], "address")
 
     def make(self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext]) -> None:
-        """Create the object of every worker."""
         self._factory, self._contexts = factory, contexts
         made = [actor.make.remote(factory, context) for actor, context in zip(self._actors, contexts, strict=True)]
         self._gather(made, "start")

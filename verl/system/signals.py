@@ -125,7 +125,6 @@ class StopRequest:
             yield
 
     async def wait(self) -> None:
-        """Wait until a stop is requested."""
         loop, requested = asyncio.get_running_loop(), asyncio.Event()
         wake = lambda: loop.call_soon_threadsafe(requested.set)  # noqa: E731  wakes an idle loop
         self._wake.append(wake)

@@ -34,7 +34,6 @@ class Display(Tracker):
 
     @property
     def running(self) -> str:
-        """The current phase."""
         return self._phase
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -50,7 +49,6 @@ class Display(Tracker):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop the live display."""
         if self._live is not None:
             self._live.stop()
         self._live = None

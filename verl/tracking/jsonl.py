@@ -37,7 +37,6 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one line; raises DataError if writing fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A value that is averaged."""
-
     value: float
 
     @staticmethod
@@ -19,8 +17,6 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A value of which the largest counts."""
-
     value: float
 
     @staticmethod

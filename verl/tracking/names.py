@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table."""
-
     name: str
     unit: str
     meaning: str
@@ -96,23 +94,7 @@ METRICS = (
     Metric("memory/trainer_gib", "GiB", "peak memory of the largest training rank: device memory; resident on CPU"),
     Metric("memory/driver_gib", "GiB", "resident memory of the controller process"),
 )
-_FREE = {"data_source": r".+", "set": r".+", "category": r".+"}  # these may hold slashes
-
-
-def _pattern(name: str) -> str:
-    pieces = re.split(r"<(\w+)>", name)  # text, placeholder, text, ...
-    pieces[::2] = map(re.escape, pieces[::2])
-    pieces[1::2] = [_FREE.get(placeholder, r"[^/]+") for placeholder in pieces[1::2]]
-    return "".join(pieces)
-
-
-_KNOWN = re.compile("|".join(_pattern(metric.name) for metric in METRICS))
 _FIXED = frozenset(metric.name for metric in METRICS)
-
-
-def known(name: str) -> bool:
-    """Whether the table has this name, with placeholders filled in."""
-    return "<" not in name and _KNOWN.fullmatch(name) is not None
 
 
 def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -19,7 +19,6 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event with all metrics of the step."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 

@@ -30,7 +30,6 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as phase `name`."""
         assert not self._running, f"phase {name} inside of {self._running}"
         self._running = name
         if self._on_phase is not None:

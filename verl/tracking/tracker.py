@@ -45,8 +45,6 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Trackers:
-    """Several trackers as one."""
-
     members: tuple[Tracker, ...]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -35,13 +35,11 @@ class WandbTracker(Tracker):
         self._session.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Mark the run as finished."""
         if self._session is not None:
             self._session.finish()
         self._session = None
 
     def state(self) -> dict[str, Any]:
-        """The run's id."""
         return {_STATE: self._id}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:

@@ -72,7 +72,6 @@ class Api:
         return json.dumps([call.name, found.arguments], sort_keys=True)
 
     def gold_call(self, gold: Mapping[str, Any]) -> ToolCall:
-        """A gold call with its positional arguments named."""
         signature = inspect.signature(getattr(self._owners[gold["name"]], gold["name"]))
         return ToolCall(gold["name"], dict(zip(signature.parameters, gold["positional"], strict=False)) | gold["named"])
 
@@ -99,7 +98,6 @@ class BfclEnv(Env):
         self._withheld = _withheld(task)
 
     async def reset(self) -> Observation:
-        """The first user turn and the available functions."""
         return Observation(self._task.prompt, _tools_of_turn(self._task, 0))
 
     async def step(self, message: Message) -> StepResult:
@@ -176,11 +174,9 @@ class BfclFactory(EnvFactory):
         return BfclEnv(task, self._score)
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for a task of another environment."""
         check_row("bfcl", task, BfclExtra, list[list[GoldCall]])
 
     def initial_observation(self, task: Task) -> Observation:
-        """The first user turn and the available functions."""
         return Observation(task.prompt, _tools_of_turn(task, 0))
 
 
@@ -205,7 +201,6 @@ def _load(name: str, extra: Mapping[str, Any]) -> Any:
 
 @cache
 def _documented(name: str) -> dict[str, ToolSpec]:
-    """The documented functions of an API."""
     lines = (data_folder() / "multi_turn_func_doc" / f"{_MODULES[name]}.json").read_text(encoding="utf-8").splitlines()
     return {spec.name: spec for spec in map(_spec, map(json.loads, lines))}
 

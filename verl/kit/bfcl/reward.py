@@ -97,8 +97,6 @@ def _judge(call: ToolCall, name: str, accepted: Mapping[str, Any], schema: Mappi
 
 
 class _Value:
-    """An argument with its accepted values."""
-
     def __init__(self, value: Any, accepted: Sequence[Any], schema: Mapping[str, Any]) -> None:
         self._kind, self._accepted = _type_of(schema), accepted
         self._inner = _type_of(schema["items"]) if self._kind is list and "items" in schema else None

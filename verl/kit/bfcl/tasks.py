@@ -20,8 +20,6 @@ _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
 
 class UserMessage(BaseModel):
-    """One user message."""
-
     role: str
     content: str
 

@@ -1,12 +1,11 @@
 """Collapse detection: rules on the metrics of every step, most of them relative to the first steps of the run.
 
-Independent of checkpoints and engines. `python -m verl.kit.collapse.collapse > docs/collapse.md` writes the page.
+Independent of checkpoints and engines. An alarm can trigger early stopping or a rollback.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -14,37 +13,9 @@ from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.config.schema import Config
-from verl.trainer.hooks import MAX_ROLLBACKS
 
 WARM_UP = 5  # first values of a metric; their median is its start
 REWARD = "reward/total"
-
-_PAGE = f"""# Collapse watch
-
-RL training can collapse irreversibly, and most collapses show in the metrics of every step (docs/metrics.md). After
-each step the rules below compare these metrics with thresholds. The *start* of a metric is the median of its first
-{WARM_UP} values in this run; a rule relative to the start is not evaluated before they exist. A rule must be triggered
-in *patience* consecutive steps to raise an alarm; one whose metric a run does not have never does. "Without reward":
-only in steps whose `reward/total` is not above its start, because shorter, more confident or longer responses that
-earn more reward are learning.
-
-`trainer.on_collapse` selects the action on an alarm:
-
-- `warn` (the default) logs it, with the likely cause and the setting to change, once per uninterrupted trigger.
-- `stop` is early stopping: the run ends with exit code 1. Nothing is saved after the first step that triggered the
-  rule. The same command resumes from the newest checkpoint; changed settings make it another run, which may start from
-  that checkpoint's `hf` folder as `model.path`, under another `trainer.experiment_name`.
-- `rollback` reverts weights, optimizer, controllers and metrics to the newest checkpoint and resumes from there. The
-  data stream is not reverted, so other prompts follow. At most {MAX_ROLLBACKS} rollbacks happen in one process;
-  the next alarm stops the run, and so does one before the first checkpoint. The metrics, transcripts and records of
-  the reverted steps are dropped.
-
-Alarms that stop or revert a run are kept in `collapses.jsonl` in its folder, with the metrics of their step.
-
-With `stop` and `rollback`, a checkpoint that falls due while any rule is triggered waits for the first step in which
-none is. So every checkpoint on disk is safe to resume from. The last step is saved in any case.
-`collapse/triggered_rules` counts the triggered rules. Starts and counts are in checkpoints.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,29 +234,12 @@ class CollapseWatch:
         return values if len(values) == WARM_UP else []
 
     def state(self) -> dict[str, Any]:
-        """As plain JSON."""
         return {"starts": {**self.starts}, "triggered": {**self.triggered}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state()`."""
         self.starts = {name: list(values) for name, values in state.get("starts", {}).items()}
         self.triggered = {name: list(since) for name, since in state.get("triggered", {}).items()}
 
 
 def build_watch(algorithm: Algorithm, config: Config) -> CollapseWatch:
-    """The rules that apply to a run."""
     return CollapseWatch(rules_for(algorithm.needs_group, config.rollout.truncated))
-
-
-def markdown() -> str:
-    """The page docs/collapse.md."""
-    rows = []
-    for rule in COLLAPSE_RULES:
-        where = " or ".join(f"`{name}`" for name in rule.metrics) + (", without reward" if rule.without_reward else "")
-        rows.append(f"| {rule.name} | {where} | {rule.threshold} | {rule.patience} | {rule.cause} | {rule.hint} |")
-    head = ("| rule | metric | threshold | patience | likely cause | hint |", "|---|---|---|---|---|---|")
-    return "\n".join([_PAGE, *head, *rows, ""])
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())

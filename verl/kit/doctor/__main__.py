@@ -53,7 +53,6 @@ TINY_QWEN2 = {
 
 
 def check_accelerator(flavour: Flavour) -> Check:
-    """The device for training."""
     gpus = find_gpus()
     forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
     if os.environ.get("VERL_DEVICE") not in (None, "", "cpu", "gpu"):
@@ -227,7 +226,6 @@ def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command-line interface."""
     parser = argparse.ArgumentParser(prog="python -m verl.kit.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="versions only, one line if all is well")
     parser.add_argument("--dev", action="store_true", help="check the packages of tests and linters, too")

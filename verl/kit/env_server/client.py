@@ -19,16 +19,8 @@ from pydantic import BaseModel
 
 from verl.envs.base import Observation, StepResult
 from verl.errors import ServiceDownError
-from verl.kit.env_server.wire import (
-    MAX_ITEMS,
-    Answer,
-    CreateRequest,
-    CreateResponse,
-    EpisodeList,
-    Step,
-    StepList,
-    sendable,
-)
+from verl.kit.env_server import wire
+from verl.kit.env_server.wire import Answer, Step
 from verl.net.endpoints import Endpoint, EndpointPool
 from verl.types import Message, Score, Task
 
@@ -59,7 +51,6 @@ class Batcher(Generic[Item, Result]):
         self._flushes: set[asyncio.Task[None]] = set()  # the event loop holds only weak references
 
     async def ask(self, item: Item) -> Result:
-        """The answer to one item."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if len(self._waiting) == 1:
@@ -75,7 +66,7 @@ class Batcher(Generic[Item, Result]):
         batches, chars = [waiting[:1]], self._size(waiting[0][0])
         for entry in waiting[1:]:
             size = self._size(entry[0])
-            if len(batches[-1]) == MAX_ITEMS or chars + size > _MAX_CHARS:
+            if len(batches[-1]) == wire.MAX_ITEMS or chars + size > _MAX_CHARS:
                 batches.append([])
                 chars = 0
             batches[-1].append(entry)
@@ -120,18 +111,17 @@ class EnvServer:
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        """Create episodes of one task."""
-        async with self._post("/create", CreateRequest(task=task, count=count), self._timeout_s) as response:
-            return CreateResponse.model_validate_json(await response.aread()).episodes
+        async with self._post("/create", wire.CreateRequest(task=task, count=count), self._timeout_s) as response:
+            return wire.CreateResponse.model_validate_json(await response.aread()).episodes
 
     def _ask_episodes(self, path: str, timeout_s: float, episodes: Sequence[str]) -> Answers[Answer]:
-        return self._ask(path, EpisodeList(episodes=list(episodes)), timeout_s)
+        return self._ask(path, wire.EpisodeList(episodes=list(episodes)), timeout_s)
 
     def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
-        return self._ask("/step", StepList(steps=list(steps)), self._timeout_s)
+        return self._ask("/step", wire.StepList(steps=list(steps)), self._timeout_s)
 
     async def _close(self, episodes: Sequence[str]) -> Answers[None]:
-        async with self._post("/close", EpisodeList(episodes=list(episodes)), self._timeout_s):
+        async with self._post("/close", wire.EpisodeList(episodes=list(episodes)), self._timeout_s):
             for position in range(len(episodes)):
                 yield position, None
 
@@ -157,14 +147,11 @@ Place = tuple[EnvServer, str]  # the server of an episode, and the name of the e
 
 
 class RemoteEnv:
-    """One episode on a server."""
-
     def __init__(self, task: Task, factory: RemoteFactory) -> None:
         self._task, self._factory = task, factory
         self._place: Place | None = None
 
     async def reset(self) -> Observation:
-        """Create the episode and return its initial observation."""
         server, episode = self._place = await self._factory.creations.ask(self._task)
         observation = _unpacked(server, await server.reset.ask(episode)).observation
         assert observation is not None
@@ -174,7 +161,7 @@ class RemoteEnv:
         """One step on the server. Never retried: a step whose response was lost may have been applied."""
         assert self._place is not None, "reset comes first"
         server, episode = self._place
-        result = _unpacked(server, await server.step.ask(Step(episode=episode, message=sendable(message)))).result
+        result = _unpacked(server, await server.step.ask(Step(episode=episode, message=wire.sendable(message)))).result
         assert result is not None
         return result
 

@@ -115,7 +115,6 @@ class Episodes:
                 _log.exception("an environment could not be closed")
 
     async def close_all(self) -> None:
-        """Close every episode and the factory."""
         await self.close(list(self._open))
         await self._factory.close()
 
@@ -148,7 +147,6 @@ async def _judge(env: Env) -> dict[str, Any]:
 
 
 def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int = MAX_EPISODES) -> FastAPI:
-    """The server for one environment."""
     episodes = Episodes(factory, idle_s, max_episodes)
 
     @asynccontextmanager

@@ -31,20 +31,14 @@ class CreateRequest(BaseModel):
 
 
 class CreateResponse(BaseModel):
-    """The names of the new episodes."""
-
     episodes: list[str]
 
 
 class EpisodeList(BaseModel):
-    """Episodes by name."""
-
     episodes: list[str] = Field(max_length=MAX_ITEMS)
 
 
 class Step(BaseModel):
-    """The policy's message in one episode."""
-
     episode: str
     message: Message
 

@@ -23,7 +23,7 @@ from verl.data.overlap import TrainTasks, check_overlap
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError
-from verl.kit.evaluation.benchmark import BenchmarkContext, EpisodeConfig
+from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
 from verl.kit.evaluation.provenance import identity, short_name, versions
 from verl.kit.evaluation.records import Records
@@ -82,11 +82,11 @@ async def evaluate(config: Config, console: Console) -> None:
     for benchmark in benchmarks:
         for each in {each.folder: each for each in (*bases, ours)}.values():  # one if both are the same model
             result = result_of(benchmark, requested, each, RESAMPLES)
-            write_report(result, result_grid(result), each.folder / benchmark.name, console)
+            write_report(result, [result_grid(result)], _notes(result), each.folder / benchmark.name, console)
         for base in bases:
             result = comparison_of(benchmark, ours, base, RESAMPLES)
             path = ours.folder / f"{benchmark.name}-against-{base.folder.name}"
-            write_report(result, comparison_grid(result), path, console)
+            write_report(result, [comparison_grid(result)], _notes(result), path, console)
 
 
 def caveats(config: Config) -> tuple[str, ...]:
@@ -164,15 +164,12 @@ async def _run_episodes(
         progress = stack.enter_context(Progress(console=console, transient=True))
         for (category, tasks), episode_runner, own in zip(missing, episode_runners, rewards, strict=True):
             bar = progress.add_task(category.name, total=len(tasks))
-            with _scorer(model.config, category.episode) as scorer:
+            episode, workers = category.episode, config.reward.num_workers
+            with ScoringPool(episode.reward, episode.reward_options, workers, scoring_limits(config)) as scorer:
                 rollout = GroupRollout(engine, model.chat, scorer, sampling, episode_runner)
                 evaluation = _runner(model, own, rollout, sizes[category.name])
                 faults = await evaluation.run(category, tasks, records[category.name], partial(progress.advance, bar))
             check_faults(category.name, faults, sizes[category.name], model.config.reward.max_fault_share, console)
-
-
-def _scorer(config: Config, episode: EpisodeConfig) -> ScoringPool:
-    return ScoringPool(episode.reward, episode.reward_options, config.reward.num_workers, scoring_limits(config))
 
 
 def _runner(model: EvaluatedModel, rewards: Rewards, rollout: GroupRollout, size: int) -> Runner:
@@ -215,14 +212,21 @@ def _settings(model: EvaluatedModel) -> dict[str, Any]:
     }
 
 
-def write_report(result: Mapping[str, Any], grid: Grid, path: Path, console: Console) -> None:
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    return [*(each["formula"] for each in result["aggregates"].values()), *result["notes"]]
+
+
+def write_report(
+    result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str], path: Path, console: Console
+) -> None:
     """Print a result, and write it as JSON and Markdown."""
-    notes = [*(each["formula"] for each in result["aggregates"].values()), *result["notes"]]
+    tables = "\n".join(grid.as_markdown() for grid in grids)
     write(path.with_name(f"{path.name}.json"), json.dumps(result, indent=2, default=str))
-    write(path.with_name(f"{path.name}.md"), grid.as_markdown() + "".join(f"\n- {note}" for note in notes))
-    console.print(grid.for_terminal())
+    write(path.with_name(f"{path.name}.md"), tables + "".join(f"\n- {note}" for note in notes))
+    for grid in grids:
+        console.print(grid.for_terminal())
     for note in notes:
-        console.print(f"  {note}", markup=False, highlight=False)
+        console.print(f"- {note}", markup=False, highlight=False)
     console.print(f"written to {path}.json and .md", markup=False, highlight=False)
 
 

@@ -56,8 +56,6 @@ class _Scores:
 
 @dataclass(frozen=True)
 class OnlineEvaluator:
-    """Evaluates all categories of eval.benchmarks."""
-
     benchmarks: Sequence[Benchmark] = ()
     eval_tasks: Sequence[EvalTask] = ()
     max_prompt_length: int = 1
@@ -65,11 +63,9 @@ class OnlineEvaluator:
     limits: ScoringLimits = field(default_factory=ScoringLimits)  # per response
 
     def files(self) -> Iterable[str]:
-        """Descriptions of the benchmarks' files."""
         return (line for benchmark in self.benchmarks for line in benchmark.files())
 
     def tasks(self) -> Mapping[str, Sequence[Task]]:
-        """The tasks by category."""
         return {each.category.name: each.tasks for each in self.eval_tasks}
 
     async def run(self, rollout: GroupRollout) -> dict[str, float]:
@@ -110,7 +106,6 @@ class OnlineEvaluator:
         return kept.rows
 
     async def close(self) -> None:
-        """Close the resources shared by episodes."""
         for task in self.eval_tasks:
             if task.episode_runner is not None:
                 await task.episode_runner.close()

@@ -42,7 +42,6 @@ def differences(
 
 
 def _in_common(answers: Mapping[str, Answers], others: Mapping[str, Answers]) -> dict[str, Answers]:
-    """The answers to tasks that are also in `others`."""
     known = {name: {rows[0]["digest"] for rows in found} for name, found in others.items()}
     return {name: [rows for rows in found if rows[0]["digest"] in known[name]] for name, found in answers.items()}
 

@@ -30,7 +30,6 @@ class Estimate:
         return float(low), float(high)
 
     def as_dict(self) -> dict[str, float]:
-        """For a JSON file."""
         low, high = self.interval
         return {"mean": self.mean, "low": low, "high": high}
 

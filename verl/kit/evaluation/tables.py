@@ -10,8 +10,6 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table: title, column names, and cells."""
-
     title: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
@@ -27,7 +25,6 @@ class Grid:
         return table
 
     def as_markdown(self) -> str:
-        """A Markdown table under its title in bold."""
         lines = [f"**{self.title}**", "", _line(self.columns), _line(["---", *["---:"] * (len(self.columns) - 1)])]
         return "\n".join([*lines, *(_line(row) for row in self.rows)]) + "\n"
 
@@ -78,7 +75,6 @@ def comparison_grid(comparison: Mapping[str, Any]) -> Grid:
 
 
 def _prompts(episodes: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
-    """The prompt format, for the title."""
     uses_tools = any(each["uses_tools"] for each in episodes)
     return f"handler {settings['eval.handler']}" if uses_tools else "prompts as they are"
 

@@ -13,7 +13,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from rich.console import Console
@@ -49,8 +49,6 @@ class Violation:
 
 @dataclass
 class Stats:
-    """Running score statistics of one kind of response."""
-
     responses: int = 0
     total: float = 0.0
     low: float = math.inf
@@ -66,8 +64,6 @@ class Stats:
 
 @dataclass
 class LabReport:
-    """Results of the lab, by kind of response."""
-
     stats: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
     violations: list[Violation] = field(default_factory=list)
 
@@ -79,13 +75,11 @@ def as_trajectory(task: Task, response: str) -> Trajectory:
     return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
 
 
-def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:
-    """Score the gold response and every mutation of every task. Raises ConfigError where the reward itself fails."""
-    return try_rewards(Rewards(reward), (replace(task, reward=None) for task in tasks), step)
-
-
 def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabReport:
-    """Like `try_reward`, with the reward of each task. Raises ConfigError for a reward without lab methods."""
+    """Score the gold response and every mutation of every task by the task's reward.
+
+    Raises ConfigError for a reward that fails, or has no lab methods.
+    """
     report = LabReport()
     for task in tasks:
         reward = rewards.of(task)
@@ -141,7 +135,6 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the lab; returns the exit code."""
     arguments = _arguments(argv)
     console = Console(soft_wrap=True, emoji=False)
     try:

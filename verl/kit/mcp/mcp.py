@@ -37,8 +37,6 @@ MAX_STDERR_CHARS = 500
 
 
 class McpTool:
-    """One tool of a server."""
-
     def __init__(self, server: McpServer, spec: ToolSpec) -> None:
         self.spec = spec
         self._server = server

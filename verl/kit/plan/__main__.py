@@ -21,8 +21,6 @@ from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
-
     def run(args: CliArgs, console: Console) -> int:
         config = args.config
         check_model(config.model, config.critic.path)

@@ -67,8 +67,6 @@ class PackShape:
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """Compute settings of one rank."""
-
     compute: int  # bytes of the compute dtype
     shards: int  # ranks that each parameter is sharded over
     checkpointing: bool = False

@@ -64,8 +64,6 @@ _SYNC_BYTES = 4  # per parameter: one read and one write in bf16
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Estimated prompt and response lengths in tokens."""
-
     prompt: float
     response: float
     source: str
@@ -83,8 +81,6 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates of a run's memory and times."""
-
     config: Config
     algorithm: Algorithm
     policy: ModelShape
@@ -182,7 +178,6 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and response."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     @property
@@ -256,6 +251,7 @@ class Plan:
         config = self.config
         shares = [share / 10 for share in range(8, 1, -1) if share / 10 < config.rollout.gpu_memory_utilization]
         limits = [config.actor.max_tokens_per_pack >> times for times in range(1, 6)]
+        cached = self.hardware.on_cpu and config.rollout.name != "hf"
         parallel_sizes = [] if config.rollout.name == "hf" or self.hardware.on_cpu else [2, 4, 8]
         return {
             "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
@@ -263,7 +259,7 @@ class Plan:
             "rollout.gpu_memory_utilization": [] if self.hardware.on_cpu or config.rollout.name == "hf" else shares,
             **self._offloads(),
             "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
-            "rollout.kv_cache_gib": self._smaller_caches(),
+            "rollout.kv_cache_gib": [config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)] if cached else [],
             "trainer.n_gpus_per_node": self._rank_counts(),
             "rollout.tensor_model_parallel_size": parallel_sizes,
             "rollout.placement": ["separate"] * (config.rollout.colocated and not self.hardware.on_cpu),
@@ -283,16 +279,9 @@ class Plan:
     def _rank_counts(self) -> list[int]:
         """Ranks per node: more GPUs have more memory in total, more CPU processes need more."""
         now = self.config.trainer.n_gpus_per_node
-        return (
-            [each for each in (4, 2, 1) if each < now]
-            if self.hardware.on_cpu
-            else [each for each in (2, 4, 8) if each > now]
-        )
-
-    def _smaller_caches(self) -> list[float]:
-        if not self.hardware.on_cpu or self.config.rollout.name == "hf":
-            return []
-        return [self.config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)]
+        if self.hardware.on_cpu:
+            return [each for each in (4, 2, 1) if each < now]
+        return [each for each in (2, 4, 8) if each > now]
 
     def _fits_with(self, changes: dict[str, Any]) -> bool:
         try:

@@ -14,7 +14,6 @@ from verl.trainer.builders.threads import available_cores, threads_of
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print everything."""
     config, pack, lengths = plan.config, plan.pack, plan.lengths
     for name, text in {
         "model": f"{plan.policy.parameters / 1e6:.1f}M parameters, {plan.policy.layers} layers",
@@ -52,7 +51,6 @@ def format_devices(plan: Plan) -> str:
 
 
 def format_in_flight(plan: Plan) -> str:
-    """Episodes in flight during the update."""
     rollout = plan.config.rollout
     decoded = min(plan.in_flight, plan.config.num_engines * plan.max_num_seqs)
     return (
@@ -90,7 +88,6 @@ def memory_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
-    """Lower bounds of the times of a step's phases."""
     device = plan.hardware.device
     assert device is not None
     legend = f"F {device.flops / 1e12:.0f} TFLOP/s, W {device.bytes_per_s / 1e12:.2f} TB/s, N parameters"
@@ -105,7 +102,6 @@ def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
 
 
 def print_suggestions(plan: Plan, console: Console) -> None:
-    """Print what does not fit, and suggested changes."""
     violations = plan.violations()
     if not violations:
         console.print("It fits.")
@@ -116,7 +112,6 @@ def print_suggestions(plan: Plan, console: Console) -> None:
 
 
 def format_suggestions(plan: Plan) -> str:
-    """The suggested changes on one line."""
     options = [
         " ".join(f"{key}={_value(value)}" for key, value in changes.items()) for changes in plan.suggested_changes()
     ]

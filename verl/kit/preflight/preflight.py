@@ -121,7 +121,10 @@ def check_step(
     """Golden and useless responses through scoring, advantages, packing, one update; it must favor the golden ones."""
     if config.env.multi_turn and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
         return "skipped: the reward has no golden responses, and episodes are multi-turn"
-    chosen = [_single_turn(task, number) if config.env.multi_turn else task for number, task in enumerate(tasks[:4])]
+    chosen = list(tasks[:4])
+    if config.env.multi_turn:  # a prompt of one message, which no format has to rewrite; its content does not matter
+        prompts = [(Message("user", f"{number}: {task.prompt[-1].content}"),) for number, task in enumerate(chosen)]
+        chosen = [replace(task, prompt=prompt, tools=()) for task, prompt in zip(chosen, prompts, strict=True)]
     by_prompt = {chat.task_prompt_ids(task): task for task in chosen}
 
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
@@ -146,11 +149,6 @@ def check_step(
             f"log p went from {before:.4f} to {after:.4f}"
         )
     return f"one update on a tiny {shape.model_type} moved sum of advantage * log p from {before:.3f} to {after:.3f}"
-
-
-def _single_turn(task: Task, number: int) -> Task:
-    """The task with a prompt of one message, which no format has to rewrite; its content does not matter."""
-    return replace(task, prompt=(Message("user", f"{number}: {task.prompt[-1].content}"),), tools=())
 
 
 def _learn(shape: PretrainedConfig, groups: Sequence[TrajectoryGroup], config: Config) -> list[float]:

@@ -27,7 +27,7 @@ from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Category, EpisodeConfig
-from verl.kit.evaluation.evaluate import check_faults, write
+from verl.kit.evaluation.evaluate import check_faults, write, write_report
 from verl.kit.evaluation.provenance import identity, short_name, versions
 from verl.kit.evaluation.records import NOT_ASKED, Records
 from verl.kit.evaluation.runner import Runner
@@ -48,6 +48,7 @@ from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
+_COSTS = "cost.jsonl"  # of every completed start
 _STEP = 0  # for rewards with a schedule: the first of training
 _TOLERANCE = 1e-9
 _FREE = {  # settings that do not affect rollouts
@@ -84,10 +85,14 @@ async def probe(config: Config, console: Console) -> None:
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
         elif episode_runner is not None:
             await episode_runner.close()
-    found, lines = _summarize(tasks, records, criteria_of(rewards, tasks), _cost(folder), config)
+    costs = _costs(folder)  # one per start
+    cost = Cost(sum(each["tasks"] for each in costs), sum(each["seconds"] for each in costs))
+    found, lines = _summarize(tasks, records, criteria_of(rewards, tasks), cost, config)
     found |= {"model": name, "data": source, "settings": settings}
     found["advice"] = advice(found, with_tools=config.env.multi_turn)
-    _report(found, lines, folder, console)
+    write_jsonl(folder / "probe.jsonl", lines)
+    write_report(found, probe_grids(found), found["advice"], folder / "probe", console)
+    console.print(f"one line per row: {folder}/probe.jsonl", markup=False, highlight=False)
 
 
 def _drawn(tasks: Sequence[Task], config: Config) -> list[Task]:
@@ -132,7 +137,8 @@ async def _roll_out(
         bar, started = progress.add_task("probe", total=len(tasks)), time.perf_counter()
         faults = await runner.run(category, tasks, records, lambda: progress.advance(bar))
         seconds = time.perf_counter() - started
-    _note_cost(records.path.parent, Cost(len(tasks), seconds))
+    costs = [*_costs(records.path.parent), asdict(Cost(len(tasks), seconds))]
+    write_jsonl(records.path.parent / _COSTS, costs)
     return faults
 
 
@@ -190,33 +196,6 @@ def _settings(config: Config, chat: ChatTemplate, episode_runner: EpisodeRunner 
     }
 
 
-def _note_cost(folder: Path, cost: Cost) -> None:
-    """Append the cost of this start to that of earlier ones."""
-    write_jsonl(folder / "cost.jsonl", [*_costs(folder), asdict(cost)])
-
-
 def _costs(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "cost.jsonl"
+    path = folder / _COSTS
     return read_jsonl(path) if path.exists() else []
-
-
-def _cost(folder: Path) -> Cost:
-    """Total cost of all completed starts."""
-    costs = _costs(folder)
-    return Cost(sum(each["tasks"] for each in costs), sum(each["seconds"] for each in costs))
-
-
-def _report(found: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Print the report and write it to the folder: probe.json, probe.md, and probe.jsonl with a line per row."""
-    grids = probe_grids(found)
-    write(folder / "probe.json", json.dumps(found, indent=2))
-    write(
-        folder / "probe.md",
-        "\n".join(grid.as_markdown() for grid in grids) + "".join(f"\n- {each}" for each in found["advice"]),
-    )
-    write_jsonl(folder / "probe.jsonl", rows)
-    for grid in grids:
-        console.print(grid.for_terminal())
-    for each in found["advice"]:
-        console.print(f"- {each}", markup=False, highlight=False)
-    console.print(f"written to {folder}/probe.json, .md and .jsonl (one line per row)", markup=False, highlight=False)

@@ -21,7 +21,6 @@ _SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
     if not {"-h", "--help"}.isdisjoint(argv):
         Console(highlight=False, emoji=False).print(__doc__, markup=False)
         return 0

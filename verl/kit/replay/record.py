@@ -35,8 +35,6 @@ _DAMAGED = "Copy it again if it was copied; a step without a record cannot be re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The record of one step."""
-
     step: int  # counted from 1, as in metrics.jsonl
     batch: TokenBatch
     kl_coefficient: float | None  # see `TrainStepResult`
@@ -47,8 +45,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes a run's records."""
-
     folder: Path  # of the run
     settings: Mapping[str, Any]
     made_by: Mapping[str, Any]
@@ -96,7 +92,6 @@ def made_by(config: Config, device: str, total_steps: int) -> dict[str, Any]:
 
 
 def record_path(run_folder: Path, step: int) -> Path:
-    """Path of the record of a step."""
     return run_folder / "records" / f"step-{step:06d}.npz"
 
 

@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The metrics of a step, recorded and replayed."""
-
     recorded: Mapping[str, float]
     replayed: Mapping[str, float]
 

@@ -28,8 +28,6 @@ class Passage:
 
 
 class Retriever(Protocol):
-    """Retrieves passages."""
-
     async def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Up to `k` passages per query, best first. Raises ServiceDownError on failure."""
 

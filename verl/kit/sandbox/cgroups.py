@@ -62,12 +62,10 @@ class Cgroups:
         return f"cgroup version {self.version}{frozen} ({', '.join(map(str, self.bases.values()))})"
 
     def folders(self, pool: str) -> list[Path]:
-        """The folders of a pool."""
         bases = [*self.bases.values(), *([self.freezer] if self.freezer else [])]
         return [base / pool for base in bases]
 
     def files(self, pool: str, name: str) -> Files:
-        """The files of one cgroup of a pool."""
         if self.version == 2:
             folder = self.bases["unified"] / pool / name
             cell = folder / CELL
@@ -139,8 +137,6 @@ class Group:
 
 
 class CgroupPool:
-    """The cgroups of one pool of supervisors."""
-
     def __init__(self, cgroups: Cgroups) -> None:
         self.cgroups = cgroups
         self._name = ""

@@ -165,5 +165,4 @@ class RemoteSession:
         return Execution(status, stdout, stderr, None if killed else int(status is not Status.FINISHED), seconds)
 
     async def close(self) -> None:
-        """Drop the cells."""
         self._cells = []

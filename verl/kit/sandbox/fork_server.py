@@ -67,8 +67,6 @@ def check_isolation(isolation: str) -> None:
 
 @dataclass(frozen=True)
 class Channel:
-    """A connection to a supervisor, and the supervisor's cgroup."""
-
     socket: socket.socket
     group: Group | None
 

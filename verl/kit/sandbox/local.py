@@ -125,8 +125,6 @@ class LocalSandbox:
 
 
 class Conversation:
-    """Request and response exchange with a supervisor."""
-
     def __init__(self, channel: Channel, server: ForkServer) -> None:
         self._channel = channel.socket
         self._server = server
@@ -225,7 +223,6 @@ class LocalSession:
             return frames.unpack_files(answer["files"]) if answer else {}
 
     async def close(self) -> None:
-        """Terminate its process."""
         async with self._lock:
             await self._end()
 

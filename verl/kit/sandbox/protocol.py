@@ -20,8 +20,6 @@ Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RunCodeRequest(BaseModel):
-    """POST /run_code."""
-
     code: str
     language: str
     compile_timeout: Seconds = 10.0
@@ -33,8 +31,6 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandRunResult(BaseModel):
-    """The result of one program."""
-
     status: str
     execution_time: float | None = None
     return_code: int | None = None
@@ -43,8 +39,6 @@ class CommandRunResult(BaseModel):
 
 
 class RunCodeResponse(BaseModel):
-    """The response of /run_code."""
-
     status: str  # Success | Failed | SandboxError
     message: str = ""
     compile_result: CommandRunResult | None = None

@@ -40,7 +40,6 @@ class _PythonOptions:
         self.sandbox, self.limits, self._print_last = sandbox, parse_limits(limits), print_last
 
     def code(self, arguments: Mapping[str, Any]) -> str:
-        """The code to run."""
         return printing_last(arguments["code"]) if self._print_last else arguments["code"]
 
     async def close(self) -> None:

@@ -18,18 +18,9 @@ from fastapi.responses import JSONResponse
 
 from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.kit.sandbox import protocol
 from verl.kit.sandbox.inside import frames
 from verl.kit.sandbox.local import LANGUAGES, LocalSandbox
-from verl.kit.sandbox.protocol import (
-    CellResult,
-    CommandRunResult,
-    RunCodeRequest,
-    RunCodeResponse,
-    RunJupyterRequest,
-    RunJupyterResponse,
-    limits_of,
-    run_result,
-)
 from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 
 log = logging.getLogger(__name__)
@@ -67,33 +58,37 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
         return "pong"
 
     @app.post("/run_code")
-    async def run_code(request: RunCodeRequest) -> RunCodeResponse:
+    async def run_code(request: protocol.RunCodeRequest) -> protocol.RunCodeResponse:
         """Run one program."""
-        limits = limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
+        limits = protocol.limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
             stdin, files = request.stdin or "", _files(request.files)
             done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
         except ServiceDownError as error:
-            return RunCodeResponse(status="SandboxError", message=str(error))
+            return protocol.RunCodeResponse(status="SandboxError", message=str(error))
         status = "Success" if done.status is Status.FINISHED else "Failed"
-        return RunCodeResponse(status=status, run_result=run_result(done), files=frames.pack_files(done.files))
+        return protocol.RunCodeResponse(
+            status=status, run_result=protocol.run_result(done), files=frames.pack_files(done.files)
+        )
 
     @app.post("/run_jupyter")
-    async def run_jupyter(request: RunJupyterRequest) -> RunJupyterResponse:
+    async def run_jupyter(request: protocol.RunJupyterRequest) -> protocol.RunJupyterResponse:
         """Run cells in one interpreter, in order. A failed cell does not stop the next ones."""
         try:
             return await _run_cells(sandbox, request, largest)
         except ServiceDownError as error:
-            return RunJupyterResponse(status="SandboxError", message=str(error))
+            return protocol.RunJupyterResponse(status="SandboxError", message=str(error))
 
     return app
 
 
-async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest: Limits) -> RunJupyterResponse:
+async def _run_cells(
+    sandbox: LocalSandbox, request: protocol.RunJupyterRequest, largest: Limits
+) -> protocol.RunJupyterResponse:
     """largest: maximum per cell; the total time limit is that times the number of cells."""
     started = time.monotonic()
     of_all = replace(largest, wall_s=largest.wall_s * len(request.cells))
-    limits = limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits, of_all)
+    limits = protocol.limits_of(request.total_timeout, request.memory_limit_MB, sandbox.limits, of_all)
     session = await sandbox.session(_files(request.files))
     results: list[Execution] = []
     left_s = request.total_timeout
@@ -110,21 +105,21 @@ async def _run_cells(sandbox: LocalSandbox, request: RunJupyterRequest, largest:
     ended = len(results) == len(request.cells) and all(done.return_code is not None for done in results)
     timed_out = any(done.status is Status.TIMEOUT for done in results) or left_s <= 0
     status = "Finished" if ended else "TimeLimitExceeded" if timed_out else "Error"
-    return RunJupyterResponse(
+    return protocol.RunJupyterResponse(
         status="Success" if ended else "Failed",
-        driver=CommandRunResult(status=status, execution_time=time.monotonic() - started),
+        driver=protocol.CommandRunResult(status=status, execution_time=time.monotonic() - started),
         cells=[_cell(done) for done in results],
         files=frames.pack_files(files),
     )
 
 
-def _cell(done: Execution) -> CellResult:
+def _cell(done: Execution) -> protocol.CellResult:
     """A cell's result; a traceback goes to stderr and to `error`, for programs and for notebooks."""
     failed = done.status is not Status.FINISHED
     last = done.stderr.strip().rpartition("\n")[2]
     name, _, value = last.partition(": ")
     error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": done.stderr.splitlines()}]
-    return CellResult(stdout=done.stdout, stderr=done.stderr, error=error if failed else [])
+    return protocol.CellResult(stdout=done.stdout, stderr=done.stderr, error=error if failed else [])
 
 
 def _files(files: dict[str, str | None]) -> dict[str, bytes]:

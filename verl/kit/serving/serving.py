@@ -64,7 +64,6 @@ class ServingConfig:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_mib: int) -> None:
-    """Add the options that all servers have."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=port)
     token = f"file with the clients' token; created if missing. Default: ${TOKEN_VARIABLE}"
@@ -77,14 +76,12 @@ def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_m
 
 
 def positive_int(text: str) -> int:
-    """argparse type for an integer of at least 1."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def positive_float(text: str) -> float:
-    """argparse type for a positive finite number."""
     with suppress(ValueError):
         if math.isfinite(number := float(text)) and number > 0:
             return number
@@ -92,7 +89,6 @@ def positive_float(text: str) -> float:
 
 
 def serving_config(options: argparse.Namespace) -> ServingConfig:
-    """The parsed options as a ServingConfig."""
     return ServingConfig(**{each.name: getattr(options, each.name) for each in fields(ServingConfig)})
 
 

@@ -137,7 +137,7 @@ class AirlineTools(ServiceTools):
             "nonfree_baggages": nonfree_baggages,
             "insurance": insurance,
         }
-        self._database["reservations"].add(reservation_id, reservation)
+        self._database["reservations"][reservation_id] = reservation
         user["reservations"].append(reservation_id)
         return reservation
 

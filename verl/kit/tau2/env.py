@@ -129,7 +129,6 @@ class Tau2Factory(EnvFactory):
         await check_services([self._user])
 
     async def close(self) -> None:
-        """Close the user's connections."""
         await self._user.close()
 
 

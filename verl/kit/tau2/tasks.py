@@ -31,8 +31,6 @@ class Tau2Extra(BaseModel):
 
 
 class Action(BaseModel):
-    """A gold call."""
-
     name: str
     arguments: dict[str, Any]
 

@@ -48,7 +48,6 @@ class ScriptedUser(User):
     """Gives all information at once; answers a question with the known facts and a yes; else hangs up."""
 
     async def opening(self, task: Task) -> str:
-        """All user information of the task."""
         return scripted_opening(task.extra["instructions"])
 
     async def answer(self, task: Task, dialogue: Sequence[Message]) -> str | None:
@@ -98,7 +97,6 @@ class ChatUser:
             raise self._down(f"{_describe(error)}. {hint}") from None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _complete(self, messages: list[dict[str, str]]) -> str:

@@ -32,7 +32,6 @@ class Cgroup:
 
     @property
     def freezes(self) -> bool:
-        """Whether `freeze` has an effect."""
         return "freeze" in self._files
 
     def begin(self, limits: Mapping[str, Any]) -> None:

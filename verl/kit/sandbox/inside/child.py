@@ -67,7 +67,6 @@ def become(jail: Jail, limits: dict[str, Any], request: int, given: Sequence[int
 
 
 def _write(files: dict[str, bytes], jail: Jail) -> None:
-    """Write the request's files into the current folder."""
     try:
         for name, data in files.items():
             path = Path(name)

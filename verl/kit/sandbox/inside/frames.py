@@ -14,20 +14,17 @@ MOST_DESCRIPTORS = 16  # per message
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Serialize a message to a frame."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The message in a frame's body."""
     message = json.loads(body)
     assert isinstance(message, dict)
     return message
 
 
 def pack_files(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Files as base64, for JSON."""
     return {path: base64.b64encode(data).decode() for path, data in files.items()}
 
 

@@ -43,12 +43,10 @@ def unshare(flags: int) -> None:
 
 
 def setns(descriptor: int, kind: int) -> None:
-    """Enter a namespace."""
     _check(_libc.setns(descriptor, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """mount(2)."""
     names = (name.encode() or None for name in (source, target, kind))
     _check(_libc.mount(*names, ctypes.c_ulong(flags), data.encode() or None), f"mount on {target}")
 
@@ -66,7 +64,6 @@ def in_large_pages(start: int, end: int) -> None:
 
 
 def prctl(option: int, value: int = 0, pointer: int | None = None) -> None:
-    """prctl(2)."""
     _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_void_p(pointer), 0, 0), f"prctl({option})")
 
 

@@ -54,7 +54,6 @@ class Output:
         return moved > 0
 
     def move_all(self) -> None:
-        """Move all available output."""
         for _ in range(self.bound // CHUNK + 2):  # bounded: a persistent writer cannot block us
             if not self.move():
                 break
@@ -62,8 +61,6 @@ class Output:
 
 @dataclass(frozen=True)
 class End:
-    """The reason why a wait ended."""
-
     status: str  # exit, answer (from a session's cell), timeout, error
     code: int | None = None  # for an answer
     reason: str = ""  # for a kill

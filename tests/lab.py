@@ -1,0 +1,14 @@
+"""The reward lab with one reward, whichever the tasks name."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from verl.kit.lab.__main__ import LabReport, try_rewards
+from verl.types import Task
+from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.rewards import Rewards
+
+
+def try_reward(reward: LabReward, tasks: Iterable[Task], step: int = 0) -> LabReport:
+    """Score the gold response and every mutation of every task."""
+    return try_rewards(Rewards(reward), (replace(task, reward=None) for task in tasks), step)
