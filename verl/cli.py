@@ -14,7 +14,7 @@ from verl.registry import nearest
 from verl.system.packages import missing_package
 
 
-class Command(NamedTuple):
+class Subcommand(NamedTuple):
     """module: for `python -m`; arguments: inserted before the user's"""
 
     module: str
@@ -23,22 +23,22 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("verl.trainer.main_ppo", "reinforcement learning: GRPO, PPO and other algorithms"),
-    "preflight": Command("verl.trainer.main_ppo", "try all parts of a training on a tiny model", ("--preflight",)),
-    "sft": Command("verl.trainer.main_sft", "supervised fine-tuning"),
-    "generate": Command("verl.trainer.main_generation", "responses to the prompts of a file, scored"),
-    "chat": Command("verl.trainer.main_generation", "talk to a model in the terminal", ("--chat",)),
-    "eval": Command("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
-    "probe": Command("verl.trainer.main_eval", "would training learn from this data?", ("--probe",)),
-    "plan": Command("verl.kit.plan", "memory and time of a training, before it starts"),
-    "replay": Command("verl.kit.replay", "run a recorded training step again"),
-    "lab": Command("verl.kit.lab", "check a reward on the rows of a file"),
-    "algorithms": Command("verl.algorithms", "table of all algorithms"),
-    "metrics": Command("verl.tracking.names", "table of all metrics"),
-    "env-server": Command("verl.kit.env_server.server", "serve an environment over HTTP"),
-    "sandbox-server": Command("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
-    "retrieval-server": Command("verl.kit.retrieval.server", "serve a search index over HTTP"),
-    "doctor": Command("verl.kit.doctor", "check packages and hardware"),
+    "train": Subcommand("verl.trainer.main_ppo", "reinforcement learning: GRPO, PPO and other algorithms"),
+    "preflight": Subcommand("verl.trainer.main_ppo", "try all parts of a training on a tiny model", ("--preflight",)),
+    "sft": Subcommand("verl.trainer.main_sft", "supervised fine-tuning"),
+    "generate": Subcommand("verl.trainer.main_generation", "responses to the prompts of a file, scored"),
+    "chat": Subcommand("verl.trainer.main_generation", "talk to a model in the terminal", ("--chat",)),
+    "eval": Subcommand("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
+    "probe": Subcommand("verl.trainer.main_eval", "would training learn from this data?", ("--probe",)),
+    "plan": Subcommand("verl.kit.plan", "memory and time of a training, before it starts"),
+    "replay": Subcommand("verl.kit.replay", "run a recorded training step again"),
+    "lab": Subcommand("verl.kit.lab", "check a reward on the rows of a file"),
+    "algorithms": Subcommand("verl.algorithms", "table of all algorithms"),
+    "metrics": Subcommand("verl.tracking.names", "table of all metrics"),
+    "env-server": Subcommand("verl.kit.env_server.server", "serve an environment over HTTP"),
+    "sandbox-server": Subcommand("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
+    "retrieval-server": Subcommand("verl.kit.retrieval.server", "serve a search index over HTTP"),
+    "doctor": Subcommand("verl.kit.doctor", "check packages and hardware"),
 }
 
 
