@@ -37,6 +37,7 @@ from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManag
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.tracking.names import known
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer
@@ -144,7 +145,7 @@ TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in ran
 
 
 def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = None) -> PPOTrainer:
-    rollout = GroupRollout(None, ChatTemplate, None, Sampling(16))  # type: ignore[arg-type]
+    rollout = GroupRollout(None, None, Sampling(16), single_turn_runner(ChatTemplate, 16))  # type: ignore[arg-type]
     settings = RolloutManagerConfig(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model

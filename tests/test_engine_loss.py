@@ -18,6 +18,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerLostError
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 
@@ -259,7 +260,7 @@ def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
         pool, weight_sync = publishing(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
         await published(weight_sync, 1)
         chat: ChatTemplate = ToolCallFormat()  # type: ignore[assignment]
-        rollout = GroupRollout(pool, chat, DirectScorer(One()), Sampling(3))
+        rollout = GroupRollout(pool, DirectScorer(One()), Sampling(3), single_turn_runner(chat, 3))
         task = Task("13", (Message("user", "x"),), "", "")
         group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
         assert group.rewards == () and len(group.faults) == 2

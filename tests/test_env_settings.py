@@ -178,8 +178,9 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
 
     inputs = load_inputs(config(400))
     (task,) = inputs.train[0]
-    seen = len(prompt_fn(inputs.episode_runner, inputs.chat)(task))
-    assert len(inputs.chat.tokenizer(words)["input_ids"]) < seen < len(inputs.chat.task_prompt_ids(task))
+    seen = len(prompt_fn(inputs.episode_runner)(task))
+    own = inputs.episode_runner.chat
+    assert len(own.tokenizer(words)["input_ids"]) < seen < len(own.task_prompt_ids(task))
     assert len(load_inputs(config(seen)).train[0]) == 1
     with pytest.raises(DataError, match=f"rows.jsonl, row 0: the prompt has {seen} tokens, more than"):
         load_inputs(config(seen - 1))
@@ -218,7 +219,7 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: P
     own.write_text("".join(json.dumps(to_row(each)) + "\n" for each in (task, other)))
     chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
     setting = built(chat, (f"env.name={name}", "env.tool_call_format=hermes", options))
-    tasks, prompt_ids = TaskSet(str(own)), prompt_fn(setting, chat)
+    tasks, prompt_ids = TaskSet(str(own)), prompt_fn(setting)
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
     factory = setting.envs.factory_of(tasks[0])
     if isinstance(factory, Tau2Factory):

@@ -344,7 +344,7 @@ def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: Cha
             return await EpisodeRunner.run(own, Speaker(chat, *texts), sampling, task, index, seed)
 
     setting = Numbered(Echoes(), ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
-    group = asyncio.run(GroupRollout(Speaker(chat), chat, DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
+    group = asyncio.run(GroupRollout(Speaker(chat), DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
     assert group.rewards == (4.0, 4.0) and len(group.faults) == 1
     assert len(to_samples(group, 0)) == 2
     metrics = tool_metrics([group])
@@ -487,7 +487,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
         return [*chat.response_ids(said)[0], *([] if "</ask>" in said else [chat.end_token_id])]
 
     setting = episode_runner(chat, Factory(), retries=0, turn_s=20.0)
-    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(Length()), Sampling(1), setting)
+    rollout = GroupRollout(ScriptedEngine(script), DirectScorer(Length()), Sampling(1), setting)
     group = asyncio.run(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
     assert [trajectory.index for trajectory in group.trajectories] == [0, 2, 3, 4, 5]
     assert [score.total for score in group.scores] == [2.0] * 5 and done[-1] == 0

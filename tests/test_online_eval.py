@@ -22,6 +22,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.tracking.names import known
 from verl.trainer import main_ppo
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.loop import TrainingRun
 from verl.types import Completion, FinishReason, Message, Task
 from verl.utils.reward_score.base import build_reward
@@ -71,7 +72,8 @@ def run(evaluator: OnlineEvaluator, breaks: str = "never", chat: ChatTemplate = 
     engine = Sometimes(response)
     engine.breaks = breaks
     scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
-    return asyncio.run(evaluator.run(GroupRollout(engine, chat, scorer, Sampling(64, temperature=0.0))))
+    sampling = Sampling(64, temperature=0.0)
+    return asyncio.run(evaluator.run(GroupRollout(engine, scorer, sampling, single_turn_runner(chat, 64))))
 
 
 def test_scores_of_categories_and_aggregates() -> None:

@@ -33,8 +33,8 @@ from verl.kit.retrieval.search import Passage
 from verl.kit.sandbox import server as sandbox_server
 from verl.kit.sandbox.client import RemoteSandbox
 from verl.kit.sandbox.local import LocalSandbox
-from verl.kit.serving.serving import MIB, Gate, ServingConfig, find_token, new_app
 from verl.kit.serving import serving
+from verl.kit.serving.serving import MIB, Gate, ServingConfig, find_token, new_app
 from verl.net.services import TOKEN_VARIABLE, check_urls, service_headers
 
 LOCAL = ServingConfig("127.0.0.1", 0)
