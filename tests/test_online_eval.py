@@ -104,7 +104,10 @@ def test_what_broke_is_missing_and_told_and_not_wrong(caplog: pytest.LogCaptureF
     assert metrics["eval/sums/plain/missing"] == 1
     assert metrics["eval/sums/plain/score"] == 1.0
     assert known("eval/sums/plain/missing")
-    assert "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, response 0: the engine aborted" in caplog.text
+    assert (
+        "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, response 0: the rollout engine: aborted"
+        in caplog.text
+    )
 
 
 def test_a_run_without_benchmarks_plays_none() -> None:

@@ -19,7 +19,7 @@ from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.batch.samples import to_samples
+from verl.batch.samples import to_batch
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.config.commands import PROBE
@@ -74,7 +74,7 @@ def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens
         (trajectory,) = group.trajectories
         assert len(trajectory.turns) == num_turns and tuple(trajectory.turns[0].context_ids) == kept
         assert [asked[:40] for asked, _ in engine.asked] == [kept] * num_turns and engine.asked[0][0] == kept
-        (sample,) = to_samples(group, 0)
+        sample = to_batch([group])
         assert sample.token_ids[:40].tolist() == list(kept) and not any(sample.action_mask[:40])
 
 
