@@ -29,7 +29,8 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True)
 class ObservationTokenizer:
-    """Truncates, formats and tokenizes every observation, exactly once.
+    """Truncates, formats and tokenizes every observation, exactly once; nothing else cuts one, but for hard limits on
+    the size of a tool's answer, which protect the process.
 
     max_observation_tokens: limit for one message of the environment
     """
