@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from scripts.raw.rlla import to_row
 from tests.conftest import ROOT, real_data
 from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
@@ -27,7 +28,6 @@ from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.data.report import RowReport
-from verl.data.rlla import to_row
 from verl.envs.base import Observation
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout

@@ -236,11 +236,8 @@ class _Episode:
         """Generate one response and append it to the ledger. The last turn stops only at the end of an answer."""
         room = self._room
         longest = min(room, self._limits.max_turn_tokens or room)
-        tool_call_format, written = (
-            self._observations.tool_call_format,
-            self._observations.written(self._since_observation),
-        )
-        self._stops = stops = tool_call_format.final_stop_strings if last else tool_call_format.stop_strings(written)
+        style, written = self._observations.tool_call_format, self._observations.written(self._since_observation)
+        self._stops = stops = style.final_stop_strings if last else style.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)

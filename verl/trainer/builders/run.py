@@ -234,7 +234,8 @@ def build_trainer(
     engine = EnginePool(
         workers.engines,
         workers.transport.sources,
-        on_weight_sync_mode(config),
+        # None: on-policy, there are never responses in flight during a weight sync
+        OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None,
         chat.tokenizer.decode,
         workers.restart_engine,
     )
@@ -287,7 +288,13 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, time
     """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack)
     return Learner(
-        settings=step_settings(config),
+        settings=StepSettings(
+            minibatches_per_step=config.minibatches_per_step,
+            epochs=config.actor.ppo_epochs,
+            critic_warmup=config.trainer.critic_warmup,
+            train_on_observations=config.env.train_on_observations,
+            seed=config.trainer.seed,
+        ),
         algorithm=algorithm,
         policy=Policy(WorkerView(ranks, "policy"), packing),
         reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
@@ -335,22 +342,6 @@ def load_tasks(
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
     return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
-
-
-def step_settings(config: Config) -> StepSettings:
-    """Hyperparameters of the training step."""
-    return StepSettings(
-        minibatches_per_step=config.minibatches_per_step,
-        epochs=config.actor.ppo_epochs,
-        critic_warmup=config.trainer.critic_warmup,
-        train_on_observations=config.env.train_on_observations,
-        seed=config.trainer.seed,
-    )
-
-
-def on_weight_sync_mode(config: Config) -> OnWeightSync | None:
-    """What a weight sync does to responses in flight; None if there are never any (on-policy)."""
-    return OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None
 
 
 def rollout_settings(config: Config) -> RolloutManagerConfig:
