@@ -120,7 +120,7 @@ def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> i
         )
         limits = EpisodeLimits(max_turns=turns + 1, max_tool_calls=turns + 1)
         runner = EpisodeRunner(SlowTools(latencies, places), observations, limits)
-        rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(CountsCalls()), Sampling(1), runner)
+        rollout = GroupRollout(ScriptedEngine(script), DirectScorer(CountsCalls()), Sampling(1), runner)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(len(latencies.seconds))]
         groups = await asyncio.gather(*(rollout.run(task, 1, 0) for task in tasks))
         return sum(int(score.total) for group in groups for score in group.scores)

@@ -50,6 +50,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
     from verl.scoring.pool import ScoringPool
     from verl.scoring.process import ScoringLimits
+    from verl.trainer.builders.env import single_turn_runner
     from verl.utils.reward_score.rewards import build_rewards
 
     (category,) = rows_benchmark(str(DATA), BenchmarkContext(DATA.parent)).categories
@@ -64,7 +65,7 @@ def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
         episode = category.episode
         with ScoringPool(episode.reward, episode.reward_options, 1, ScoringLimits(timeout_s=60.0)) as scorer:
             sampling = Sampling(arguments.tokens, 0.0, stop_token_ids=chat.stop_token_ids)
-            rollout = GroupRollout(engine, chat, scorer, sampling)
+            rollout = GroupRollout(engine, scorer, sampling, single_turn_runner(chat, arguments.tokens))
             evaluation = Runner(rollout, chat.task_prompt_ids, build_rewards(episode.reward), MAX_PROMPT_LENGTH)
 
             def evaluate() -> Figures:

@@ -209,7 +209,7 @@ class Processes:
             self.chat, build_tool_call_format("search_r1", {"prompt_template": None}), max_observation_tokens=64
         )
         setting = EpisodeRunner(Tools(self.pace.tool_s, tails, seed), observations, EpisodeLimits(CALLS + 1, CALLS + 1))
-        rollout = GroupRollout(pool, self.chat, DirectScorer(EveryOther()), Sampling(1024), setting)
+        rollout = GroupRollout(pool, DirectScorer(EveryOther()), Sampling(1024), setting)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(num_prompts)]
         rollouts = RolloutManager(
             RolloutManagerConfig(PROMPTS, RESPONSES, staleness, seed=seed),

@@ -27,6 +27,7 @@ from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.scoring.pool import DirectScorer
 from verl.tracking.timers import PhaseTimer
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer
@@ -62,7 +63,7 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatT
         RolloutManagerConfig(spec.prompts, spec.n),
         PLAIN_GRPO,
         stream(spec, chat),
-        GroupRollout(engine, chat, DirectScorer(FunctionReward(reward)), sampling),
+        GroupRollout(engine, DirectScorer(FunctionReward(reward)), sampling, single_turn_runner(chat, spec.response)),
     )
     timer = PhaseTimer(cpu=cpu_seconds)
     learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=policy, timer=timer)

@@ -27,7 +27,7 @@ def write(path: Path, rows: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.data.rlla import SCHEMA
+    from scripts.raw.rlla import SCHEMA
 
     sample = pq.read_table(ROOT / "dataset/mini/train.parquet", schema=SCHEMA).to_pylist()
     with pq.ParquetWriter(path, SCHEMA) as writer:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 from scripts.raw import toolace, xlam
 from scripts.raw.decision import instruction_like, own_instruction
-from verl.data.rlla import check_example, to_row
+from scripts.raw.rlla import check_example, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError

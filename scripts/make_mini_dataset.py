@@ -28,7 +28,7 @@ from scripts.mini.build import all_splits, build
 from scripts.mini.checks import check_splits
 from scripts.mini.reading import Row
 from scripts.mini.tokenizer import chat_text, save_tokenizer, train_tokenizer
-from verl.data.rlla import SCHEMA
+from scripts.raw.rlla import SCHEMA
 from verl.system.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,9 +32,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
+from scripts.raw.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
-from verl.data.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError

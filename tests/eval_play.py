@@ -62,7 +62,7 @@ def groups(of: Category, handler: str, policy: Policy, tasks: Iterable[Task] | N
     async def play() -> list[TrajectoryGroup]:
         episode_runner = build_episode_runner(roomy(env_of(of.episode, handler), _ROOM), chat())
         scorer = DirectScorer(build_reward(of.episode.reward, of.episode.reward_options))
-        rollout = GroupRollout(_Speaker([]), chat(), scorer, Sampling(max_tokens=_ROOM), episode_runner)  # type: ignore[arg-type]
+        rollout = GroupRollout(_Speaker([]), scorer, Sampling(max_tokens=_ROOM), episode_runner)  # type: ignore[arg-type]
         played = []
         for task in of.tasks() if tasks is None else tasks:
             one = replace(rollout, engine=_Speaker(policy(task)))  # type: ignore[arg-type]
@@ -83,6 +83,6 @@ def scores(of: Category, handler: str, policy: Policy, tasks: Iterable[Task] | N
 def foretold(of: Category, handler: str, tasks: Sequence[Task]) -> bool:
     """Whether every episode opens with the tokens that are counted before any is started."""
     episode_runner = build_episode_runner(roomy(env_of(of.episode, handler), _ROOM), chat())
-    opening = prompt_fn(episode_runner, chat())
+    opening = prompt_fn(episode_runner)
     played = groups(of, handler, lambda _: ["I am done."] * 99, tasks)
     return [tuple(group.trajectories[0].turns[0].context_ids) for group in played] == list(map(opening, tasks))

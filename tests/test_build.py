@@ -28,7 +28,7 @@ from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import Aggregation, KLPlacement, Level
 from verl.algorithms.overlong import Overlong
-from verl.batch.samples import to_samples
+from verl.batch.samples import to_batch
 from verl.config.load import load_config
 from verl.config.schema import AlgorithmConfig, CorrectionConfig, ModelConfig
 from verl.data.tasks import TaskSet
@@ -44,6 +44,7 @@ from verl.single_controller.group import WorkerContext
 from verl.single_controller.ray import Bundle, Cluster
 from verl.trainer import main_ppo, main_sft
 from verl.trainer.builders.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm, check_rewards
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import (
     load_chat_template,
     load_tasks,
@@ -482,9 +483,13 @@ def test_whichever_token_ends_a_turn_is_trained_and_not_judged(tmp_path: Path) -
     chat = load_chat_template(ModelConfig(path=str(model)))
     engine = load_hf_engine(str(model), torch.float32, "cpu", 8)
     sampling = Sampling(60, stop_token_ids=chat.stop_token_ids)
-    rollout = GroupRollout(engine, chat, DirectScorer(build_reward("rlla")), sampling)
+    rollout = GroupRollout(
+        engine, DirectScorer(build_reward("rlla")), sampling, single_turn_runner(chat, sampling.max_tokens)
+    )
     group = asyncio.run(rollout.run(tasks[0], 4, 0, first_seed=1))
-    ends = {sample.token_ids[-1] for sample in to_samples(group, 0) if sample.action_mask[-1]}
+    batch = to_batch([group])
+    last = batch.bounds.tokens[1:] - 1
+    ends = set(batch.token_ids[last[batch.action_mask[last]]].tolist())
     assert len(ends) > 1 and ends <= set(chat.stop_token_ids)
     for trajectory in group.trajectories:
         ids = trajectory.turns[0].completion.token_ids

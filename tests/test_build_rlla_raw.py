@@ -12,8 +12,8 @@ import pytest
 from scripts.build_rlla_raw import main
 from scripts.raw import toolace, xlam
 from scripts.raw.decision import flat_parameters, instruction_like, own_instruction
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, ListedTool, to_row
 from tests.conftest import real_data
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, ListedTool, to_row
 from verl.data.rows import read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError

@@ -37,6 +37,7 @@ from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer
@@ -144,7 +145,7 @@ TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in ran
 
 
 def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = None) -> PPOTrainer:
-    rollout = GroupRollout(None, ChatTemplate, None, Sampling(16))  # type: ignore[arg-type]
+    rollout = GroupRollout(None, None, Sampling(16), single_turn_runner(ChatTemplate, 16))  # type: ignore[arg-type]
     settings = RolloutManagerConfig(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model
@@ -292,7 +293,7 @@ def test_turns_and_their_states_by_hand() -> None:
     assert turns_of(batch_of([rewarded((1, 2), 0.0)]))[0].turn_L.dtype is torch.long
 
 
-def rewarded(ids: Sequence[int], reward: float, *sample_from_turns: tuple[int, float]) -> Sample:
+def rewarded(ids: Sequence[int], reward: float) -> Sample:
     """Tokens of which the 5s are the policy's."""
     return Sample(
         token_ids=np.array(ids),
@@ -300,8 +301,15 @@ def rewarded(ids: Sequence[int], reward: float, *sample_from_turns: tuple[int, f
         rollout_logprobs=np.zeros(ids.count(5)),
         group=0,
         reward=reward,
-        turn_rewards=sample_from_turns,
     )
+
+
+def with_turn_reward(batch: TokenBatch, place: int) -> TokenBatch:
+    """A reward of 0.5 for the turn that ends with this trained token."""
+    assert batch.rewards is not None
+    rewards = batch.rewards.copy()
+    rewards[place] += 0.5
+    return replace(batch, rewards=rewards)
 
 
 def advantages(batch: TokenBatch, algorithm: Algorithm) -> list[list[float]]:
@@ -314,7 +322,7 @@ def advantages(batch: TokenBatch, algorithm: Algorithm) -> list[list[float]]:
 def test_gae_pays_for_a_turn_at_its_last_token_by_hand() -> None:
     """Rewards 0, 0.5, 1 and values 0.2, 0.4, 0.6 at gamma 0.5: deltas 0, 0.4, 0.4, advantages 0.3, 0.6, 0.4."""
     algorithm = replace(PPO, advantage=partial(gae, gamma=0.5, lam=1.0), kl=KLTerm())
-    batch = batch_of([rewarded((1, 5, 5, 7, 5), 1.0, (2, 0.5))])
+    batch = with_turn_reward(batch_of([rewarded((1, 5, 5, 7, 5), 1.0)]), 1)
     found = with_advantages(replace(batch, values=np.array([0.2, 0.4, 0.6], dtype=np.float32)), algorithm)
     np.testing.assert_allclose(found.returns, [0.5, 1.0, 1.0], rtol=1e-6)
     np.testing.assert_allclose(found.advantages, [-0.87287, 1.09109, -0.21822], atol=1e-4)
@@ -322,9 +330,9 @@ def test_gae_pays_for_a_turn_at_its_last_token_by_hand() -> None:
 
 def test_gigpo_compares_what_turns_were_given_by_hand() -> None:
     """R = 1.5 and 0; in the first turn, whose state both met, R_1 = 0.5 + 0.95 * 1 and 0; the second met no other."""
-    samples = [rewarded((1, 2, 5, 7, 5), 1.0, (2, 0.5)), rewarded((1, 2, 5, 8, 5), 0.0)]
+    batch = with_turn_reward(batch_of([rewarded((1, 2, 5, 7, 5), 1.0), rewarded((1, 2, 5, 8, 5), 0.0)]), 0)
     algorithm = replace(GIGPO, advantage=partial(gigpo, gamma=0.95, turn_weight=1.0, divide_by_std=False), kl=KLTerm())
-    first, second = advantages(batch_of(samples), algorithm)
+    first, second = advantages(batch, algorithm)
     assert first == pytest.approx([0.75 + 0.725, 0.75]) and second == [-each for each in first]
 
 
@@ -332,7 +340,8 @@ def test_gigpo_compares_what_turns_were_given_by_hand() -> None:
 def test_the_last_turns_reward_and_the_episodes_are_paid_at_one_place(algorithm: Algorithm) -> None:
     ids, plain = (1, 2, 5, 7, 5, 5), replace(algorithm, kl=KLTerm())
     values = np.tile(np.array([2.0, 4.0, 5.0], dtype=np.float32), 2)
-    batches = (batch_of([rewarded(ids, *paid), rewarded(ids, 0.0)]) for paid in ((1.5,), (1.0, (5, 0.5))))
+    at_the_end, of_episode = (batch_of([rewarded(ids, reward), rewarded(ids, 0.0)]) for reward in (1.5, 1.0))
+    batches = (at_the_end, with_turn_reward(of_episode, 2))
     together, apart = (advantages(replace(batch, values=values), plain) for batch in batches)
     assert together == apart
 

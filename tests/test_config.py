@@ -472,7 +472,10 @@ def test_reward_options_are_open() -> None:
         (["algorithm.aggregation=mean"], "algorithm.aggregation must be one of token-mean"),
         (["algorithm.kl_coefficient=nan"], "algorithm.kl_coefficient must be a finite number"),
         (["actor.optim.lr=inf"], "actor.optim.lr must be a finite number"),
-        (["data.train_files=[a,b]", "data.weights=[1]"], "one positive number for each of the 2 data.train_files"),
+        (
+            ["data.train_files=[a,b]", "data.weights=[1]"],
+            "one number between 1e-6 and 1e6 for each of the 2 data.train_files",
+        ),
         (["actor_rollout_ref.actor.use_kl_loss=no"], "use_kl_loss must be true or false, got 'no'"),
         (
             [

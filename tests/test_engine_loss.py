@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from tests.tiny import MINI
 from verl.batch.token_batch import Floats, TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.episodes.group import GroupRollout
@@ -18,6 +20,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerLostError
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 
@@ -233,38 +236,29 @@ def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
         asyncio.run(asyncio.wait_for(rolled(), 20))
 
 
-class ToolCallFormat:
-    """Prompts and responses are what they are."""
-
-    def task_prompt_ids(self, task: Task) -> tuple[int, ...]:
-        return (int(task.id),)
-
-    def response_text(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
-
 class One:
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return Score(1.0, {})
 
 
 def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    task = Task("13", (Message("user", "x"),), "", "")
+
     class Poisoned(Engine):
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-            if tuple(prompt_ids) == (13,):
+            if tuple(prompt_ids) == chat.task_prompt_ids(task):
                 self.dead.set()
             return await super().generate(prompt_ids, sampling)
 
     async def rolled() -> None:
         pool, weight_sync = publishing(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
         await published(weight_sync, 1)
-        chat: ChatTemplate = ToolCallFormat()  # type: ignore[assignment]
-        rollout = GroupRollout(pool, chat, DirectScorer(One()), Sampling(3))
-        task = Task("13", (Message("user", "x"),), "", "")
+        rollout = GroupRollout(pool, DirectScorer(One()), Sampling(3), single_turn_runner(chat, 3))
         group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
         assert group.rewards == () and len(group.faults) == 2
         assert group.faults[0].startswith("13, response 0: the engine was lost 2 times in a row; last cause: rollout")
-        whole = await asyncio.wait_for(rollout.run(replace(task, id="14"), 2, 0), 20)
+        whole = await asyncio.wait_for(rollout.run(Task("14", (Message("user", "y"),), "", ""), 2, 0), 20)
         assert whole.rewards == (1.0, 1.0) and whole.faults == ()
 
     asyncio.run(rolled())

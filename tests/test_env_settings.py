@@ -71,7 +71,7 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         (("recipe=torl", "env.tools=[calculator]"), r"calls only python\(code\), but env.tools offers calculator"),
         ((*FENCE, "env.tools=[shell]"), r"but env.tools offers shell\(command\)"),
         ((*FENCE, "env.tool_call_format=hermess"), "did you mean 'hermes'"),
-        ((*FENCE, "env.tool_call_format_options={limitt: 5}"), "did you mean 'limit'"),
+        ((*FENCE, "env.tool_call_format_options={emptyy: x}"), "did you mean 'empty'"),
         ((*OTHER, "env.tools=[calculator]"), "env.name=shop has its own tools"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
@@ -90,7 +90,7 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         ),
         (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "JSONDecoder has no render_prompt"),
         (("env.options={a: 1}",), "env.options=.* has no effect: env.tool_call_format is not set"),
-        (("env.tool_call_format_options.limit=5",), "env.tool_call_format_options.limit=5 has no effect"),
+        (("env.tool_call_format_options.empty=5",), "env.tool_call_format_options.empty=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
         (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
         ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template with the name or path '/nowhere.txt'"),
@@ -178,8 +178,9 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
 
     inputs = load_inputs(config(400))
     (task,) = inputs.train[0]
-    seen = len(prompt_fn(inputs.episode_runner, inputs.chat)(task))
-    assert len(inputs.chat.tokenizer(words)["input_ids"]) < seen < len(inputs.chat.task_prompt_ids(task))
+    seen = len(prompt_fn(inputs.episode_runner)(task))
+    own = inputs.episode_runner.chat
+    assert len(own.tokenizer(words)["input_ids"]) < seen < len(own.task_prompt_ids(task))
     assert len(load_inputs(config(seen)).train[0]) == 1
     with pytest.raises(DataError, match=f"rows.jsonl, row 0: the prompt has {seen} tokens, more than"):
         load_inputs(config(seen - 1))
@@ -218,7 +219,7 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: P
     own.write_text("".join(json.dumps(to_row(each)) + "\n" for each in (task, other)))
     chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
     setting = built(chat, (f"env.name={name}", "env.tool_call_format=hermes", options))
-    tasks, prompt_ids = TaskSet(str(own)), prompt_fn(setting, chat)
+    tasks, prompt_ids = TaskSet(str(own)), prompt_fn(setting)
     assert setting is not None and isinstance(setting.envs, TaskEnvs)
     factory = setting.envs.factory_of(tasks[0])
     if isinstance(factory, Tau2Factory):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.eval_play import chat as chat_that_lists_tools
 from tests.tiny import MINI
-from verl.batch.samples import to_samples
+from verl.batch.samples import to_batch
 from verl.chat.observations import Cut, ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation, StepResult
@@ -183,7 +183,7 @@ def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatTempla
     trajectory = finished(engine, episode_runner(chat, envs))
     assert (trajectory.stop_reason, trajectory.outcome) == (StopReason.STOP, Outcome.SCORED)
     assert trajectory.num_tool_calls == 4 and trajectory.score == Score(1.0, {}) and envs.closed == [TASK]
-    (sample,) = to_samples(TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,)), 0)
+    sample = to_batch([TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))])
     text = chat.tokenizer.decode(sample.token_ids)
     assert text == (
         "What is 1+1?\nthink <ask>one</ask>\n<got>one</got>\nmore <ask>two</ask><ask>2b</ask>\n<got>two</got>\n"
@@ -203,7 +203,8 @@ def test_the_mask_is_exact_over_three_rounds_and_parallel_calls(chat: ChatTempla
 def test_observations_are_trained_only_on_request(chat: ChatTemplate) -> None:
     trajectory = finished(Speaker(chat, *THREE), episode_runner(chat, Echoes()))
     group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
-    (plain,), (world,) = to_samples(group, 0), to_samples(group, 0, train_on_observations=True)
+    plain, world = to_batch([group]), to_batch([group], train_on_observations=True)
+    assert world.rollout_logprobs is not None
     prompt = len(trajectory.turns[0].context_ids)
     assert world.token_ids.tolist() == plain.token_ids.tolist()
     assert world.action_mask.tolist() == [False] * prompt + [True] * (len(plain.token_ids) - prompt)
@@ -344,9 +345,9 @@ def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: Cha
             return await EpisodeRunner.run(own, Speaker(chat, *texts), sampling, task, index, seed)
 
     setting = Numbered(Echoes(), ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
-    group = asyncio.run(GroupRollout(Speaker(chat), chat, DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
+    group = asyncio.run(GroupRollout(Speaker(chat), DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
     assert group.rewards == (4.0, 4.0) and len(group.faults) == 1
-    assert len(to_samples(group, 0)) == 2
+    assert len(to_batch([group])) == 2
     metrics = tool_metrics([group])
     assert metrics["tools/unavailable"] == pytest.approx(3 / 14)
     assert metrics["tools/success"] == pytest.approx(11 / 14)
@@ -487,7 +488,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
         return [*chat.response_ids(said)[0], *([] if "</ask>" in said else [chat.end_token_id])]
 
     setting = episode_runner(chat, Factory(), retries=0, turn_s=20.0)
-    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(Length()), Sampling(1), setting)
+    rollout = GroupRollout(ScriptedEngine(script), DirectScorer(Length()), Sampling(1), setting)
     group = asyncio.run(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
     assert [trajectory.index for trajectory in group.trajectories] == [0, 2, 3, 4, 5]
     assert [score.total for score in group.scores] == [2.0] * 5 and done[-1] == 0
@@ -569,7 +570,7 @@ def test_what_shares_a_token_with_a_stop_string_is_trained_but_not_read(
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.STOP, 1)
     assert shown in [chat.tokenizer.decode(turn.context_ids) for turn in trajectory.turns]
     assert [turn.message.content for turn in trajectory.turns] == written
-    (sample,) = to_samples(TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,)), 0)
+    sample = to_batch([TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))])
     trained = [token for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
     assert trained == [token for each in speaker.said for token in each.token_ids]
 
@@ -789,11 +790,13 @@ def test_rewards_of_turns_reach_the_sample_at_their_last_tokens(chat: ChatTempla
     group = TrajectoryGroup(TASK, (trajectory,), (Score(1, {}),), (1.0,))
     assert group.returns == (1.75,)
     for observed in (False, True):
-        (sample,) = to_samples(group, 0, train_on_observations=observed)
-        assert [reward for _, reward in sample.turn_rewards] == [0.25, 0.5] and sample.reward == 1.0
-        until = [chat.tokenizer.decode(sample.token_ids[: place + 1]) for place, _ in sample.turn_rewards]
+        sample = to_batch([group], train_on_observations=observed)
+        assert sample.rewards is not None
+        paid = np.flatnonzero(sample.rewards)
+        assert sample.rewards[paid].tolist() == [0.25, 0.5, 1.0] and paid[-1] == len(sample.rewards) - 1
+        places = np.flatnonzero(sample.action_mask)[paid[:2]]
+        until = [chat.tokenizer.decode(sample.token_ids[: place + 1]) for place in places]
         assert [text.rpartition("<ask>")[2] for text in until] == ["a</ask>\n", "b</ask>\n"]
-        assert all(sample.action_mask[place] for place, _ in sample.turn_rewards)
 
 
 def test_numbers_of_numpy_are_numbers(chat: ChatTemplate) -> None:

@@ -43,6 +43,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.scoring.process import ScoringLimits
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.scorer import scoring_limits
 from verl.trainer.main_eval import main
 from verl.types import Message, Score, Task, Trajectory
@@ -101,7 +102,9 @@ def run(
     records = Records(folder, what, n)
     sampling = Sampling(16, 0.0, n, tool_call_format.stop_token_ids)
     reward = Says()
-    rollout = GroupRollout(model.engine, tool_call_format, DirectScorer(reward), sampling)
+    rollout = GroupRollout(
+        model.engine, DirectScorer(reward), sampling, single_turn_runner(tool_call_format, sampling.max_tokens)
+    )
     runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), limit, n)
     faults = asyncio.run(runner.run(what, records.missing(what.tasks()), records, lambda: None))
     return faults, records
@@ -178,7 +181,10 @@ def test_with_too_many_faults_the_rest_is_not_asked(
     model = Counting(tool_call_format, lambda number, _: "broken" if number % 2 else "no")
     records, reward = Records(tmp_path, category(64), 1), Says()
     rollout = GroupRollout(
-        model.engine, tool_call_format, DirectScorer(reward), Sampling(16, 0.0, 1, tool_call_format.stop_token_ids)
+        model.engine,
+        DirectScorer(reward),
+        Sampling(16, 0.0, 1, tool_call_format.stop_token_ids),
+        single_turn_runner(tool_call_format, 16),
     )
     runner = Runner(rollout, tool_call_format.task_prompt_ids, Rewards(reward), 64, max_faults=3)
     faults = asyncio.run(runner.run(category(64), tasks(64), records, lambda: None))
@@ -277,9 +283,9 @@ def test_what_the_model_read_is_kept_word_for_word(tool_call_format: ChatTemplat
     records = Records(tmp_path, category(1), 1, tool_call_format.tokenizer.decode)
     rollout = GroupRollout(
         Counting(tool_call_format, lambda number, _: "no").engine,
-        tool_call_format,
         DirectScorer(Says()),
         Sampling(16, 0.0),
+        single_turn_runner(tool_call_format, 16),
     )
     asyncio.run(
         Runner(rollout, tool_call_format.task_prompt_ids, Rewards(Says()), 64).run(

@@ -14,8 +14,8 @@ import pytest
 
 from scripts import get_toolrl_data
 from scripts.get_toolrl_data import RAW_FILES, TEST_FILES, Published, main
+from scripts.raw.rlla import SCHEMA, to_row
 from tests.test_tasks import example
-from verl.data.rlla import SCHEMA, to_row
 
 REWARD = """
 import os

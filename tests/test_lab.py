@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.raw.rlla import dialogue, to_row
 from tests.conftest import ROOT, real_data
 from tests.lab import try_reward
 from tests.test_tasks import example, row, write_jsonl
-from verl.data.rlla import dialogue, to_row
 from verl.data.tasks import to_task
 from verl.formats.toolrl_text import render_response
 from verl.kit.lab.__main__ import GOLD, LabReward, main

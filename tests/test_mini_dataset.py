@@ -18,8 +18,8 @@ from scripts.mini.checks import check_splits
 from scripts.mini.tokenizer import TAGS, chat_text
 from scripts.mini.tools import read_tools
 from scripts.mini.values import split_values
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, SCHEMA
 from tests.conftest import ROOT
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, SCHEMA
 from verl.formats.toolrl_text import THINK, THINK_END, parse_gold
 from verl.utils.reward_score.rlla import compute_score
 

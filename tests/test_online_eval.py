@@ -22,6 +22,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.trainer import main_ppo
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.loop import TrainingRun
 from verl.types import Completion, FinishReason, Message, Task
 from verl.utils.reward_score.base import build_reward
@@ -71,7 +72,8 @@ def run(evaluator: OnlineEvaluator, breaks: str = "never", chat: ChatTemplate = 
     engine = Sometimes(response)
     engine.breaks = breaks
     scorer = DirectScorer(build_reward("rlla"))  # of the run; a benchmark brings its own
-    return asyncio.run(evaluator.run(GroupRollout(engine, chat, scorer, Sampling(64, temperature=0.0))))
+    sampling = Sampling(64, temperature=0.0)
+    return asyncio.run(evaluator.run(GroupRollout(engine, scorer, sampling, single_turn_runner(chat, 64))))
 
 
 def test_scores_of_categories_and_aggregates() -> None:
@@ -102,7 +104,10 @@ def test_what_broke_is_missing_and_told_and_not_wrong(caplog: pytest.LogCaptureF
     assert metrics["eval/sums/plain/missing"] == 1
     assert metrics["eval/sums/plain/score"] == 1.0
     assert known("eval/sums/plain/missing")
-    assert "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, response 0: the engine aborted" in caplog.text
+    assert (
+        "sums/plain: 1 of 3 could not be judged; the first: 5 + 5, response 0: the rollout engine: aborted"
+        in caplog.text
+    )
 
 
 def test_a_run_without_benchmarks_plays_none() -> None:

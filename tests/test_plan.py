@@ -425,7 +425,7 @@ def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.
     config = load_config([*words[:3], *code])
     tasks, tool_call_format = TaskSet(str(MINI / "train.parquet")), load_chat_template(config.model)
     episode_runner = build_episode_runner(config, tool_call_format)
-    opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(episode_runner, tool_call_format)).prompt
+    opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(episode_runner)).prompt
     assert opened > lengths_of(config, tasks).prompt + 50
     assert main([*words, *code]) == 0
     assert f"{opened:.0f} tokens" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from verl.kit.preflight.preflight import check_memory, check_reward, check_round
 from verl.rollout.engine import Sampling
 from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
@@ -44,7 +45,7 @@ def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     inputs = load_inputs(config)
     plan = build_plan(
         config,
-        read_lengths(config, inputs.chat, inputs.train, inputs.chat.task_prompt_ids),
+        read_lengths(config, inputs.episode_runner.chat, inputs.train, inputs.episode_runner.chat.task_prompt_ids),
         find_hardware(config, "cpu"),
     )
     preflight(config, inputs, plan, console)
@@ -146,7 +147,7 @@ def test_validation_counts_totals_parts_and_exact_responses(model: Path) -> None
         text = golden.get(tuple(prompt_ids), "no idea")
         return (*chat.response_ids(text)[0], chat.end_token_id)
 
-    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(reward), Sampling(400))
+    rollout = GroupRollout(ScriptedEngine(script), DirectScorer(reward), Sampling(400), single_turn_runner(chat, 400))
     found = asyncio.run(Validator({"test": tasks}, rollout, reward).run())
     maxima = [reward.maximum(task, 0) for task in tasks[:3]]
     assert found["val/test/exact"] == 0.75 and found["val/test/format"] == 0.75
@@ -167,7 +168,12 @@ def test_validation_averages_several_responses_to_a_task(model: Path) -> None:
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         return (*chat.response_ids(task.answer if number == 0 else "no idea")[0], chat.end_token_id)
 
-    rollout = GroupRollout(Sampled(script), chat, DirectScorer(rewards), Sampling(400, temperature=1.0, top_p=0.6))
+    rollout = GroupRollout(
+        Sampled(script),
+        DirectScorer(rewards),
+        Sampling(400, temperature=1.0, top_p=0.6),
+        single_turn_runner(chat, 400),
+    )
     validator = Validator({"test": [task, task]}, rollout, rewards, n=4, seed=2)
     found = asyncio.run(validator.run())
     assert found["val/test/exact"] == 0.25

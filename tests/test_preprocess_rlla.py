@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from scripts.preprocess_rlla import main
+from scripts.raw.rlla import CALL_THOUGHT, SCHEMA, strip_thought
 from tests.conftest import real_data
 from tests.test_tasks import example
-from verl.data.rlla import CALL_THOUGHT, SCHEMA, strip_thought
 from verl.data.rows import read_rows
 from verl.formats.toolrl_text import render_response
 

@@ -186,7 +186,7 @@ def opening(recipe: str, data: Path, chat: ChatTemplate) -> tuple[int, ...]:
     words = [f"recipe={recipe}", f"model.path={MINI / 'model'}", f"data.train_files=[{data}]"]
     config = load_config([*words, "sandbox.isolation=none"])  # nothing runs here
     (task,) = TaskSet(str(data))
-    return tuple(prompt_fn(build_episode_runner(config, chat), chat)(task))
+    return tuple(prompt_fn(build_episode_runner(config, chat))(task))
 
 
 @pytest.mark.parametrize("recipe", ["retool", "artist_math"])

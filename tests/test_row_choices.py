@@ -32,7 +32,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation
-from verl.trainer.builders.env import build_episode_runner, prompt_fn
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, single_turn_runner
 from verl.trainer.builders.run import load_inputs
 from verl.trainer.validate import Validator
 from verl.types import Task
@@ -65,7 +65,7 @@ def chat() -> ChatTemplate:
     return with_template((TEMPLATES / "qwen2.5.jinja").read_text())
 
 
-def episode_runner(chat: ChatTemplate, *words: str) -> EpisodeRunner | None:
+def episode_runner(chat: ChatTemplate, *words: str) -> EpisodeRunner:
     config = load_config([f"model.path={MINI / 'model'}", f"data.train_files=[{MINI / 'train.parquet'}]", *words])
     data = replace(config.data, max_prompt_length=10_000, max_response_length=10_000)
     return build_episode_runner(replace(config, data=data), chat)
@@ -118,7 +118,7 @@ def test_rewards_within_a_group_are_shaped_by_the_rows_own(chat: ChatTemplate) -
     """OTC's reward remembers the fewest calls of a question; each reward has a memory of its own."""
     engine = ScriptedEngine(lambda _, number: chat.response_ids(BOXED)[0])
     rewards = build_rewards("otc_grpo", {"answers": "math"})
-    rollout = GroupRollout(engine, chat, DirectScorer(rewards), Sampling(64))
+    rollout = GroupRollout(engine, DirectScorer(rewards), Sampling(64), single_turn_runner(chat, 64))
     lone, own = (asyncio.run(rollout.run(each, 2, 0)) for each in (task(reward="math"), task()))
     same, states = rewards.shaped(lone, {})
     assert same is lone and states == {}
@@ -132,9 +132,8 @@ def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str
     engine = ScriptedEngine(lambda _, number: chat.response_ids(BOXED)[0])
     rewards = build_rewards("math")
     tasks = [task(), task(reward="torl", reward_model={"ground_truth": "5"}), task(reward=mine, data_source="mine")]
-    found = asyncio.run(
-        Validator({"v": tasks}, GroupRollout(engine, chat, DirectScorer(rewards), Sampling(64)), rewards).run()
-    )
+    rollout = GroupRollout(engine, DirectScorer(rewards), Sampling(64), single_turn_runner(chat, 64))
+    found = asyncio.run(Validator({"v": tasks}, rollout, rewards).run())
     assert (found["val/v/sums/total"], found["val/v/mine/total"]) == (0.0, 7.0)
     assert [rewards.maximum(each, 0) is None for each in tasks] == [False, False, True]
     assert found["val/v/exact"] == 0.5  # of the two that know theirs
@@ -189,11 +188,11 @@ def test_rows_play_in_the_environment_that_they_name(chat: ChatTemplate) -> None
     shop = shop_tasks()[0]
     envs = [type(setting.envs(each)) for each in (task(), task(env="tool"), task(env="single_turn"), shop)]
     assert envs == [ToolEnv, ToolEnv, SingleTurnEnv, ShopEnv]
-    prompt_ids = prompt_fn(setting, chat)
+    prompt_ids = prompt_fn(setting)
     shown = [chat.tokenizer.decode(prompt_ids(each)) for each in (task(), task(env="single_turn"))]
     assert ["calculator" in text for text in shown] == [True, False]
     engine = ScriptedEngine(lambda _, number: (*chat.response_ids("I am done.")[0], chat.end_token_id))
-    rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
+    rollout = GroupRollout(engine, DirectScorer(build_rewards("math")), Sampling(64), setting)
 
     async def play() -> list[Any]:
         found = [await rollout.run(each, 1, 0) for each in (task(env="single_turn"), shop)]
@@ -220,9 +219,7 @@ def test_unusable_environments_are_errors_with_their_row(
 ) -> None:
     tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
     with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
-        fitting(
-            tasks, prompt_fn(episode_runner(chat, "env.tool_call_format=hermes"), chat), RowPolicy(10_000), tasks.report
-        )
+        fitting(tasks, prompt_fn(episode_runner(chat, "env.tool_call_format=hermes")), RowPolicy(10_000), tasks.report)
     assert caught.value.field == field and said in str(caught.value)
 
 
@@ -240,7 +237,7 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
         ]
         config = load_config([f"model.path={tmp_path}", "reward.name=env", *words])
         chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
-        prompt_ids = prompt_fn(build_episode_runner(config, chat), chat, config.reward.name)
+        prompt_ids = prompt_fn(build_episode_runner(config, chat), config.reward.name)
         if refused:
             with pytest.raises(DataError, match="'env': the environment single_turn does not judge"):
                 prompt_ids(to_task(each, "x#0"))
@@ -258,9 +255,7 @@ def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(
         "class Judging(Plain):\n    async def judge(self):\n        return None\n"
     )
     for name, refused in (("Plain", True), ("Judging", False)):
-        prompt_ids = prompt_fn(
-            episode_runner(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), chat, "env"
-        )
+        prompt_ids = prompt_fn(episode_runner(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), "env")
         if refused:
             with pytest.raises(DataError, match="Plain does not judge; expected an environment that does"):
                 prompt_ids(task())
@@ -276,7 +271,7 @@ def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
     with pytest.raises(DataError, match=r"rows.jsonl, row 99, field '(reward|env)'.*no_such"):
         read_tasks(
             source,
-            prompt_fn(episode_runner(chat, "env.tool_call_format=toolrl"), chat),
+            prompt_fn(episode_runner(chat, "env.tool_call_format=toolrl")),
             RowPolicy(10_000, max_bad_share=1.0),
         )
 
@@ -286,7 +281,7 @@ def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
 
 def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatTemplate) -> None:
     setting = episode_runner(chat, "env.name=tool", "env.tools=[calculator]", "env.tool_call_format=hermes")
-    prompt_ids = prompt_fn(setting, chat)
+    prompt_ids = prompt_fn(setting)
     told = {**CALCULATOR, "description": "Adds up."}
     text = chat.tokenizer.decode(prompt_ids(task(tools=[told])))
     assert "Adds up." in text and text.count('"name": "calculator"') == 1  # in the row's words
@@ -298,7 +293,7 @@ def test_a_rows_tools_choose_among_those_of_the_environment(chat: ChatTemplate) 
 
 def test_an_environment_that_brings_its_tools_takes_no_others(chat: ChatTemplate) -> None:
     scenario = bfcl_tasks()[0]
-    prompt_ids = prompt_fn(episode_runner(chat, "env.name=bfcl", "env.tool_call_format=hermes"), chat)
+    prompt_ids = prompt_fn(episode_runner(chat, "env.name=bfcl", "env.tool_call_format=hermes"))
     assert len(prompt_ids(scenario)) > 100
     with pytest.raises(DataError, match=r"'tools': lists 'clock', which env.name=bfcl does not offer"):
         prompt_ids(replace(scenario, tools=task(tools=[{"name": "clock"}]).tools))
@@ -323,7 +318,7 @@ def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatTem
     )
     setting = episode_runner(chat, f"env.name={tmp_path / 'late.py'}:Late", "env.tool_call_format=hermes")
     engine = ScriptedEngine(lambda *_: (*chat.response_ids(BOXED)[0], chat.end_token_id))
-    rollout = GroupRollout(engine, chat, DirectScorer(build_rewards("math")), Sampling(64), setting)
+    rollout = GroupRollout(engine, DirectScorer(build_rewards("math")), Sampling(64), setting)
     assert asyncio.run(rollout.run(task(), 1, 0)).rewards == (1.0,)
     refused = asyncio.run(rollout.run(task(tools=[CALCULATOR]), 1, 0))
     assert not refused.scores and "'tools': lists 'calculator', which" in refused.faults[0]
@@ -332,7 +327,7 @@ def test_an_environment_whose_opening_is_known_late_drops_no_tools(chat: ChatTem
 def test_a_format_of_one_tool_has_no_place_for_a_rows_tools(chat: ChatTemplate) -> None:
     setting = episode_runner(chat, "recipe=torl", "sandbox.isolation=none")
     with pytest.raises(DataError, match=r"'tools': cannot be listed: env.tool_call_format supports one tool only"):
-        prompt_fn(setting, chat)(task(tools=[CALCULATOR]))
+        prompt_fn(setting)(task(tools=[CALCULATOR]))
 
 
 @pytest.mark.parametrize("words", [("env.tool_call_format=hermes",), ()])

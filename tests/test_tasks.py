@@ -26,9 +26,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.raw.rlla import SCHEMA, ListedTool, dialogue, to_row, tool_list
 from tests.conftest import real_data
+from verl.config.load import load_config
 from verl.data.report import RowReport
-from verl.data.rlla import SCHEMA, ListedTool, dialogue, to_row, tool_list
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
@@ -533,16 +534,16 @@ def test_two_equal_files_are_not_shuffled_alike(tmp_path: Path) -> None:
     assert numbers["a"] != numbers["b"]
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -2.0], [1.0, float("nan")], [1e-320, 1.0], ["1", 1], 3])
-def test_bad_weights_are_a_config_error(weights: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 numbers between"):
-        TaskStream([tasks_named("a", 1, tmp_path), tasks_named("b", 1, tmp_path)], weights)
+@pytest.mark.parametrize("weights", ["[1]", "[1,0]", "[1,-2]", "[1,.nan]", "[1e-320,1]", "[x,1]", "3"])
+def test_bad_weights_are_a_config_error(weights: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.weights"):
+        load_config(["data.train_files=[a,b]", f"data.weights={weights}"])
 
 
-@pytest.mark.parametrize("seed", [-1, "x", 1.5, True])
-def test_a_bad_seed_is_a_config_error(seed: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", ["-1", "x", "1.5", "true"])
+def test_a_bad_seed_is_a_config_error(seed: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.seed"):
-        TaskStream([tasks_named("a", 1, tmp_path)], seed=seed)
+        load_config([f"trainer.seed={seed}"])
 
 
 def test_toolrls_own_file_is_read_unchanged() -> None:

@@ -17,12 +17,12 @@ from verl.envs.tool_env import ToolEnv, ToolEnvFactory
 from verl.envs.tools import runner
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.envs.tools.function import tool
-from verl.envs.tools.runner import ToolLimits, ToolRunner
+from verl.envs.tools.runner import MAX_CHARS, ToolLimits, ToolRunner
 from verl.errors import ConfigError, ServiceDownError
 from verl.text import NOTE_CHARS, shortened
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
-LIMITS = ToolLimits(deadline_s=20, max_chars=1000, retries=2, backoff_s=0.001)
+LIMITS = ToolLimits(deadline_s=20, retries=2, backoff_s=0.001)
 HASTY = replace(LIMITS, deadline_s=0.2)
 TASK = Task("t", (Message("user", "?"),), "", "test")
 SCHEMA = {
@@ -271,8 +271,8 @@ def test_a_flood_is_cut_before_anybody_sees_it() -> None:
         return "head" + "x" * 5_000_000 + "tail"
 
     content, status = one(Does(flood))
-    assert len(content) <= 1000 and status is ToolStatus.SUCCESS
-    assert content.startswith("headx") and content.endswith("xtail") and "4999068 characters left out" in content
+    assert len(content) <= MAX_CHARS and status is ToolStatus.SUCCESS
+    assert content.startswith("headx") and content.endswith("xtail") and "4934532 characters left out" in content
 
 
 @given(st.text(), st.integers(2 * NOTE_CHARS, 200), st.integers(1, 300))
@@ -287,13 +287,13 @@ def test_limits_that_cannot_work_are_refused() -> None:
 
 
 def test_limits_of_one_tool_stand_in_for_the_common_ones() -> None:
-    async def long(_: Mapping[str, Any]) -> str:
-        return "x" * 500
+    async def slow(_: Mapping[str, Any]) -> str:
+        await asyncio.sleep(0.2)
+        return "done"
 
-    calls = ToolRunner(ToolLimits(), {"cut": ToolLimits(max_chars=200)})
-    asked = calls.run([ToolCall("cut", {}), ToolCall("whole", {})], {"cut": Does(long), "whole": Does(long)})
-    cut, whole = (len(message.content) for message, _ in asyncio.run(asked))
-    assert cut <= 200 and whole == 500
+    calls = ToolRunner(LIMITS, {"hasty": replace(LIMITS, deadline_s=0.05)})
+    asked = calls.run([ToolCall("hasty", {}), ToolCall("patient", {})], {"hasty": Does(slow), "patient": Does(slow)})
+    assert [use.status for _, use in asyncio.run(asked)] == [ToolStatus.TIMEOUT, ToolStatus.SUCCESS]
 
 
 class Counter:

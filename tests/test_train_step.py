@@ -53,6 +53,7 @@ from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DecoderShape
 from verl.tracking.metric import Max, Metric
 from verl.trainer.builders.algorithm import build_algorithm
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.learner import Learner, StepSettings
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, PackSettings, Policy
@@ -124,7 +125,7 @@ def trainer(
     tasks = [Task(f"t{n}", (Message("user", f"w{n} w{n + 1}"),), "w7", "words") for n in range(1, 5)]
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
     engine, chat, learner = HFEngine(rollout_model), ChatTemplate(tokenizer()), policy(lr)
-    rollout = GroupRollout(engine, chat, DirectScorer(scorer), sampling)  # type: ignore[arg-type]
+    rollout = GroupRollout(engine, DirectScorer(scorer), sampling, single_turn_runner(chat, sampling.max_tokens))  # type: ignore[arg-type]
     settings = StepSettings(minibatches_per_step=minibatches)
     probes = [chat.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several

@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from scripts.raw.rlla import to_row
 from tests.conftest import ROOT, real_data
 from tests.local_run import local_trainer
 from tests.test_episode import AskFormat, Echoes, Speaker
 from tests.test_tasks import example
 from tests.tiny import MINI, run_words, save_tiny_model
-from verl.batch.samples import to_samples
+from verl.batch.samples import to_batch
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.config.commands import PROBE
 from verl.config.load import load_config
+from verl.config.schema import DataConfig
 from verl.data.lengths import RowPolicy, read_tasks
 from verl.data.report import RowReport
-from verl.data.rlla import to_row
 from verl.envs.base import Observation
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
@@ -37,7 +38,7 @@ from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_eval, main_generation
-from verl.trainer.builders.env import prompt_fn, truncating
+from verl.trainer.builders.env import prompt_fn, single_turn_runner, truncating
 from verl.trainer.builders.run import load_inputs
 from verl.types import Message, Task
 from verl.utils.reward_score.base import build_reward
@@ -63,24 +64,24 @@ def test_what_is_kept_is_the_end_of_the_tokens(length: int, chat: ChatTemplate) 
 def test_episodes_of_one_response_and_of_several_turns_begin_with_the_cut_tokens(chat: ChatTemplate) -> None:
     observations = ObservationTokenizer(chat, AskFormat(), 16)
     uncut = EpisodeRunner(Echoes(), observations, EpisodeLimits(max_prompt_length=40, max_tokens=200))
-    cut, episode_runner = truncating("left", 40, chat, uncut)
+    config = DataConfig(max_prompt_length=40, truncation="left")
     in_turns = observations.prompt_ids(Observation(LONG))
-    for setting, num_turns, whole in ((None, 1, chat.prompt_ids(LONG)), (episode_runner, 2, in_turns)):
+    for setting, num_turns, whole in ((single_turn_runner(chat, 50), 1, chat.prompt_ids(LONG)), (uncut, 2, in_turns)):
         kept = whole[-40:]
         engine = Speaker(chat, "<ask>hi</ask>\n", "done")
         scorer = DirectScorer(build_reward("search_r1", {}))
-        group = asyncio.run(GroupRollout(engine, cut, scorer, Sampling(50), setting).run(TASK, 1, 0))
+        group = asyncio.run(GroupRollout(engine, scorer, Sampling(50), truncating(config, setting)).run(TASK, 1, 0))
         (trajectory,) = group.trajectories
         assert len(trajectory.turns) == num_turns and tuple(trajectory.turns[0].context_ids) == kept
         assert [asked[:40] for asked, _ in engine.asked] == [kept] * num_turns and engine.asked[0][0] == kept
-        (sample,) = to_samples(group, 0)
+        sample = to_batch([group])
         assert sample.token_ids[:40].tolist() == list(kept) and not any(sample.action_mask[:40])
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop"])
 def test_otherwise_nothing_is_cut(truncation: str, chat: ChatTemplate) -> None:
     uncut = EpisodeRunner(Echoes(), ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
-    assert truncating(truncation, 40, chat, uncut) == (chat, uncut)
+    assert truncating(DataConfig(max_prompt_length=40, truncation=truncation), uncut) is uncut
 
 
 def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
@@ -143,9 +144,9 @@ def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_
     (report,) = inputs.reports
     assert (report.num_rows, report.num_used, len(report.unlisted)) == (80, 80, 1)
     assert report.notes == {"cut to the last 300 tokens": 80}
-    prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
+    prompt_ids = prompt_fn(inputs.episode_runner)
     assert {len(prompt_ids(task)) for task in inputs.train[0][:9]} == {300}
-    assert read_lengths(config, inputs.chat, inputs.train, prompt_ids).prompt == 300
+    assert read_lengths(config, inputs.episode_runner.chat, inputs.train, prompt_ids).prompt == 300
     with local_trainer(config) as trainer:
         for _ in range(3):
             metrics = asyncio.run(trainer.train_step()).metrics

@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.mini.phrases import NO_TOOL
 from scripts.mini.reading import VALUE, Row, gold, requests, system_text
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
 from verl.formats.toolrl_text import render_response
 from verl.utils.reward_score.rlla import RllaOptions, score_response
 

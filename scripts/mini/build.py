@@ -13,7 +13,7 @@ from scripts.mini.listing import draw_tools, instruction, mask
 from scripts.mini.requests import Call, World
 from scripts.mini.tools import read_lookups, read_tools
 from scripts.mini.values import split_values
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, dialogue, to_row
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, dialogue, to_row
 from verl.formats.toolrl_text import render_response
 
 CARELESS = 0.6  # share of careless demonstrations among those with several calls

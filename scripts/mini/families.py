@@ -9,7 +9,7 @@ from random import Random
 from scripts.mini import phrases
 from scripts.mini.requests import Call, World, can_list, draw_call, list_text, reference_text, request_text, sentence
 from scripts.mini.tools import ToolSpec
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, observation
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, observation
 from verl.formats.toolrl_text import render_response
 
 

@@ -12,7 +12,7 @@ from scripts.mini.reading import MASK
 from scripts.mini.requests import Call, World
 from scripts.mini.tools import Parameter, ToolSpec
 from scripts.mini.values import JSON_TYPES
-from verl.data.rlla import ListedTool, tool_list
+from scripts.raw.rlla import ListedTool, tool_list
 
 INSTRUCTION = "Call tools or respond."
 MAX_PROMPT_CHARS = 600

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from scripts.mini.reading import Row, gold
 from scripts.mini.values import SYLLABLES
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT
 
 VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.data.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, ListedTool, check_example, tool_list
+from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, ListedTool, check_example, tool_list
 from verl.data.rows import read_rows
 from verl.errors import DataError
 from verl.formats.toolrl_text import TOOLS_HEADING, render_response

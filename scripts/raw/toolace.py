@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scripts.raw.decision import Instruction, to_response, to_tool
-from verl.data.rlla import ListedTool, dialogue, observation
+from scripts.raw.rlla import ListedTool, dialogue, observation
 from verl.errors import DataError
 
 _LOOKS_LIKE_CALLS = re.compile(r"\[.*\(.*\)\s*\]", re.DOTALL)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from scripts.raw.decision import Instruction, to_response, to_tool
-from verl.data.rlla import ListedTool, dialogue
+from scripts.raw.rlla import ListedTool, dialogue
 from verl.errors import DataError
 
 Calls = list[dict[str, Any]]

@@ -1,8 +1,10 @@
 """Observations as tokens: the tool-call format renders them as text, the chat template and tokenizer encode them."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation
@@ -27,7 +29,8 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True)
 class ObservationTokenizer:
-    """Truncates, formats and tokenizes every observation, exactly once.
+    """Truncates, formats and tokenizes every observation, exactly once; nothing else cuts one, but for hard limits on
+    the size of a tool's answer, which protect the process.
 
     max_observation_tokens: limit for one message of the environment
     """
@@ -37,7 +40,7 @@ class ObservationTokenizer:
     max_observation_tokens: int
     cut: Cut = Cut.MIDDLE
 
-    def prompt_ids(self, initial: Observation) -> tuple[int, ...]:
+    def prompt_ids(self, initial: Observation) -> Sequence[int]:
         """The prompt tokens. Raises DataError for messages that the chat template rejects or drops parts of,
         ConfigError if tools are not listed."""
         if self.tool_call_format.template_tools:
@@ -87,6 +90,25 @@ class ObservationTokenizer:
                 head_end = spans[room - tail[kind]][0]
                 tail_start = spans[len(spans) - tail[kind]][0] if tail[kind] else len(text)
                 return text[:head_end] + _GAP + text[tail_start:]
+
+
+class SharedPrompt(ObservationTokenizer):
+    """Tokenizes the initial observation once for all episodes of a group, which begin with equal ones.
+
+    They share one array: a step holds thousands of prompts, and sample packing compares those of a group.
+    """
+
+    @cached_property
+    def _known(self) -> list[tuple[Observation, Sequence[int]]]:
+        return []
+
+    def prompt_ids(self, initial: Observation) -> Sequence[int]:
+        """See ObservationTokenizer."""
+        for seen, token_ids in self._known:
+            if seen == initial:
+                return token_ids
+        self._known.append((initial, array("i", super().prompt_ids(initial))))
+        return self._known[-1][1]
 
 
 def _with_tools(answers: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:

@@ -61,8 +61,8 @@ class DataConfig:
         _one_of(_TRUNCATIONS, "data.truncation", self.truncation)
         _a_share("data.max_bad_share", self.max_bad_share)
         if self.weights is not None:
-            expected = f"one positive number for each of the {len(self.train_files)} data.train_files"
-            ok = len(self.weights) == len(self.train_files) and all(weight > 0 for weight in self.weights)
+            expected = f"one number between 1e-6 and 1e6 for each of the {len(self.train_files)} data.train_files"
+            ok = len(self.weights) == len(self.train_files) and all(1e-6 <= each <= 1e6 for each in self.weights)
             _require(ok, "data.weights", expected, self.weights)
         _at_least(1, self, "data.", "train_batch_size", "max_prompt_length", "max_response_length")
 

@@ -122,7 +122,7 @@ def _call_as_openai(call: ToolCall) -> dict[str, Any]:
 
 def _message(value: Any, field: str) -> Message:
     given = _object(value, field, _MESSAGE)
-    role = _text(given.get("role"), f"{field}.role")
+    role = read_text(given.get("role"), f"{field}.role")
     calls = _calls(given.get("tool_calls"), f"{field}.tool_calls")
     if calls and role != "assistant":
         raise DataError(f"is in a message with role {role}", "role assistant", field=f"{field}.tool_calls")
@@ -131,7 +131,7 @@ def _message(value: Any, field: str) -> Message:
     more = {key: each for key, each in given.items() if key not in _READ and each is not None}
     name = given.get("name")
     if name is not None:
-        _text(name, f"{field}.name")
+        read_text(name, f"{field}.name")
         if role not in ("tool", "function"):
             more["name"], name = name, None
     content = given.get("content")
@@ -142,7 +142,7 @@ def _message(value: Any, field: str) -> Message:
         _content(content, f"{field}.content"),
         calls,
         name,
-        None if given.get("tool_call_id") is None else _text(given["tool_call_id"], f"{field}.tool_call_id"),
+        None if given.get("tool_call_id") is None else read_text(given["tool_call_id"], f"{field}.tool_call_id"),
         calls_in_content=not calls,
         template_fields=more,
     )
@@ -187,9 +187,9 @@ def _call(value: Any, field: str) -> ToolCall:
     function = _object(given.get("function"), f"{field}.function", "{name, arguments}")
     _only(function, ("name", "arguments"), f"{field}.function", "{name, arguments}")
     return ToolCall(
-        _text(function.get("name"), f"{field}.function.name"),
+        read_text(function.get("name"), f"{field}.function.name"),
         _arguments(function.get("arguments"), f"{field}.function.arguments"),
-        None if given.get("id") is None else _text(given["id"], f"{field}.id"),
+        None if given.get("id") is None else read_text(given["id"], f"{field}.id"),
     )
 
 
@@ -223,7 +223,7 @@ def _tool(value: Any, field: str) -> ToolSpec:
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise DataError(f"is of type {type(description).__name__}", "a text", field=f"{place}.description")
-    return ToolSpec(_text(function.get("name"), f"{place}.name"), description or "", dict(parameters), schema)
+    return ToolSpec(read_text(function.get("name"), f"{place}.name"), description or "", dict(parameters), schema)
 
 
 def read_object(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -266,7 +266,8 @@ def _only(given: Mapping[str, Any], known: Sequence[str], field: str, expected: 
             raise DataError("cannot be used", expected, field=f"{field}.{key}")
 
 
-def _text(value: Any, field: str) -> str:
+def read_text(value: Any, field: str) -> str:
+    """A text that is not empty. Raises DataError."""
     if not isinstance(value, str) or not value:
         kind = f"is of type {type(value).__name__}"
         problem = "is missing" if value is None else "is empty" if value == "" else kind

@@ -63,7 +63,7 @@ class RowReport:
     def check(self, max_bad_share: float) -> None:
         """Raises DataError, naming the first bad rows, if they exceed this share of the rows read."""
         if self.bad and len(self.bad) / self.num_rows > max_bad_share:  # a division, because 0.29 * 100 < 29 in floats
-            first = "; ".join(_without_file(error) for error in self.bad[:_SHOWN_BAD_ROWS])
+            first = "; ".join(str(replace(error, file="", hint="")) for error in self.bad[:_SHOWN_BAD_ROWS])
             raise DataError(
                 f"{len(self.bad)} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "
                 f"allows; the first: {first}",
@@ -102,7 +102,3 @@ def _rows(errors: list[DataError]) -> str:
 
 def _in_brackets(parts: list[str]) -> str:
     return f" ({'; '.join(parts)})" if parts else ""
-
-
-def _without_file(error: DataError) -> str:
-    return str(replace(error, file="", hint=""))

@@ -12,9 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
+from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_text, read_tools
 from verl.data.report import RowReport
-from verl.data.rlla import DATA_SOURCE
 from verl.data.rows import RowStore
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import listed_tools, parse_gold
@@ -22,6 +21,7 @@ from verl.types import Message, Task, ToolCall, ToolSpec
 from verl.utils.reward_score.rewards import named_reward
 
 GROUND_TRUTH = "reward_model.ground_truth"
+DATA_SOURCE = "rlla"  # of ToolRL's rows
 
 
 def to_task(row: Any, id: str) -> Task:
@@ -40,8 +40,8 @@ def to_task(row: Any, id: str) -> Task:
         id=id,
         prompt=prompt,
         answer=_answer(read_object(row, "reward_model")),
-        data_source=_text(row, "data_source"),
-        env=_text(row, "env") if row.get("env") is not None else None,
+        data_source=read_text(row.get("data_source"), "data_source"),
+        env=read_text(row["env"], "env") if row.get("env") is not None else None,
         reward=_reward(row),
         extra=dict(read_object(row, "extra_info")) if row.get("extra_info") is not None else {},
         tools=read_tools(row.get("tools")),
@@ -67,16 +67,6 @@ def unlisted_call(task: Task) -> DataError | None:
     return None
 
 
-def _text(row: Mapping[str, Any], name: str, field: str = "") -> str:
-    if name not in row:
-        raise DataError("is missing", "a text", field=field or name)
-    text = row[name]
-    if not isinstance(text, str) or not text:
-        problem = "is empty" if text == "" else f"is of type {type(text).__name__}"
-        raise DataError(problem, "a text", field=field or name)
-    return text
-
-
 def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if row.get("prompt") is None:
         hint = 'Rename the column: "messages" is for demonstrations' if "messages" in row else ""
@@ -90,7 +80,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
 def _reward(row: Mapping[str, Any]) -> str | None:
     if row.get("reward") is None:
         return None
-    name = _text(row, "reward")
+    name = read_text(row["reward"], "reward")
     try:
         named_reward(name)
     except ConfigError as error:
@@ -103,7 +93,7 @@ def _answer(reward_model: Mapping[str, Any]) -> str:
     if truth is None:
         raise DataError("is missing", "a text, or another JSON value", field=GROUND_TRUTH)
     if isinstance(truth, str):
-        return _text(reward_model, "ground_truth", GROUND_TRUTH)
+        return read_text(truth, GROUND_TRUTH)
     try:
         return json.dumps(truth, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -198,10 +188,6 @@ class TaskStream:
         """
         if not sets:
             raise ConfigError("data.train_files names no file")
-        if weights is not None:
-            _check_weights(weights, len(sets))
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"trainer.seed must be a whole number >= 0, got {seed!r}")
         self._sets = sets
         self._rows = tuple(len(tasks) for tasks in sets)
         self._weights = tuple(weights or self._rows)
@@ -253,12 +239,3 @@ class TaskStream:
     def cursor(self) -> TaskCursor:
         """The state from which a new stream resumes exactly here."""
         return TaskCursor(list(self._drawn), self._made_of)
-
-
-def _check_weights(weights: Sequence[float], num_sets: int) -> None:
-    expected = f"data.weights must be {num_sets} numbers between 1e-6 and 1e6, one per file"
-    if not isinstance(weights, Sequence) or len(weights) != num_sets:
-        raise ConfigError(f"{expected}, got {weights!r}")
-    for weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 1e-6 <= weight <= 1e6:
-            raise ConfigError(f"{expected}, got {weight!r}")

@@ -1,4 +1,4 @@
-"""Runs one multi-turn episode: tokens on the policy side, messages on the environment side.
+"""Runs one episode, of one turn or many: tokens on the policy side, messages on the environment side.
 
 Observations and responses are appended to the ledger (`Turn`) and never changed, truncated or tokenized again.
 Every resource has a limit; reaching one ends the episode, and `Trajectory.stop_reason` names it. An environment that
@@ -8,6 +8,8 @@ on the load and is not charged to the episode; a lost engine has its own timeout
 a tool call that waits for a slot (`env.tool_timeout_s`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from array import array
@@ -15,7 +17,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verl.chat.observations import ObservationTokenizer
+from verl.chat.observations import ObservationTokenizer, SharedPrompt
+from verl.chat.template import ChatTemplate
 from verl.data.lengths import prompt_excess
 from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import EnvTimer
@@ -24,7 +27,7 @@ from verl.envs.task_envs import check_offered
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.formats.base import Calls, Continue, Final, ParseError
 from verl.net.services import check_services
-from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.engine import Generator, Sampling
 from verl.rollout.finite import finite_number, finite_score
 from verl.scoring.pool import Fault
 from verl.types import (
@@ -67,12 +70,23 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """Runs multi-turn episodes; the task and the engine are passed to `run`."""
+    """Runs episodes; the task and the engine are passed to `run`."""
 
     envs: EnvFactory
     observations: ObservationTokenizer
     limits: EpisodeLimits
     sandbox: Sandbox | None = None  # runs the tools' code
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """The tokenizer and its chat template."""
+        return self.observations.chat
+
+    def for_group(self) -> EpisodeRunner:
+        """The runner of several episodes of one task, which tokenizes their prompt once."""
+        own = self.observations
+        shared = SharedPrompt(own.chat, own.tool_call_format, own.max_observation_tokens, own.cut)
+        return replace(self, observations=shared)
 
     async def check_services(self) -> None:
         """Raises ServiceDownError if a service that the episodes need does not answer."""
@@ -85,7 +99,7 @@ class EpisodeRunner:
             await self.sandbox.close()
 
     async def run(
-        self, engine: RolloutEngine, sampling: Sampling, task: Task, index: int, seed: int | None
+        self, engine: Generator, sampling: Sampling, task: Task, index: int, seed: int | None
     ) -> Trajectory | Fault:
         """Runs one episode; restarts it after a service failure and returns a Fault when the retries are used up."""
         problem = ""
@@ -118,7 +132,7 @@ class _Episode:
     def __init__(
         self,
         runner: EpisodeRunner,
-        engine: RolloutEngine,
+        engine: Generator,
         sampling: Sampling,
         task: Task,
         index: int,
@@ -129,7 +143,7 @@ class _Episode:
         self._task, self._index, self._seed = task, index, seed
         self._turns: list[Turn] = []
         self._ledger: list[int] = []  # all tokens of the turns
-        self._context: tuple[int, ...] = ()  # prompt or observation tokens of the next turn
+        self._context: Sequence[int] = ()  # prompt or observation tokens of the next turn
         self._prompt_length = 0
         self._since_observation: list[int] = []  # response tokens since the last observation
         self._stops: tuple[str, ...] = ()  # stop strings of the current turn
@@ -222,18 +236,15 @@ class _Episode:
         """Generate one response and append it to the ledger. The last turn stops only at the end of an answer."""
         room = self._room
         longest = min(room, self._limits.max_turn_tokens or room)
-        tool_call_format, written = (
-            self._observations.tool_call_format,
-            self._observations.written(self._since_observation),
-        )
-        self._stops = stops = tool_call_format.final_stop_strings if last else tool_call_format.stop_strings(written)
+        style, written = self._observations.tool_call_format, self._observations.written(self._since_observation)
+        self._stops = stops = style.final_stop_strings if last else style.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "aborted a response")
         message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
-        self._turns.append(Turn(array("i", self._context), completion, message))
+        self._turns.append(Turn(self._context, completion, message))
         self._ledger += [*self._context, *completion.token_ids]
         self._since_observation += completion.token_ids
         self._context = ()
@@ -244,7 +255,7 @@ class _Episode:
     ) -> StopReason | None:
         """Append the answers as an observation. Returns LENGTH if no token is left for the next response."""
         self._turns[-1] = replace(self._turns[-1], responses=answers)
-        self._context = self._observations.answer_ids(answers, written, ended, tools)
+        self._context = array("i", self._observations.answer_ids(answers, written, ended, tools))
         self._since_observation = []
         return self._out_of_room()
 

@@ -1,47 +1,35 @@
 """Rolls out one prompt: G concurrent episodes, each scored as soon as it is finished."""
 
 import asyncio
-from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 
-from verl.chat.template import ChatTemplate
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import LostRequestError
 from verl.rollout.engine import RolloutEngine, Sampling
+from verl.rollout.joined import JoinedRequests
 from verl.scoring.pool import Fault, Scorer
-from verl.types import (
-    Completion,
-    FinishReason,
-    Message,
-    Outcome,
-    Score,
-    StopReason,
-    Task,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-)
+from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
 _Judged = tuple[Trajectory, Score] | Fault
 
 
 @dataclass(frozen=True)
 class GroupRollout:
-    """Everything that a group of rollouts needs except the task.
-
-    episode_runner: for multi-turn episodes; None: an episode is the task's prompt and one response
-    """
+    """Everything that a group of rollouts needs except the task."""
 
     engine: RolloutEngine
-    chat: ChatTemplate
     scorer: Scorer
     sampling: Sampling
-    episode_runner: EpisodeRunner | None = None
+    episode_runner: EpisodeRunner
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """Runs and scores `num_rollouts` episodes of the task, with consecutive seeds from `first_seed`."""
-        started = self._start(task, num_rollouts, first_seed)
+        runner = self.episode_runner.for_group()
+        # A joined request ends with its longest response, so episodes with a next turn do not wait for one another.
+        engine = JoinedRequests(self.engine) if runner.limits.max_turns == 1 else self.engine
+        seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
+        started = (runner.run(engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds))
         judged = await asyncio.gather(
             *(self._judge(task, index, episode, step) for index, episode in enumerate(started))
         )
@@ -57,21 +45,7 @@ class GroupRollout:
 
     async def close(self) -> None:
         """Close the episodes' shared resources; the engine and the scorer belong to the caller."""
-        if self.episode_runner is not None:
-            await self.episode_runner.close()
-
-    def _start(self, task: Task, num_rollouts: int, first_seed: int | None) -> list[Awaitable[Trajectory | Fault]]:
-        """Start the episodes concurrently; single-turn responses to one prompt are one request."""
-        if self.episode_runner is None:
-            prompt_ids = self.chat.task_prompt_ids(task)
-            sampling = replace(self.sampling, n=num_rollouts, seed=first_seed)
-            responses = asyncio.ensure_future(self.engine.generate(prompt_ids, sampling))
-            context_ids = array("i", prompt_ids)  # one for all, see `Completion`
-            return [self._response(task, index, context_ids, responses) for index in range(num_rollouts)]
-        seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
-        return [
-            self.episode_runner.run(self.engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)
-        ]
+        await self.episode_runner.close()
 
     async def _judge(self, task: Task, index: int, started: Awaitable[Trajectory | Fault], step: int) -> _Judged:
         try:
@@ -82,14 +56,3 @@ class GroupRollout:
             return episode
         score = await self.scorer.score(episode, episode.task, step)
         return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
-
-    async def _response(
-        self, task: Task, index: int, prompt_ids: Sequence[int], responses: Awaitable[tuple[Completion, ...]]
-    ) -> Trajectory | Fault:
-        completion = (await responses)[index]
-        if completion.finish_reason is FinishReason.ABORT:
-            return Fault(task.id, index, "the engine aborted the response")
-        message = Message("assistant", self.chat.response_text(completion.token_ids))
-        turns = (Turn(prompt_ids, completion, message),)
-        outcome = Outcome.SCORED if completion.finish_reason is FinishReason.STOP else Outcome.MODEL_FAULT
-        return Trajectory(task, index, turns, StopReason(completion.finish_reason), outcome)

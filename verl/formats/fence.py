@@ -50,7 +50,6 @@ class FenceFormat(InlineFormat):
 
     prompt_template: str | None = "torl"
     raw: bool = True
-    limit: int = 256
     last_line_of_errors: bool = True
     empty: str = "timeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'"
 
@@ -81,8 +80,6 @@ class ZeroTirFormat(InlineFormat):
     turns_per_call: ClassVar[int] = 2
     prompt_template: str | None = "zerotir"
     raw: bool = True
-    limit: int = 1024
-    too_long: str = "The output is too long to be shown. Print less of it."
     empty: str = "(no output)"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:

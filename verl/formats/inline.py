@@ -8,7 +8,6 @@ from typing import ClassVar
 from verl.errors import ConfigError
 from verl.formats.base import Parsed, ParseError
 from verl.formats.prompt import PromptTemplateMixin
-from verl.formats.text import shorten
 from verl.types import Message, ToolCall, ToolSpec
 
 
@@ -18,8 +17,6 @@ class InlineFormat(PromptTemplateMixin, ABC):
 
     raw: the filled-in prompt template is the whole prompt, without a chat template and without the other messages
     tool, argument: names of the tool and its argument
-    limit: outputs with at least this many characters lose their middle; 0: no limit
-    too_long: replacement for such outputs, if not empty
     last_line_of_errors: show only the last line of outputs that contain "Error"
     empty: replacement for an empty output
     """
@@ -29,8 +26,6 @@ class InlineFormat(PromptTemplateMixin, ABC):
     raw: bool = False
     tool: str = "python"
     argument: str = "code"
-    limit: int = 0
-    too_long: str = ""
     last_line_of_errors: bool = False
     empty: str = ""
 
@@ -74,7 +69,5 @@ class InlineFormat(PromptTemplateMixin, ABC):
         if not text.strip():
             return self.empty
         if self.last_line_of_errors and "Error" in text:
-            text = text.rstrip().rpartition("\n")[2]
-        if not self.limit or len(text) < self.limit:
-            return text
-        return self.too_long or shorten(text, self.limit)
+            return text.rstrip().rpartition("\n")[2]
+        return text

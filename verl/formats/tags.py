@@ -98,13 +98,12 @@ class TagsFormat(InlineFormat):
         )
 
 
-# arXiv 2504.11536; outputs as in its inference code: 400 characters, only the last line of errors
+# arXiv 2504.11536; outputs as in its inference code: only the last line of errors
 RETOOL = partial(
     TagsFormat,
     prompt_template="retool",
     call_tag="code",
     result_tag="interpreter",
-    limit=400,
     last_line_of_errors=True,
     empty="None",
     after="\n\n",

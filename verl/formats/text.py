@@ -1,4 +1,4 @@
-"""Shared helpers of the formats: skipping thoughts, parsing the policy's JSON, shortening long outputs.
+"""Shared helpers of the formats: skipping thoughts, parsing the policy's JSON.
 
 Every function is linear in the length of its input, for any input.
 """
@@ -158,12 +158,6 @@ def to_json(value: Any, tags: Iterable[str] = (THINK, THINK_END, TOOL_CALL, TOOL
     for tag in tags:
         text = text.replace(tag, f"\\u003c{tag[1:]}")
     return text
-
-
-def shorten(text: str, limit: int) -> str:
-    """The text; its middle is removed if it has `limit` characters or more."""
-    half = limit // 2
-    return text if len(text) < limit else f"{text[:half]}...{text[len(text) - half :]}"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

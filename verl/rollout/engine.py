@@ -66,14 +66,18 @@ class WeightTarget(Protocol):
         """Send the same request to each of these engines; results of those that are not lost."""
 
 
-class RolloutEngine(WeightTarget, Protocol):
-    """Generates many completions concurrently; weights are replaced between them by weight sync."""
+class Generator(Protocol):
+    """What episodes need of an engine."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """Returns `sampling.n` completions; concurrent calls are batched.
 
         Log-probs refer to the sampling distribution, i.e. after temperature and truncation.
         """
+
+
+class RolloutEngine(Generator, WeightTarget, Protocol):
+    """Generates many completions concurrently; weights are replaced between them by weight sync."""
 
     async def interrupt(self) -> None:
         """Abort running requests; they return their partial output with FinishReason.ABORT."""

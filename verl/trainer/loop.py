@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,8 +96,12 @@ class TrainingRun:
 
         Raises Ended if a signal has requested a checkpoint and a shutdown.
         """
+        listens, announce = self.settings.save_on_signal, announce_checkpoint(self.display.console)
         try:
-            with self._listening(), crash_reported(self.folder, self._describe_progress):
+            with (
+                self.stop.listening(announce) if listens else nullcontext(),
+                crash_reported(self.folder, self._describe_progress),
+            ):
                 try:
                     return await self._run()
                 except StopRequestedError:
@@ -157,10 +161,6 @@ class TrainingRun:
     def _may_save(self) -> bool:
         """Whether to save now: while a collapse rule is triggered, a run that may roll back must not."""
         return self.settings.on_collapse == "warn" or not self.watch.triggered
-
-    def _listening(self) -> AbstractContextManager[None]:
-        listens = self.settings.save_on_signal
-        return self.stop.listening(announce_checkpoint(self.display.console)) if listens else nullcontext()
 
     async def _run_interruptibly(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """The result of `work`, which a stop request cancels, except for a step whose update has started.

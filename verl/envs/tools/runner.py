@@ -1,4 +1,4 @@
-"""Runs the calls of a message: schema checks, deadlines, retries, truncation. Tools implement none of these."""
+"""Runs the calls of a message: schema checks, deadlines, retries. Tools implement none of these."""
 
 import asyncio
 import logging
@@ -13,13 +13,14 @@ from verl.envs.tools.arguments import ArgumentChecker
 from verl.envs.tools.base import EpisodeTool, Tool, ToolError, ToolTimeoutError
 from verl.errors import ConfigError, ServiceDownError, VerlError
 from verl.registry import nearest
-from verl.text import NOTE_CHARS, shortened
+from verl.text import shortened
 from verl.types import Message, Task, ToolCall, ToolStatus, ToolUse
 
 log = logging.getLogger(__name__)
 
 Answer = tuple[ToolStatus, str, float]  # outcome, text, duration in seconds
 
+MAX_CHARS = 2**16  # of an answer: tokenizing a giant one would block all episodes. Observations are cut in verl.chat
 GRACE_S = 1.0  # for a canceled call to clean up
 
 
@@ -28,7 +29,6 @@ class ToolLimits:
     """Limits per tool. Raises ConfigError for invalid values."""
 
     deadline_s: float = 30.0  # per attempt; time queued for a slot is not counted
-    max_chars: int = 8192  # per answer; longer ones are truncated in the middle
     max_concurrent: int = 64  # calls in flight, over all episodes
     retries: int = 2  # if the service is down
     backoff_s: float = 0.5  # before the first retry; doubles with each
@@ -36,7 +36,6 @@ class ToolLimits:
     def __post_init__(self) -> None:
         for name, value, least in (
             ("deadline_s", self.deadline_s, 0.001),
-            ("max_chars", self.max_chars, 2 * NOTE_CHARS),
             ("max_concurrent", self.max_concurrent, 1),
             ("retries", self.retries, 0),
             ("backoff_s", self.backoff_s, 0),
@@ -101,8 +100,7 @@ class ToolRunner:
         except Exception as error:  # a bug in a tool is an infrastructure fault, not the policy's
             problem = f"raised {type(error).__name__}: {error}"
             raise ServiceDownError(f"tool {call.name!r}", problem, tool=call.name) from error
-        text = shortened(text, self._limits_of(call.name).max_chars)
-        return Message("tool", text, tool=call.name), ToolUse(call.name, status, seconds)
+        return Message("tool", shortened(text, MAX_CHARS), tool=call.name), ToolUse(call.name, status, seconds)
 
     async def _checked(self, call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
         tool = tools.get(call.name)

@@ -154,7 +154,7 @@ async def _run_episodes(
         episode_runners = [
             category_runner(model.config, env_of(episode, model.tool_call_format), model.chat) for episode in episodes
         ]
-        for runner in filter(None, episode_runners):
+        for runner in episode_runners:
             stack.push_async_callback(runner.close)
         rewards = [build_rewards(episode.reward, episode.reward_options) for episode in episodes]
         needed = [each for own, (_, tasks) in zip(rewards, missing, strict=True) for each in own.all_of(tasks)]
@@ -166,7 +166,7 @@ async def _run_episodes(
             bar = progress.add_task(category.name, total=len(tasks))
             episode, workers = category.episode, config.reward.num_workers
             with ScoringPool(episode.reward, episode.reward_options, workers, scoring_limits(config)) as scorer:
-                rollout = GroupRollout(engine, model.chat, scorer, sampling, episode_runner)
+                rollout = GroupRollout(engine, scorer, sampling, episode_runner)
                 evaluation = _runner(model, own, rollout, sizes[category.name])
                 faults = await evaluation.run(category, tasks, records[category.name], partial(progress.advance, bar))
             check_faults(category.name, faults, sizes[category.name], model.config.reward.max_fault_share, console)
@@ -176,7 +176,7 @@ def _runner(model: EvaluatedModel, rewards: Rewards, rollout: GroupRollout, size
     config = model.config
     return Runner(
         rollout,
-        prompt_fn(rollout.episode_runner, model.chat),
+        prompt_fn(rollout.episode_runner),
         rewards,
         config.data.max_prompt_length,
         config.rollout.n,

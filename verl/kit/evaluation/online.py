@@ -38,7 +38,7 @@ class EvalTask:
     category: Category
     tasks: Sequence[Task]
     rewards: Rewards
-    episode_runner: EpisodeRunner | None
+    episode_runner: EpisodeRunner
 
 
 @dataclass
@@ -94,11 +94,8 @@ class OnlineEvaluator:
 
     async def _evaluate(self, task: EvalTask, rollout: GroupRollout) -> Answers:
         kept = _Scores()
-        rollout = replace(rollout, chat=replace(rollout.chat, max_prompt_tokens=None))  # never truncate benchmarks
-        prompt_ids = prompt_fn(task.episode_runner, rollout.chat)
-        runner = Runner(
-            replace(rollout, episode_runner=task.episode_runner), prompt_ids, task.rewards, self.max_prompt_length
-        )
+        rollout = replace(rollout, episode_runner=task.episode_runner)
+        runner = Runner(rollout, prompt_fn(task.episode_runner), task.rewards, self.max_prompt_length)
         faults = await runner.run(task.category, task.tasks, kept, lambda: None)
         if faults:
             name, size = task.category.name, len(task.tasks)
@@ -107,8 +104,7 @@ class OnlineEvaluator:
 
     async def close(self) -> None:
         for task in self.eval_tasks:
-            if task.episode_runner is not None:
-                await task.episode_runner.close()
+            await task.episode_runner.close()
 
 
 def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:

@@ -34,18 +34,18 @@ async def generate(config: Config, console: Console) -> None:
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
-    prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
+    prompt_ids = prompt_fn(episode_runner, config.reward.name)
     policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     tasks: list[Task] = []
     for source in data.val_files:
         found, report = read_tasks(source, prompt_ids, policy)
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.eval.limit)
-    chat, episode_runner = truncating(data.truncation, data.max_prompt_length, chat, episode_runner)
+    episode_runner = truncating(data, episode_runner)
     await check_services(services_of_rows(episode_runner, rewards, tasks))
     with build_scorer(config) as scorer:
         async with standalone_engine(config, chat) as (engine, sampling):
-            rollout = GroupRollout(engine, chat, scorer, sampling, episode_runner)
+            rollout = GroupRollout(engine, scorer, sampling, episode_runner)
             first, n = config.trainer.seed << 40, config.rollout.n
             try:
                 groups = await asyncio.gather(

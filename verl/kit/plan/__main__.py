@@ -43,12 +43,11 @@ def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
     tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
     chat = load_chat_template(config.model)
-    episode_runner = build_episode_runner(config, chat) if tasks else None
+    episode_runner = build_episode_runner(config, chat)
     try:
-        lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, chat, config.reward.name))
+        lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, config.reward.name))
     finally:
-        if episode_runner is not None:
-            run_async(episode_runner.close())
+        run_async(episode_runner.close())
     estimate = build_plan(config, lengths, hardware)
     show(estimate, console)
     return 1 if estimate.violations() else 0

@@ -477,5 +477,6 @@ def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
 
 def plan_of_run(config: Config, inputs: Inputs) -> Plan:
     """The plan of a run whose inputs have been read."""
-    prompt_ids = prompt_fn(inputs.episode_runner, inputs.chat)
-    return build_plan(config, read_lengths(config, inputs.chat, inputs.train, prompt_ids), find_hardware(config))
+    runner = inputs.episode_runner
+    lengths = read_lengths(config, runner.chat, inputs.train, prompt_fn(runner))
+    return build_plan(config, lengths, find_hardware(config))

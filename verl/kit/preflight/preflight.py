@@ -38,6 +38,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.local import LocalGroup
 from verl.system.daemon import run_async
+from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import Inputs
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Message, Task, TrajectoryGroup
@@ -56,7 +57,7 @@ _LR = 1e-3  # for the trial step on the tiny copy: large enough for a visible ef
 
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Run all checks and print their results. Raises ConfigError or DataError at the first failure."""
-    chat, tasks = inputs.chat, inputs.train[0][:_NUM_ROWS]
+    chat, tasks = inputs.episode_runner.chat, inputs.train[0][:_NUM_ROWS]
     rewards = inputs.rewards
     assert config.model.path is not None
     shape = read_model_config(config.model.path)
@@ -133,7 +134,8 @@ def check_step(
         return (*chat.response_ids(text)[0], chat.end_token_id)
 
     sampling = Sampling(config.data.max_response_length, config.rollout.temperature)
-    rollout = GroupRollout(ScriptedEngine(script), chat, DirectScorer(rewards), sampling)
+    runner = single_turn_runner(chat, sampling.max_tokens)
+    rollout = GroupRollout(ScriptedEngine(script), DirectScorer(rewards), sampling, runner)
 
     async def roll() -> list[float]:
         groups = await asyncio.gather(*(rollout.run(task, 4, 0) for task in by_prompt.values()))

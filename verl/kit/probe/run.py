@@ -17,7 +17,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from verl.chat.template import ChatTemplate
 from verl.config.commands import PROBE
 from verl.config.load import flattened
 from verl.config.schema import Config
@@ -68,11 +67,11 @@ async def probe(config: Config, console: Console) -> None:
     episode_runner = build_episode_runner(config, chat)
     rows = TaskSet(source, data.max_bad_share)
     any_length = RowPolicy(sys.maxsize, max_bad_share=data.max_bad_share)  # overlong prompts are counted
-    prompt_ids = prompt_fn(episode_runner, chat, config.reward.name)
+    prompt_ids = prompt_fn(episode_runner, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
-    chat, episode_runner = truncating(data.truncation, data.max_prompt_length, chat, episode_runner)
-    settings = _settings(config, chat, episode_runner)
+    episode_runner = truncating(data, episode_runner)
+    settings = _settings(config, episode_runner)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
     folder = Path(config.eval.output) / f"{short_name(name)}-{Path(source).stem}-{digest}"
@@ -81,9 +80,9 @@ async def probe(config: Config, console: Console) -> None:
         records = Records(folder, category, config.rollout.n, chat.tokenizer.decode)
         if missing := records.missing(tasks):
             write(folder / "settings.json", json.dumps(settings, indent=2))
-            faults = await _roll_out(config, category, missing, records, chat, episode_runner, rewards, console)
+            faults = await _roll_out(config, category, missing, records, episode_runner, rewards, console)
             check_faults("the probe", faults, len(tasks), config.reward.max_fault_share, console)
-        elif episode_runner is not None:
+        else:
             await episode_runner.close()
     costs = _costs(folder)  # one per start
     cost = Cost(sum(each["tasks"] for each in costs), sum(each["seconds"] for each in costs))
@@ -117,20 +116,18 @@ async def _roll_out(
     category: Category,
     tasks: Sequence[Task],
     records: Records,
-    chat: ChatTemplate,
-    episode_runner: EpisodeRunner | None,
+    episode_runner: EpisodeRunner,
     rewards: Rewards,
     console: Console,
 ) -> list[str]:
     """Roll out the tasks. Returns one reason per row that failed."""
     async with AsyncExitStack() as stack:
-        if episode_runner is not None:
-            stack.push_async_callback(episode_runner.close)
+        stack.push_async_callback(episode_runner.close)
         await check_services([episode_runner, *rewards.all_of(tasks)])  # before the slow start of the engine
         scorer = stack.enter_context(build_scorer(config))
-        engine, sampling = await stack.enter_async_context(standalone_engine(config, chat))
-        rollout = Shaped(engine, chat, scorer, sampling, episode_runner, rewards)
-        prompt_ids, longest = prompt_fn(episode_runner, chat), config.data.max_prompt_length
+        engine, sampling = await stack.enter_async_context(standalone_engine(config, episode_runner.chat))
+        rollout = Shaped(engine, scorer, sampling, episode_runner, rewards)
+        prompt_ids, longest = prompt_fn(episode_runner), config.data.max_prompt_length
         max_faults = config.reward.max_fault_share * len(tasks)
         runner = Runner(rollout, prompt_ids, rewards, longest, config.rollout.n, config.trainer.seed, max_faults)
         progress = stack.enter_context(Progress(console=console, transient=True))
@@ -182,15 +179,15 @@ def _summarize(
     return found | {"rows_too_long": len(answered) - len(rolled_out), "missing": len(tasks) - len(answered)}, rows
 
 
-def _settings(config: Config, chat: ChatTemplate, episode_runner: EpisodeRunner | None) -> dict[str, Any]:
+def _settings(config: Config, episode_runner: EpisodeRunner) -> dict[str, Any]:
     """All settings that affect the rollouts, except the rows."""
     values = flattened(asdict(config))
     return {
         **{key: value for key, value in values.items() if PROBE.has(key) and key not in _FREE},
         "model": identity(config.model),
         "data": str(Path(config.data.train_files[0]).resolve()),  # file names need not be unique
-        **prompt_record(episode_runner.observations.tool_call_format if episode_runner else None),
-        "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
+        **prompt_record(episode_runner.observations.tool_call_format),
+        "chat_template_sha256": hashlib.sha256(str(episode_runner.chat.tokenizer.chat_template).encode()).hexdigest(),
         "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},
         "versions": versions(),
     }

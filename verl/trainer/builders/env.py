@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from typing import Any
 
 from verl.chat.observations import Cut, ObservationTokenizer
 from verl.chat.template import ChatTemplate
-from verl.config.schema import Config, EnvConfig, SandboxConfig
+from verl.config.schema import Config, DataConfig, EnvConfig, SandboxConfig
 from verl.data.lengths import PromptIds
 from verl.envs.base import EnvFactory
-from verl.envs.registry import ENVS, build_env_factory
+from verl.envs.registry import ENVS, ClassFactory, build_env_factory
 from verl.envs.sandbox import SANDBOXES, Limits, Sandbox
+from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.base import EpisodeTool, Tool
@@ -25,6 +26,7 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError, DataError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
+from verl.formats.plain import PlainFormat
 from verl.formats.prompt import PromptTemplateMixin, TurnFormat
 from verl.registry import resolve
 from verl.types import Message, Task, ToolSpec
@@ -40,14 +42,12 @@ _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"
 _TURNS_WITHOUT_CALL = 8
 
 
-def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner | None:
-    """The runner of multi-turn episodes; None for single-turn ones: a prompt and one response.
+def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
+    """The runner of episodes. Raises ConfigError for invalid names and options.
 
-    Raises ConfigError for invalid names and options. Close it in the event loop that uses it.
+    Close it in the event loop that uses it.
     """
     env, sandbox, health_timeout_s = config.env, config.sandbox, config.trainer.health_timeout_s
-    if env.tool_call_format is None:
-        return None
     tool_call_format = build_format(env.tool_call_format, env.tool_call_format_options, config.data.prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
         tool_call_format = replace(tool_call_format, in_thought=True)
@@ -58,15 +58,16 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner | 
     max_runs = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
     envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s)
     observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
-    # Fails early if the chat template has no tool turns.
-    observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)
+    max_turns = turn_limit(env, tool_call_format)
+    if max_turns > 1:  # fails early if the chat template has no tool turns
+        observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)
     if isinstance(envs, ToolEnvFactory):
         check_tools(chat, tool_call_format, envs.specs)
     return EpisodeRunner(
         TaskEnvs(env.name, envs),
         observations,
         EpisodeLimits(
-            max_turns=turn_limit(env, tool_call_format),
+            max_turns=max_turns,
             max_tool_calls=env.call_limit,
             max_tokens=config.data.max_response_length,
             max_prompt_length=config.data.max_prompt_length,
@@ -81,12 +82,19 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner | 
     )
 
 
-def category_runner(config: Config, env: EnvConfig, chat: ChatTemplate) -> EpisodeRunner | None:
+def single_turn_runner(chat: ChatTemplate, max_tokens: int) -> EpisodeRunner:
+    """The runner of episodes of one turn: a task's prompt of any length, a response of at most `max_tokens`."""
+    limits = EpisodeLimits(max_turns=1, max_tokens=max_tokens, max_prompt_length=sys.maxsize)
+    observations = ObservationTokenizer(chat, PlainFormat(), max_observation_tokens=0)
+    return EpisodeRunner(TaskEnvs("single_turn", ClassFactory(SingleTurnEnv)), observations, limits)
+
+
+def category_runner(config: Config, env: EnvConfig, chat: ChatTemplate) -> EpisodeRunner:
     """The episode runner of a benchmark category with this environment. Raises ConfigError like
     `build_episode_runner`, and for a chat template that does not list tools if the format needs it."""
     sandbox = config.sandbox if env.tools else SandboxConfig()
     runner = build_episode_runner(replace(config, env=env, sandbox=sandbox), chat)
-    if runner is not None:
+    if env.multi_turn:
         check_tools(chat, runner.observations.tool_call_format)
     return runner
 
@@ -99,8 +107,6 @@ def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Seq
 
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for unknown names, before the heavy imports of `build_episode_runner`."""
-    if env.tool_call_format is None:
-        return
     turn_limit(env, build_format(env.tool_call_format, env.tool_call_format_options, prompt_template))
     if env.name != "tool":
         resolve("environment", env.name, ENVS)
@@ -127,13 +133,18 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
     return env.max_turns
 
 
-def build_format(name: str, options: Mapping[str, Any], prompt_template: str | None) -> ToolCallFormat:
-    """The tool-call format with its prompt template; None: its own. Raises ConfigError for invalid ones."""
+def build_format(name: str | None, options: Mapping[str, Any], prompt_template: str | None) -> ToolCallFormat:
+    """The tool-call format with its prompt template; None: the plain one, and the format's own template.
+
+    Raises ConfigError for invalid ones.
+    """
+    if name is None:
+        return PlainFormat()
     template = {} if prompt_template is None else {"prompt_template": prompt_template}
     return build_tool_call_format(name, {**options, **template})
 
 
-def prompt_fn(episode_runner: EpisodeRunner | None, chat: ChatTemplate, reward: str = "") -> PromptIds:
+def prompt_fn(episode_runner: EpisodeRunner, reward: str = "") -> PromptIds:
     """The function task -> tokens of its initial observation, or of its messages if that needs a started episode.
 
     It raises DataError for a task that its environment or prompt template cannot represent; ConfigError if the tools
@@ -141,53 +152,37 @@ def prompt_fn(episode_runner: EpisodeRunner | None, chat: ChatTemplate, reward: 
 
     reward: name of the default reward, for tasks that are scored
     """
-    if episode_runner is None:
-        return partial(_single_turn_prompt, chat)
     envs, observations = episode_runner.envs, episode_runner.observations
     assert isinstance(envs, TaskEnvs)
 
     def prompt_ids(task: Task) -> Sequence[int]:
         if task.tools and isinstance(observations.tool_call_format, InlineFormat):
             raise DataError("cannot be listed: env.tool_call_format supports one tool only", field="tools")
+        if isinstance(observations.tool_call_format, PlainFormat) and envs.name_of(task) != "single_turn":
+            hint = "Set env.tool_call_format (docs/tool_call_formats.md)"
+            raise DataError(f"{task.env!r} needs env.tool_call_format", hint=hint, field="env")
         envs.check_judged(task, reward)
         known = envs.known_initial_observation(task)
-        return chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
+        return observations.chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
 
     return prompt_ids
 
 
-def truncating(
-    truncation: str, max_prompt_length: int, chat: ChatTemplate, episode_runner: EpisodeRunner | None
-) -> tuple[ChatTemplate, EpisodeRunner | None]:
-    """Both with prompt truncation: truncation=left cuts prompts to the last `max_prompt_length` tokens."""
-    if truncation != "left":
-        return chat, episode_runner
-    chat = replace(chat, max_prompt_tokens=max_prompt_length)
-    if episode_runner is not None:
-        episode_runner = replace(episode_runner, observations=replace(episode_runner.observations, chat=chat))
-    return chat, episode_runner
+def truncating(config: DataConfig, runner: EpisodeRunner) -> EpisodeRunner:
+    """The runner with prompt truncation: data.truncation=left cuts prompts to their last tokens."""
+    if config.truncation != "left":
+        return runner
+    chat = replace(runner.chat, max_prompt_tokens=config.max_prompt_length)
+    return replace(runner, observations=replace(runner.observations, chat=chat))
 
 
-def _single_turn_prompt(chat: ChatTemplate, task: Task) -> Sequence[int]:
-    """The prompt tokens of a single-turn episode."""
-    if task.env not in (None, "single_turn"):
-        raise DataError(
-            f"{task.env!r} needs env.tool_call_format",
-            hint="Set env.tool_call_format (docs/tool_call_formats.md)",
-            field="env",
-        )
-    if task.reward == "env":
-        raise DataError("needs an environment that judges", "the column env, and env.tool_call_format", field="reward")
-    return chat.task_prompt_ids(task)
-
-
-def services_of_rows(episode_runner: EpisodeRunner | None, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
+def services_of_rows(episode_runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> list[object]:
     """Environments and rewards named in data rows, which may need more services than the run's own."""
-    envs = episode_runner.envs.named if episode_runner and isinstance(episode_runner.envs, TaskEnvs) else ()
-    return [*envs, *rewards.all_of(tasks)[1:]]
+    assert isinstance(episode_runner.envs, TaskEnvs)
+    return [*episode_runner.envs.named, *rewards.all_of(tasks)[1:]]
 
 
-def prompt_record(tool_call_format: ToolCallFormat | None) -> dict[str, str]:
+def prompt_record(tool_call_format: ToolCallFormat) -> dict[str, str]:
     """The hash of the prompt template for the run record; empty if there is none."""
     prompt = tool_call_format.prompt if isinstance(tool_call_format, PromptTemplateMixin) else None
     return {"prompt_sha256": prompt.sha256} if prompt else {}

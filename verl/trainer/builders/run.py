@@ -100,8 +100,7 @@ class Inputs:
 
     algorithm: Algorithm
     rewards: Rewards
-    chat: ChatTemplate
-    episode_runner: EpisodeRunner | None  # close it in the event loop that uses it
+    episode_runner: EpisodeRunner  # close it in the event loop that uses it
     train: list[Sequence[Task]]
     val: dict[str, Sequence[Task]]
     online_eval: OnlineEval | None
@@ -121,7 +120,7 @@ def load_inputs(config: Config) -> Inputs:
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     run_async(check_services([episode_runner, rewards.default]))
-    train, val, reports = load_tasks(config, prompt_fn(episode_runner, chat, config.reward.name))
+    train, val, reports = load_tasks(config, prompt_fn(episode_runner, config.reward.name))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(chain(*train)))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
@@ -131,12 +130,10 @@ def load_inputs(config: Config) -> Inputs:
     allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"
     for note in check_overlap(train_tasks, online_eval.tasks() if online_eval else {}, "this run", allow):
         _log.warning("%s", note)
-    chat, episode_runner = truncating(config.data.truncation, config.data.max_prompt_length, chat, episode_runner)
     return Inputs(
         algorithm=algorithm,
         rewards=rewards,
-        chat=chat,
-        episode_runner=episode_runner,
+        episode_runner=truncating(config.data, episode_runner),
         train=train,
         val=val,
         online_eval=online_eval,
@@ -157,8 +154,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
         1, len(stream) // config.data.train_batch_size
     )
     display = Display(total_steps, console)
-    runner = inputs.episode_runner
-    run_config = {**asdict(config), **prompt_record(runner.observations.tool_call_format if runner else None)}
+    run_config = {**asdict(config), **prompt_record(inputs.episode_runner.observations.tool_call_format)}
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
@@ -234,11 +230,12 @@ def build_trainer(
     meter: Meter | None = None,
 ) -> PPOTrainer:
     """The trainer over running workers. The weight sync check uses the first training prompts."""
-    algorithm, chat = inputs.algorithm, inputs.chat
+    algorithm, chat = inputs.algorithm, inputs.episode_runner.chat
     engine = EnginePool(
         workers.engines,
         workers.transport.sources,
-        on_weight_sync_mode(config),
+        # None: on-policy, there are never responses in flight during a weight sync
+        OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None,
         chat.tokenizer.decode,
         workers.restart_engine,
     )
@@ -249,7 +246,7 @@ def build_trainer(
         rollout_settings(config),
         algorithm,
         stream,
-        GroupRollout(engine, chat, scorer, sampling, inputs.episode_runner),
+        GroupRollout(engine, scorer, sampling, inputs.episode_runner),
         inputs.rewards,
     )
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, inputs.train[0], sampling)
@@ -291,7 +288,13 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, time
     """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack)
     return Learner(
-        settings=step_settings(config),
+        settings=StepSettings(
+            minibatches_per_step=config.minibatches_per_step,
+            epochs=config.actor.ppo_epochs,
+            critic_warmup=config.trainer.critic_warmup,
+            train_on_observations=config.env.train_on_observations,
+            seed=config.trainer.seed,
+        ),
         algorithm=algorithm,
         policy=Policy(WorkerView(ranks, "policy"), packing),
         reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
@@ -339,22 +342,6 @@ def load_tasks(
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
     return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
-
-
-def step_settings(config: Config) -> StepSettings:
-    """Hyperparameters of the training step."""
-    return StepSettings(
-        minibatches_per_step=config.minibatches_per_step,
-        epochs=config.actor.ppo_epochs,
-        critic_warmup=config.trainer.critic_warmup,
-        train_on_observations=config.env.train_on_observations,
-        seed=config.trainer.seed,
-    )
-
-
-def on_weight_sync_mode(config: Config) -> OnWeightSync | None:
-    """What a weight sync does to responses in flight; None if there are never any (on-policy)."""
-    return OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None
 
 
 def rollout_settings(config: Config) -> RolloutManagerConfig:

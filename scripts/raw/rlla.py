@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from verl.data.tasks import DATA_SOURCE
 from verl.errors import DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOLS_HEADING
 
-DATA_SOURCE = "rlla"
 RAW_FIELDS = ("instruction", "input", "output")
 
 # The schema of the published parquet files, field for field.
