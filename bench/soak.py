@@ -45,7 +45,7 @@ from rich.table import Table
 from tests.chaos.outcome import metrics, weights
 from tests.chaos.parts import AlwaysCalls, LookEnv
 from tests.chaos.processes import sandboxes, scorers
-from tests.service import free_port, wait_for
+from tests.support.service import free_port, wait_for
 from verl.kit.env_server.client import RemoteFactory
 from verl.tracking.jsonl import read_jsonl
 

@@ -29,7 +29,7 @@ import yaml
 
 from scripts import check_prose
 from tests.conftest import ROOT
-from tests.metric_names import known as is_metric
+from tests.support.metric_names import known as is_metric
 from verl.cli import COMMANDS
 from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
-from tests.test_attention import HEADS, PACK, SIZE, random_inputs
-from tests.tiny import run_words, save_tiny_model
+from tests.support.tiny import run_words, save_tiny_model
+from tests.workers.test_attention import HEADS, PACK, SIZE, random_inputs
 from verl.tracking.jsonl import read_jsonl
 from verl.transfer.bucket import Receiver, digest, plan
 from verl.transfer.gpu import CudaIpc

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
-from tests.tiny import run_words, save_tiny_model
+from tests.support.tiny import run_words, save_tiny_model
 from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
 from verl.pretrained import check_weights, read_causal_lm, read_model_config, read_tokenizer

@@ -32,7 +32,7 @@ from tests.chaos.harness import (
 )
 from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.place import Place
-from tests.service import free_port
+from tests.support.service import free_port
 from verl.tracking.jsonl import read_jsonl
 
 _NO_JUMP = bytes(8)

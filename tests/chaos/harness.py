@@ -26,8 +26,8 @@ from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.parts import points
 from tests.chaos.place import GONE_S, Place
 from tests.conftest import ROOT
-from tests.service import free_port, wait_for
-from tests.tiny import run_words, save_tiny_model
+from tests.support.service import free_port, wait_for
+from tests.support.tiny import run_words, save_tiny_model
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 
 STEPS = 3

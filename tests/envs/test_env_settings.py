@@ -1,0 +1,305 @@
+"""What is wrong with `env.*` and `sandbox.*` is told in one line that names the key, before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from scripts.make_env_tasks import to_row
+from tests.chat.test_chat import TEMPLATES, with_template
+from tests.conftest import ROOT
+from tests.episodes.test_episode import Speaker
+from tests.kit.tau2.test_env_tau2 import small_domain, small_task
+from tests.support.tiny import MINI
+from verl.chat.template import ChatTemplate
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.data.lengths import RowPolicy, fitting
+from verl.data.tasks import TaskSet
+from verl.envs.task_envs import TaskEnvs
+from verl.episodes.episode import EpisodeRunner
+from verl.errors import ConfigError, DataError
+from verl.formats.base import build_tool_call_format
+from verl.formats.prompt import load_template
+from verl.kit.bfcl.tasks import bfcl_tasks
+from verl.kit.shop.shop import shop_tasks
+from verl.kit.tau2.env import Tau2Factory
+from verl.rollout.engine import Sampling
+from verl.trainer import main_generation, main_ppo
+from verl.trainer.builders.env import build_episode_runner, check_names, prompt_fn, prompt_record, turn_limit
+from verl.trainer.builders.run import load_inputs
+from verl.types import Message, Task, Trajectory
+
+CHAT = ("env.name=tool", "env.tool_call_format=hermes")
+FENCE = ("recipe=torl", "sandbox.isolation=none")
+OTHER = ("env.name=shop", "env.tool_call_format=hermes")
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+
+
+def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
+    config = load_config(words)
+    return build_episode_runner(config, chat)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recipe=search_r1",), r"write env.tools=\[\{name: search, retriever: bm25, corpus: ..\}\]"),
+        (("recipe=search_r1", "env.tools=[{name: search, corpuss: x}]"), "unexpected keyword argument 'corpuss'"),
+        (("recipe=search_r1", "env.tools=[{name: search, corpus: x, topk: three}]"), "'topk' must be of type int"),
+        ((*CHAT, "env.tools=[pytthon]"), "did you mean 'python'"),
+        ((*CHAT, "env.tools=[{search: {corpus: x}}]"), "use a name, or {name: NAME, option: value}"),
+        ((*CHAT, "env.tools=[5]"), "env.tools: 5 is not a tool"),
+        ((*CHAT, "env.tools=[null]"), "env.tools: None is not a tool"),
+        ((*CHAT, "env.tools=[{name: 5}]"), "env.tools: {'name': 5} is not a tool"),
+        (CHAT, "env.tools is empty"),
+        ((*CHAT, "env.tools=[{name: search, retriever: http, urls: host}]"), "names no retriever"),
+        ((*FENCE, "env.tools=[{name: python, print_last: maybe}]"), "'print_last' must be of type bool"),
+        ((*FENCE, "env.tools=[{name: python, limits: {wall_s: abc}}]"), "wall_s must be a positive number, not 'abc'"),
+        ((*FENCE, "env.tools=[{name: python, limits: 5}]"), "limits of code must be"),
+        (("recipe=torl", "env.tools=[calculator]"), r"calls only python\(code\), but env.tools offers calculator"),
+        ((*FENCE, "env.tools=[shell]"), r"but env.tools offers shell\(command\)"),
+        ((*FENCE, "env.tool_call_format=hermess"), "did you mean 'hermes'"),
+        ((*FENCE, "env.tool_call_format_options={emptyy: x}"), "did you mean 'empty'"),
+        ((*OTHER, "env.tools=[calculator]"), "env.name=shop has its own tools"),
+        ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
+        ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
+        ((*OTHER, "sandbox.timeout_s=3"), "sandbox.* has no effect: none of env.tools runs code"),
+        ((*CHAT, "env.tools=[calculator]", "sandbox.num_workers=3"), "none of env.tools runs code"),
+        (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
+        (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
+        (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
+        (
+            ("env.name=remote", "env.tool_call_format=hermes", "env.options={urls: ['x:1']}"),
+            "names no environment server",
+        ),
+        (
+            ("env.name=tau2", "env.tool_call_format=hermes", "env.options={data: /nowhere}"),
+            "data='/nowhere' has no folder retail",
+        ),
+        (("env.name=shop", "env.tool_call_format=json:JSONDecoder"), "JSONDecoder has no render_prompt"),
+        (("env.options={a: 1}",), "env.options=.* has no effect: env.tool_call_format is not set"),
+        (("env.tool_call_format_options.empty=5",), "env.tool_call_format_options.empty=5 has no effect"),
+        (("reward.name=env",), "reward.name=env needs an environment that judges"),
+        (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
+        ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template with the name or path '/nowhere.txt'"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(chat: ChatTemplate, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        built(chat, words)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "place"),
+    [
+        (FENCE, "torl", "{question}"),
+        (("env.name=tool", "env.tool_call_format=toolrl", "env.tools=[calculator]"), "toolrl", "{tools}"),
+        (("env.name=tool", "env.tool_call_format=tool_n1", "env.tools=[calculator]"), "tool_n1", "{tools}"),
+    ],
+)
+def test_the_prompt_template_is_in_the_record_of_a_run(
+    chat: ChatTemplate, words: tuple[str, ...], name: str, place: str
+) -> None:
+    setting = built(chat, words)
+    assert setting is not None
+    assert prompt_record(setting.observations.tool_call_format) == {"prompt_sha256": load_template(name, place).sha256}
+
+
+def test_a_format_can_be_given_another_tool(chat: ChatTemplate) -> None:
+    words = (
+        "recipe=torl",
+        "env.tools=[calculator]",
+        "env.tool_call_format_options={tool: calculator, argument: expression}",
+    )
+    assert built(chat, words) is not None
+
+
+def test_a_chat_template_without_turns_of_tools_is_told(chat: ChatTemplate) -> None:
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", chat_template=template)
+    with pytest.raises(ConfigError, match="drops messages with the roles tool; choose another tool-call format"):
+        built(ChatTemplate(tokenizer), OTHER)
+    assert built(ChatTemplate(tokenizer), ("recipe=torl", "sandbox.isolation=none")) is not None  # needs no turns
+
+
+def test_sandboxing_needs_its_program(chat: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"sandbox\.isolation=bubblewrap: `bwrap` not found"):
+        built(chat, ("recipe=torl",))
+
+
+BAD = ("env.name=tool", "env.tool_call_format=hermes", "env.tools=[{name: search, topk: three}]")
+
+
+@pytest.mark.parametrize("options", [[], ["--preflight"]])
+def test_a_training_looks_at_its_environment_before_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": 5}) + "\n")
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "trainer.device=cpu", *BAD, *options]
+    assert main_ppo.main([*words, f"trainer.default_local_dir={tmp_path}"]) == 2
+    assert "'topk' must be of type int" in capsys.readouterr().out
+
+
+def test_generation_looks_at_its_environment_before_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weightless = tmp_path / "model"
+    AutoTokenizer.from_pretrained(MINI / "tokenizer").save_pretrained(weightless)
+    (weightless / "config.json").write_text((MINI / "model" / "config.json").read_text())
+    files = f"data.val_files=[{MINI / 'test.parquet'}]"
+    assert main_generation.main([f"model.path={weightless}", "rollout.name=hf", "trainer.device=cpu", files, *BAD]) == 2
+    assert "'topk' must be of type int" in capsys.readouterr().out
+
+
+def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> None:
+    """A recipe's prompt adds words of its own; without a chat template, a system message does not count."""
+    data, words = tmp_path / "rows.jsonl", "Three words here."
+    prompt = [{"role": "system", "content": "Be brief. " * 60}, {"role": "user", "content": words}]
+    data.write_text(json.dumps({"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": "3"}}) + "\n")
+
+    def config(length: int) -> Config:
+        told = [*FENCE, f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "data.max_response_length=64"]
+        return load_config([*told, f"data.max_prompt_length={length}"])
+
+    inputs = load_inputs(config(400))
+    (task,) = inputs.train[0]
+    seen = len(prompt_fn(inputs.episode_runner)(task))
+    own = inputs.episode_runner.chat
+    assert len(own.tokenizer(words)["input_ids"]) < seen < len(own.task_prompt_ids(task))
+    assert len(load_inputs(config(seen)).train[0]) == 1
+    with pytest.raises(DataError, match=f"rows.jsonl, row 0: the prompt has {seen} tokens, more than"):
+        load_inputs(config(seen - 1))
+
+
+@pytest.mark.parametrize("bad", ["env.tools=[pytthon]", "env.tool_call_format=hermess", "env.name=shpo"])
+def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path: Path, bad: str) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.touch()
+    words = [
+        f"model.path={MINI / 'model'}",
+        f"data.train_files=[{data}]",
+        "env.name=tool",
+        "env.tool_call_format=hermes",
+        bad,
+    ]
+    code = (
+        "import sys; from verl.trainer import main_ppo; "
+        f"assert main_ppo.main({words!r}) == 2; assert not {{'torch', 'transformers', 'ray'}} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0 and "did you mean" in done.stdout, done.stdout + done.stderr
+
+
+TOOLRL = MINI / "test.parquet"
+
+
+@pytest.mark.parametrize("name", ["shop", "bfcl", "tau2"])
+def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: Path) -> None:
+    """With file, row and what was expected; left out where bad rows are."""
+    (tmp_path / "retail").mkdir()
+    options = f"env.options={{data: {tmp_path}}}" if name == "tau2" else "env.options={}"
+    own = tmp_path / "own.jsonl"
+    task = {"shop": shop_tasks, "bfcl": bfcl_tasks, "tau2": lambda: [small_task([], [])]}[name]()[0]
+    other = TaskSet(str(TOOLRL))[0]
+    own.write_text("".join(json.dumps(to_row(each)) + "\n" for each in (task, other)))
+    chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
+    setting = built(chat, (f"env.name={name}", "env.tool_call_format=hermes", options))
+    tasks, prompt_ids = TaskSet(str(own)), prompt_fn(setting)
+    assert setting is not None and isinstance(setting.envs, TaskEnvs)
+    factory = setting.envs.factory_of(tasks[0])
+    if isinstance(factory, Tau2Factory):
+        factory._domains["retail"] = small_domain()
+    with pytest.raises(DataError, match=rf"row 1, field '.*': is not a task of env.name={name}: .*; expected"):
+        fitting(tasks, prompt_ids, RowPolicy(100_000), tasks.report)
+    assert len(fitting(tasks, prompt_ids, RowPolicy(100_000, max_bad_share=0.5), tasks.report)) == 1
+    assert [error.row for error in tasks.report.bad] == [1]
+    spoiled = replace(tasks[0], answer='{"half": ')
+    with pytest.raises(DataError, match=r"reward_model\.ground_truth"):
+        prompt_ids(spoiled)
+
+
+PYTHON = """
+from verl.envs.tools.function import tool
+
+
+@tool
+def python(code: str) -> str:
+    \"\"\"Runs Python code.\"\"\"
+    return "4"
+"""
+ZEROTIR, TORL = ("So\n```python", "\nprint(4)\n```"), ("```python\nprint(4)\n```\n```output",)
+
+
+@pytest.mark.parametrize("calls", [0, 2, 4, 20])
+@pytest.mark.parametrize(("recipe", "call"), [("zerotir", ZEROTIR), ("zerotir_ppo", ZEROTIR), ("torl", TORL)])
+def test_as_many_calls_can_be_made_as_are_allowed(
+    recipe: str, call: tuple[str, ...], calls: int, chat: ChatTemplate, tmp_path: Path
+) -> None:
+    """A policy that calls whenever it can; in ZeroTIR's format each call takes two turns."""
+    (tmp_path / "tools.py").write_text(PYTHON)
+    config = load_config(
+        [f"recipe={recipe}", f"env.max_tool_calls={calls}", f"env.tools=['{tmp_path}/tools.py:python']"]
+    )
+    data = replace(config.data, max_prompt_length=1000, max_response_length=100_000)
+    setting = build_episode_runner(replace(config, data=data), chat)
+    assert setting is not None and setting.limits.max_turns == calls * len(call) + 1
+    task = Task("t", (Message("user", "2+2?"),), "4", "sums")
+    played = asyncio.run(setting.run(Speaker(chat, *call * (calls + 1)), Sampling(1), task, 0, None))
+    assert isinstance(played, Trajectory) and played.num_tool_calls == calls
+
+
+@pytest.mark.parametrize(
+    ("words", "turns"),
+    [
+        (("recipe=torl",), 2),
+        (("recipe=retool",), 9),
+        (("recipe=search_r1",), 5),
+        (("recipe=otc_grpo",), 5),
+        (("recipe=otc_ppo",), 5),
+        (("recipe=artist_math",), 9),
+        (("recipe=artist_tools",), 30),
+        (("recipe=zerotir",), 5),
+        (("recipe=zerotir_ppo",), 5),
+        (("recipe=tool_loop",), 3),
+        (("recipe=torl", "env.max_turns=7"), 7),
+        (CHAT, 9),
+        (OTHER, 16),  # turns without a call, too
+        ((*OTHER, "env.max_turns=2"), 2),  # all calls in one turn
+        ((*CHAT, "env.max_tool_calls=0", "env.max_turns=1"), 1),
+    ],
+)
+def test_turns_are_those_that_the_calls_take(words: tuple[str, ...], turns: int) -> None:
+    env = load_config(words).env
+    assert turn_limit(env, build_tool_call_format(env.tool_call_format or "", env.tool_call_format_options)) == turns
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (("recipe=zerotir", "env.max_turns=4"), 5),
+        (("recipe=zerotir", "env.max_tool_calls=20", "env.max_turns=5"), 41),
+        (("recipe=torl", "env.max_tool_calls=2", "env.max_turns=2"), 3),
+        ((*CHAT, "env.max_turns=1"), 2),
+    ],
+)
+def test_turns_in_which_the_calls_cannot_be_made_are_refused(words: tuple[str, ...], needed: int) -> None:
+    env = load_config(words).env
+    turns, calls = env.max_turns, env.call_limit
+    message = rf"env.max_turns={turns} is too small for env.max_tool_calls={calls}: .* need {needed} assistant turns"
+    with pytest.raises(ConfigError, match=message):
+        check_names(env, None)

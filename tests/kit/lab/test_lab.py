@@ -1,0 +1,198 @@
+"""The reward lab finds what it should, and its exit code says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.raw.rlla import dialogue, to_row
+from tests.conftest import ROOT, real_data
+from tests.data.test_tasks import example, row, write_jsonl
+from tests.kit.lab.lab import try_reward
+from verl.data.tasks import to_task
+from verl.formats.toolrl_text import render_response
+from verl.kit.lab.__main__ import GOLD, LabReward, main
+from verl.types import Score, Task, Trajectory
+from verl.utils.reward_score import Mutation, build_reward
+from verl.utils.reward_score.rlla import RllaReward
+
+CALL_TASK = to_task(row(), "call")
+RESPONSE_TASK = to_task(
+    to_row(
+        example() | {"input": dialogue(["<user> hi </user>"]), "output": render_response("t", None, "hello")}, "t", 0
+    ),
+    "response",
+)
+TWO_CALLS = [
+    {"name": "get_weather", "parameters": {"a": 1e17, "b": True}},
+    {"name": "get_time", "parameters": {"c": "x"}},
+]
+TWO_CALLS_TASK = to_task(to_row(example() | {"output": render_response("t", TWO_CALLS)}, "t", 0), "two calls")
+ASKED_FOR = {
+    "no-op",
+    "think only",
+    "malformed JSON",
+    "wrong name",
+    "dropped parameter",
+    "wrong value",
+    "duplicated call",
+    "over-calling",
+    "copied tool list",
+    "empty text",
+}
+
+
+@pytest.mark.parametrize("toggle", ["", "refined", "intermediate", "coarse", "schedule_reward", "with_length"])
+def test_gold_scores_the_maximum_and_every_spoiled_call_less(toggle: str) -> None:
+    reward = RllaReward(**{toggle: True}) if toggle else RllaReward()
+    report = try_reward(reward, [CALL_TASK, TWO_CALLS_TASK])
+    assert report.violations == []
+    assert report.stats.keys() >= ASKED_FOR | {GOLD, "missing call", "tool_call unclosed"}
+
+
+def test_a_call_inside_a_response_is_ToolRLs_own_hole_and_the_penalty_closes_it() -> None:  # noqa: N802
+    report = try_reward(RllaReward(), [RESPONSE_TASK])
+    assert [violation.response_kind for violation in report.violations] == ["call inside response"]
+    assert try_reward(RllaReward(unwanted_call_penalty=0.5), [RESPONSE_TASK]).violations == []
+
+
+class Careless:
+    """Rewards any response that is not empty."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(bool(trajectory.response)), {})
+
+    def maximum(self, task: Task, step: int) -> float:
+        return 1.0
+
+    def gold(self, task: Task, step: int) -> str:
+        return task.answer
+
+    def mutations(self, task: Task, step: int) -> list[Mutation]:
+        return [Mutation("empty", ""), Mutation("nonsense", "nonsense")]
+
+
+class Overpaying(Careless):
+    """Pays a spoiled response more than the gold one, whose score is no number."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float("nan") if trajectory.response == task.answer else 5.0, {})
+
+
+class Failing(Careless):
+    def gold(self, task: Task, step: int) -> str:
+        raise RuntimeError("no gold today")
+
+
+class FromStepThree(Careless):
+    """Careful from step 3 on."""
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(float(trajectory.response == task.answer or (step < 3 and bool(trajectory.response))), {})
+
+
+def test_more_than_the_maximum_and_no_number_at_all_are_offences() -> None:
+    violations = try_reward(Overpaying(), [CALL_TASK]).violations
+    assert [str(violation) for violation in violations] == [
+        "call: gold scores nan, expected exactly 1",
+        "call: empty scores 5, expected less than 1",
+        "call: nonsense scores 5, expected less than 1",
+    ]
+
+
+def test_an_upside_down_range_is_found() -> None:
+    """ToolRL's equal maximum under its unclamped schedule pays wrong calls more from step 300 on."""
+    reward = RllaReward(correct_max_1=True, schedule_reward=True)
+    assert try_reward(reward, [CALL_TASK], 200).violations == []
+    assert try_reward(reward, [CALL_TASK], 400).violations
+
+
+def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [row()])
+    codes = [
+        main(["--data", path, "--reward", f"{__name__}:FromStepThree", "--step", step])
+        for step in ("2", "3")
+    ]
+    assert codes == [1, 0]
+
+
+def count_letters(response: str, answer: str) -> float:
+    return float(len(response))
+
+
+def test_a_reward_of_ones_own_is_tried_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [row(), row()])
+    assert isinstance(Careless(), LabReward)
+    assert main(["--data", path, "--reward", "tests.kit.lab.test_lab:Careless", "--show", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "t.jsonl#0: nonsense scores 1, expected less than 1" in said and "and 1 more" in said
+    assert "2 rows tried, 2 with violations" in said
+    assert main(["--data", path, "--reward", f"{__file__}:Careless", "--limit", "1"]) == 1
+    assert "1 rows tried, 1 with violations" in capsys.readouterr().out
+
+
+def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verl.kit.lab.__main__ import as_trajectory
+
+    reward = build_reward("tests.kit.lab.test_lab:count_letters")
+    assert reward.score(as_trajectory(CALL_TASK, "four"), CALL_TASK, 0) == Score(4.0, {"score": 4.0})
+    path = write_jsonl(tmp_path / "t.jsonl", [row()])
+    assert main(["--data", path, "--reward", "tests.kit.lab.test_lab:count_letters"]) == 2
+    assert "does not define maximum(), gold() and mutations()" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--reward", "rla"], "unknown reward 'rla'; did you mean 'rlla'?"),
+        (["--reward", "tests.kit.lab.test_lab:Carless"], "did you mean 'Careless'?"),
+        (["--reward", "nowhere:Thing"], "cannot import module 'nowhere'"),
+        (["--reward", "gone.py:Thing"], "there is no file 'gone.py'"),
+        (["--option", "coarse=maybe"], "must be of type bool"),
+        (["--option", "coars=true"], "did you mean 'coarse'?"),
+        (["--option", "environ=5"], "has no option 'environ'"),
+        (["--reward", "tests.kit.lab.test_lab:Failing"], "fails on t.jsonl#0 (RuntimeError: no gold today)"),
+        (["--reward", "tests.kit.lab.test_lab:Careless", "--option", "a=1"], "has no option 'a'; its options are none"),
+        (["--reward", "tests.kit.lab.test_lab:CALL_TASK"], "must be a class or a function, not an object of Task"),
+        (["--reward", ":X"], "unknown reward ':X'"),
+        (["--data", "gone.parquet"], "there is no such file"),
+    ],
+)
+def test_what_cannot_be_used_is_one_clear_error(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [row()])
+    assert main(["--data", path, *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("option", ["--limit", "--step", "--show"])
+def test_numbers_are_checked(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--data", "x.jsonl", option, "-5"])
+    assert "is not a whole number" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_read_offend_and_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = [row(prompt=[])] * 30
+    assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row(), *bad]), "--show", "25"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count("unusable: ") == 25 and "and 5 more (--show 30 lists all)" in said.out and not said.err
+    assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row()])]) == 0
+
+
+@pytest.mark.parametrize("name", ["train", "test", "test_new_tools"])
+def test_the_embedded_data_have_no_offending_row(name: str) -> None:
+    path = str(ROOT / f"dataset/mini/{name}.parquet")
+    assert main(["--data", path, "--option", "unwanted_call_penalty=1"]) == 0
+
+
+def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Row 9 calls a tool by half its name; the nine response rows let a call hide in the response."""
+    assert main(["--data", str(real_data("toolrl", "rlla_test.parquet"))]) == 1
+    said = capsys.readouterr().out
+    assert "80 rows tried, 9 with violations; 0 rows unusable, 1 call unlisted tools" in said
+    assert said.count("call inside response scores 1, expected less than 1") == 9

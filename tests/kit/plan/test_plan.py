@@ -1,0 +1,465 @@
+"""The plan of a run: its terms against autograd and against resident memory, its arithmetic, its command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.conftest import ROOT
+from tests.support.tiny import MINI, save_tiny_model
+from verl.batch.packed import PackedBatch, Segment
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.data.tasks import TaskSet
+from verl.errors import ConfigError, DataError
+from verl.kit.plan.__main__ import main
+from verl.kit.plan.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
+from verl.kit.plan.plan import (
+    Lengths,
+    Plan,
+    build_plan,
+    changed,
+    decoder_of,
+    find_hardware,
+    read_lengths,
+    read_shape,
+    shape_of,
+)
+from verl.single_controller.local import LocalGroup
+from verl.tracking.flops import DEVICES, find_device
+from verl.trainer.builders.algorithm import build_algorithm
+from verl.trainer.builders.env import build_episode_runner, prompt_fn
+from verl.trainer.builders.run import build_meter, load_chat_template
+from verl.workers import attention
+from verl.workers.model import PackedCritic, PackedPolicy
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+from verl.workers.rank import RankSpec, TrainingRank
+
+PROMPT, RESPONSE = 64, 24
+RESPONSES = "data.max_response_length=128"
+SHAPE = {
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def one_group(shared: bool) -> tuple[PackedBatch, PackShape]:
+    """Two responses of one prompt."""
+    if shared:
+        ends = PROMPT + RESPONSE
+        segments = (Segment(0, PROMPT), Segment(PROMPT, ends, 0), Segment(ends, ends + RESPONSE, 0))
+    else:
+        segments = tuple(Segment(at, at + PROMPT + RESPONSE) for at in (0, PROMPT + RESPONSE))
+    tokens = segments[-1].end
+    source = torch.arange(tokens - 2 * RESPONSE, tokens)
+    ids = torch.randint(1000, (tokens,))
+    batch = PackedBatch(
+        token_ids=ids,
+        position_ids=torch.arange(tokens),
+        segments=segments,
+        source=source,
+        target=ids[source],
+        sample=torch.zeros_like(source),
+    )
+    return batch, PackShape.of(tokens, PROMPT, RESPONSE, 2, shared)
+
+
+def saved_bytes(policy: PackedPolicy, packed: PackedBatch) -> int:
+    """What autograd keeps for the backward beside the parameters, each storage once."""
+    owned = {each.untyped_storage().data_ptr() for each in policy.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in owned:
+            kept[address] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy(packed, 1.0, True)
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_activations_are_what_autograd_saves(
+    kind: type[PretrainedConfig], dtype: torch.dtype, shared: bool, checkpointing: bool
+) -> None:
+    attention.register()
+    model = AutoModelForCausalLM.from_config(kind(**SHAPE), dtype=dtype, attn_implementation=attention.PACKED)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = PackedPolicy(model.train())
+    packed, pack = one_group(shared)
+    settings = RankSettings(dtype.itemsize, shards=1, checkpointing=checkpointing, on_cpu=True)
+    expected = activations(shape_of(policy, model.config), pack, settings)
+    assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "tokens"), [("small", 6144), ("medium", 2048)])
+def test_planned_memory_is_what_two_updates_need(size: str, tokens: int) -> None:
+    command = [sys.executable, "bench/plan_memory.py", "--sizes", size, "--tokens", str(tokens)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["ratio"] <= 0.2
+
+
+SEVEN = ModelShape(7_000_000_000, 230_000_000, 500_000_000, 28, 3584, 28, 3584, 512, 18944, 152064, 2, False)
+
+
+GROUPS_OF_FOUR = [
+    *("algorithm.name=toolrl_grpo", "rollout.n=4", "data.train_batch_size=512", "actor.ppo_mini_batch_size=128"),
+    *("data.max_prompt_length=2048", "data.max_response_length=1024"),
+]
+
+
+def plan_of(words: Sequence[str], gpu: str = "h200", shape: ModelShape = SEVEN) -> Plan:
+    """A plan with round lengths, of a model that is nowhere."""
+    config = load_config([*GROUPS_OF_FOUR, *words])
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    critic = shape if algorithm.needs_critic else None
+    return Plan(config, algorithm, shape, critic, Lengths(900, 250, "given"), find_hardware(config, gpu))
+
+
+def needed_gib(plan: Plan) -> float:
+    """What ranks and engines need on a CPU that has too little."""
+    return float(plan.violations()[0].split()[4])
+
+
+def sums(plan: Plan) -> dict[str, float]:
+    return {phase: sum(terms.values()) / GIB for phase, terms in plan.memory().items()}
+
+
+def test_states_are_sixteen_bytes_a_parameter_dealt_to_the_ranks() -> None:
+    settings = RankSettings(compute=2, shards=4)
+    terms = resident(SEVEN, settings) | updating(SEVEN, PackShape(2048, 1024), settings)
+    assert sum(terms[name] for name in ("parameters", "optimizer", "gradients")) == 16 * SEVEN.parameters / 4
+
+
+def test_a_reference_a_critic_and_longer_packs_cost_memory_checkpointing_saves_it() -> None:
+    plain = sums(plan_of(["algorithm.kl_placement=none"]))
+    assert sums(plan_of([]))["rollout"] - plain["rollout"] == pytest.approx(2 * 7e9 / GIB)
+    critic = sums(plan_of(["algorithm.name=ppo", "algorithm.kl_placement=none"]))
+    assert critic["rollout"] - plain["rollout"] > 8 * 7e9 / GIB
+    shorter = sums(plan_of(["algorithm.kl_placement=none", "actor.max_tokens_per_pack=4096"]))
+    checkpointed = sums(plan_of(["algorithm.kl_placement=none", "model.enable_gradient_checkpointing=true"]))
+    assert shorter["update"] < plain["update"] and checkpointed["update"] < shorter["update"]
+
+
+def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
+    keys = ("actor.offload_params", "actor.offload_optimizer", "critic.offload_params", "critic.offload_optimizer")
+    words = ["algorithm.name=ppo", "algorithm.kl_placement=loss"]
+    offloaded = [f"{key}=true" for key in (*keys, "ref.offload_params")]
+    before, after = plan_of(words).memory(), plan_of([*words, *offloaded]).memory()
+    gone = {phase: set(before[phase]) - set(after[phase]) for phase in before}
+    assert gone == {
+        "rollout": {"parameters", "optimizer", "critic's parameters", "critic's optimizer", "reference"},
+        "score": {"optimizer", "critic's optimizer"},
+        "update": {"reference"},
+        "step": {"reference"},
+        "weight_sync": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
+        "save": {"optimizer", "critic's parameters", "critic's optimizer", "reference"},
+        "engine": set(),
+    }
+
+
+def test_mends_fit_and_nothing_smaller_was_passed_over() -> None:
+    plan = plan_of(["trainer.n_gpus_per_node=2"], "h100")
+    assert plan.violations()
+    suggested_changes = plan.suggested_changes()
+    assert suggested_changes and len({len(each) for each in suggested_changes}) == 1
+    for changes in suggested_changes:
+        config: Any = plan.config
+        for number, (key, value) in enumerate(changes.items()):
+            assert replace(plan, config=config).violations(), f"{number} of {changes} are enough"
+            config = changed(config, key, value)
+        assert not replace(plan, config=config).violations()
+
+
+def test_a_critic_can_make_room_and_so_can_a_smaller_cache_on_a_cpu() -> None:
+    words = ["algorithm.name=ppo", "rollout.n=1", "trainer.n_gpus_per_node=8"]
+    words.append("model.enable_gradient_checkpointing=true")
+    beside = plan_of([*words, "rollout.gpu_memory_utilization=0.75"], "h100")
+    assert beside.violations() and {"critic.offload_optimizer": True} in beside.suggested_changes()
+    small = replace(SEVEN, parameters=1_000_000, layer_parameters=20_000, vocabulary=100, largest=1000)
+    words = ["rollout.kv_cache_gib=8", "data.max_response_length=64", "actor.max_tokens_per_pack=4096"]
+    plan = plan_of(words, "cpu", small)
+    needed = needed_gib(replace(plan, hardware=replace(plan.hardware, memory_gib=1.0)))
+    crowded = replace(plan, hardware=replace(plan.hardware, memory_gib=needed - 2.0))
+    assert crowded.violations() and any(set(each) == {"rollout.kv_cache_gib"} for each in crowded.suggested_changes())
+
+
+def test_what_fits_needs_no_mend_and_what_never_fits_has_none() -> None:
+    roomy = plan_of(["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"])
+    assert roomy.violations() == [] and roomy.suggested_changes() == []
+    assert plan_of([], "a100", replace(SEVEN, parameters=700_000_000_000)).suggested_changes() == []
+
+
+def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
+    words = ["trainer.n_gpus_per_node=8", "model.enable_gradient_checkpointing=true"]
+    beside = plan_of([*words, "rollout.gpu_memory_utilization=0.95"])
+    assert [each.split()[0] for each in beside.violations()] == ["rollout", "weight_sync", "save"]  # where it is awake
+    assert plan_of([*words, "rollout.gpu_memory_utilization=0.95", "rollout.placement=separate"]).violations() == []
+    assert beside._options()["rollout.placement"] == ["separate"]
+
+
+def test_sequences_decoded_at_once_are_those_of_the_engine_on_its_device() -> None:
+    found = [plan_of([], gpu).max_num_seqs for gpu in ("h200", "h100", "a100", "cpu")]
+    assert found == [1024, 1024, 256, 256]
+    assert plan_of(["rollout.name=hf"]).max_num_seqs == 256
+    assert plan_of(["rollout.max_num_seqs=64"]).max_num_seqs == 64
+
+
+def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
+    words = ["trainer.n_gpus_per_node=2", "rollout.name=hf", "rollout.max_num_seqs=384"]
+    words.append("model.enable_gradient_checkpointing=true")
+    assert plan_of([*words, "rollout.placement=separate"]).violations() == []
+    assert [each.split()[0] for each in plan_of(words).violations()] == ["update", "step"]
+
+
+def test_seconds_are_the_formulas_at_the_data_sheets_speed() -> None:
+    plan = plan_of(["algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"])
+    seconds = {phase: value for phase, (value, _) in plan.seconds().items()}
+    prompts, samples, block = 512, 2048, 28 * 230e6  # the prompt of a group is computed once
+    tokens, pairs = prompts * 900 + samples * 250, prompts * 900 * 901 / 2 + samples * (250 * 900 + 250 * 251 / 2)
+    forward = 2 * block * tokens + 2 * 3584 * 152064 * samples * 250 + 4 * 28 * 3584 * pairs
+    assert seconds["update"] == pytest.approx(3 * forward / 989e12)
+    assert seconds["score"] == 0.0  # one update a step, no KL: the update's own log-probs are the old ones
+    twice = plan_of(["algorithm.kl_placement=none", "trainer.n_gpus_per_node=2"]).seconds()
+    assert twice["update"][0] == pytest.approx(seconds["update"] / 2)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_separate_pools_are_split_by_their_times(staleness: int) -> None:
+    """Pools that take turns take the sum, pools that work at once the longer of the two."""
+    together = max if staleness else lambda *seconds: sum(seconds)
+    words = ["rollout.placement=separate", "trainer.n_gpus_per_node=4", f"rollout.max_staleness={staleness}"]
+    way = plan_of(words).split(8)
+    assert way["train"] + way["generate"] == 8 and way["train"] > way["generate"] > 0  # training takes longer here
+    best = together(way["train_s"], way["generate_s"])
+    seconds = {phase: value for phase, (value, _) in plan_of(words).seconds().items()}
+    for engines in range(1, 8):
+        train = 4 * (seconds["score"] + seconds["update"]) / (8 - engines)
+        assert best <= together(train, 4 * seconds["rollout"] / engines) * (1 + 1e-9)
+    assert plan_of([*words, "rollout.tensor_model_parallel_size=4"]).split(8)["generate"] == 4
+
+
+def test_what_goes_on_beside_training_costs_no_time_of_its_own() -> None:
+    words = ["rollout.placement=separate", "trainer.n_gpus_per_node=4"]
+    in_turn, ahead = plan_of(words), plan_of([*words, "rollout.max_staleness=2"])
+    seconds = {phase: value for phase, (value, _) in ahead.seconds().items()}
+    training = seconds["score"] + seconds["update"] + seconds["step"]
+    assert seconds["rollout"] < training
+    assert in_turn.step_seconds() == pytest.approx(sum(seconds.values()))
+    assert ahead.step_seconds() == pytest.approx(training + seconds["weight_sync"])
+    few = plan_of([*words, "rollout.max_staleness=2", "rollout.num_engines=1", "rollout.max_num_seqs=128"])
+    assert few.step_seconds() == pytest.approx(
+        few.seconds()["rollout"][0] + seconds["weight_sync"]
+    )  # now it is the longer
+
+
+def test_samples_in_flight_are_those_of_all_slots() -> None:
+    words = ["data.train_batch_size=512", "rollout.n=4", "data.max_response_length=1000"]
+    ahead = plan_of([*words, "rollout.max_staleness=3"])
+    assert ahead.in_flight == 4 * 512 * 4 and plan_of(words).in_flight == 512 * 4
+    assert ahead.in_flight_gib == pytest.approx(8192 * 1900 * 72 / GIB)
+    remax = plan_of([*words, "rollout.max_staleness=1", "algorithm.name=remax", "rollout.n=1"])
+    assert remax.in_flight == 2 * 512 * 2  # a greedy one beside each
+
+
+def lengths_of(config: Config, *files: TaskSet) -> Lengths:
+    tool_call_format = load_chat_template(config.model)
+    return read_lengths(config, tool_call_format, files, tool_call_format.task_prompt_ids)
+
+
+def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
+    given = load_config([f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]"])
+    lengths = lengths_of(given, TaskSet(str(MINI / "train.parquet")))
+    assert 50 < lengths.prompt < 200 and 10 < lengths.response < 100 and "train.parquet" in lengths.source
+    without = load_config([f"model.path={model}"])
+    assert lengths_of(without).prompt == 512
+
+
+def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> None:
+    words = [f"model.path={model}", "env.name=tool", "env.tool_call_format=hermes", "env.tools=[calculator]"]
+    config = load_config([*words, "data.max_response_length=777"])
+    lengths = lengths_of(config, TaskSet(str(MINI / "train.parquet")))
+    assert lengths.response == 777 and "episodes of maximum length" in lengths.source
+
+
+def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
+    words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
+    config, tasks = load_config(words), TaskSet(str(MINI / "train.parquet"))
+    with pytest.raises(DataError, match=r"more than data.max_prompt_length=100"):
+        lengths_of(config, tasks)
+    dropping, cutting = (load_config([*words, f"data.truncation={name}"]) for name in ("drop", "left"))
+    assert lengths_of(dropping, tasks).prompt < lengths_of(cutting, tasks).prompt < 100
+
+
+def test_old_logprobs_of_the_engine_cost_no_pass_and_a_critic_has_no_head_to_pay_for() -> None:
+    words = ["algorithm.kl_placement=none", "actor.ppo_mini_batch_size=128"]
+    trainer, rollout = (plan_of([*words, f"algorithm.old_logprobs={name}"]) for name in ("trainer", "rollout"))
+    assert trainer.seconds()["score"][0] > 0.0 and rollout.seconds()["score"][0] == 0.0
+    small = replace(SEVEN, vocabulary=1)
+    with_critic = replace(plan_of([*words, "algorithm.name=ppo", "rollout.n=1"]), critic=small)
+    alone = replace(with_critic, critic=None)
+    grown = with_critic.seconds()["update"][0] / alone.seconds()["update"][0]
+    assert 1.5 < grown < 2.0
+
+
+def test_nodes_of_cpus_share_the_need() -> None:
+    needs = []
+    for nodes in (1, 2):
+        plan = plan_of([f"trainer.nnodes={nodes}", "rollout.kv_cache_gib=4"], "cpu")
+        needs.append(needed_gib(replace(plan, hardware=replace(plan.hardware, memory_gib=1.0))))
+    assert needs[0] == pytest.approx(needs[1], rel=0.2)
+
+
+def test_the_critic_has_no_head(model: Path) -> None:
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model_of = AutoModelForCausalLM.from_config(config)
+        policy, critic = shape_of(PackedPolicy(model_of), config), shape_of(PackedCritic(model_of), config)
+    assert policy.parameters - critic.parameters == 1000 * 96 - 96
+    assert critic.vocabulary == 1
+    assert policy.root_parameters == 2 * 1000 * 96 + 96
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [  # of Qwen3-0.6B, whose heads are wider together than its hidden states, and of Qwen2.5-0.5B
+        (Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128, num_hidden_layers=2), 2048),
+        (Qwen2Config(hidden_size=896, num_attention_heads=14, num_hidden_layers=2), 896),
+    ],
+)
+def test_mfu_counts_the_width_of_attention(config: PretrainedConfig, width: int) -> None:
+    """As the plan does."""
+    with torch.device("meta"):
+        module = PackedPolicy(AutoModelForCausalLM.from_config(config))
+    spec, engine = RankSpec("", torch.float32, 1.0, OptimizerSettings(lr=1.0)), SimpleNamespace(module=module)
+    rank = TrainingRank(spec, PolicyWorker(engine, 1.0), None, None)  # type: ignore[arg-type]
+    meter = build_meter(LocalGroup(rank), "cuda")
+    planned = decoder_of(shape_of(module, config))
+    assert meter is not None and meter.shape.hidden == planned.hidden == width
+    assert (meter.shape.layers, meter.shape.head_parameters) == (planned.layers, planned.head_parameters)
+    assert meter.shape.parameters == planned.parameters + config.hidden_size  # the last norm
+
+
+def test_the_measured_peak_stands_beside_the_expected(model: Path) -> None:
+    config = load_config([f"model.path={model}", "trainer.device=cpu", "data.max_prompt_length=512", RESPONSES])
+    plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config))
+    assert plan.format_peak({"memory/trainer_gib": 1.5}).startswith("peak memory of a training rank: 1.50 GiB, ")
+
+
+def test_every_device_is_found_by_its_own_name() -> None:
+    config = load_config([])
+    for name, device in DEVICES.items():
+        assert find_hardware(config, name.lower().replace(" ", "-")).device == device
+
+
+def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"model.path={model}", "trainer.n_gpus_per_node=2", f"data.train_files=[{MINI / 'train.parquet'}]"]
+    words += ["data.max_prompt_length=512", RESPONSES]
+    assert main([*words, "--gpu=h100"]) == 0
+    said = capsys.readouterr().out
+    assert "It fits" in said and "Lower bounds of step times" in said and "2 x h100 train" in said
+    assert main([*words, "--gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
+    assert "suggested changes: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
+
+
+def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = f"data.train_files=[{MINI / 'train.parquet'}]"
+    words = [f"model.path={model}", files, "data.max_prompt_length=512", RESPONSES]
+    words += [*GROUPS_OF_FOUR[:3], "rollout.max_staleness=1", "trainer.num_threads=1", "rollout.num_engines=2"]
+    said = []
+    for place in ("--gpu=h100", "--gpu=cpu"):
+        assert main([*words, place]) == 0
+        said.append(" ".join(capsys.readouterr().out.split()))
+    on_gpus, on_cpu = said
+    assert "1 x h100 train, 2 more x h100 generate, concurrently" in on_gpus
+    assert "max(rollout, score + update + step) + weight_sync" in on_gpus and "Best split of 3 GPUs" in on_gpus
+    assert "1 rank(s) train, 2 more engine(s) generate, concurrently; 1 of" in on_cpu
+    in_flight = "at most 4096 episodes in flight"
+    assert f"{in_flight}, 2048 decoded concurrently" in on_gpus and f"{in_flight}, 512 decoded concurrently" in on_cpu
+    assert main([*words[:4], "--gpu=h100", "rollout.placement=separate"]) == 0
+    assert "alternately: each pool waits for the other" in " ".join(capsys.readouterr().out.split())
+
+
+def test_prompts_are_measured_as_training_puts_them(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe with a prompt template of its own asks for more than the chat template does."""
+    words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", RESPONSES, "--gpu=h100"]
+    code = ["env.name=tool", "env.tool_call_format=fence", "env.tools=[python]", "data.prompt_template=torl"]
+    code += ["sandbox.isolation=none", "data.max_prompt_length=512"]
+    config = load_config([*words[:3], *code])
+    tasks, tool_call_format = TaskSet(str(MINI / "train.parquet")), load_chat_template(config.model)
+    episode_runner = build_episode_runner(config, tool_call_format)
+    opened = read_lengths(config, tool_call_format, [tasks], prompt_fn(episode_runner)).prompt
+    assert opened > lengths_of(config, tasks).prompt + 50
+    assert main([*words, *code]) == 0
+    assert f"{opened:.0f} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA GH200 480GB", "RTX 6000"])
+def test_a_name_that_only_looks_like_another_is_not_taken_for_it(name: str) -> None:
+    assert find_device(name) is None
+
+
+def test_a_model_without_layers_of_its_own_is_told(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="GPT2Model is not supported"):
+        read_shape(str(tmp_path), PackedPolicy)
+
+
+@pytest.mark.parametrize("key", ["model.path", "critic.path"])
+def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp_path: Path) -> None:
+    Gemma2Config().save_pretrained(tmp_path)
+    words = {"model.path": str(model), key: str(tmp_path)}
+    config = load_config(["recipe=mini_ppo", *(f"{name}={path}" for name, path in words.items())])
+    with pytest.raises(ConfigError, match=rf"^{key}: .*softcap=50\.0"):
+        build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.max_response_length=9999"], "the model supports"),
+        (["--gpu=l4"], "--gpu=l4 is unknown; choose one of H200"),
+        (["gpus=1"], "unknown key 'gpus'"),
+        (["data.train_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], said: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"model.path={model}", *words]) == 2
+    assert said in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,351 @@
+"""What a run tells: files survive kills and resumes, the display fits its place, and numbers add up."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import ROOT
+from tests.support.metric_names import known
+from verl.errors import ConfigError, DataError
+from verl.tracking import flops, names
+from verl.tracking.console import Display, before_after_table, duration
+from verl.tracking.jsonl import JsonlTracker, read_jsonl
+from verl.tracking.tensorboard import TensorBoardTracker
+from verl.tracking.timers import PhaseTimer
+from verl.tracking.tracker import Run, Tracker, Trackers, build_trackers
+from verl.tracking.transcripts import Transcripts
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    StopReason,
+    Task,
+    ToolStatus,
+    ToolUse,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+METRICS = {"reward/total": 1.25, "reward/format": 0.75, "reward/zero_variance_groups": 0.5}
+METRICS |= {"val/mini test/total": 2.0, "perf/tokens_per_s": 512.4, "time/step_s": 8.13}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in read_jsonl(path)]
+
+
+def test_jsonl_has_one_line_a_step_and_no_number_json_lacks(run: Run) -> None:
+    tracker = JsonlTracker(run)
+    tracker.log(0, {"val/a/total": 1.5})
+    tracker.log(1, {"actor/grad_norm": math.nan, "actor/loss": math.inf})
+    lines = tracker.path.read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert (first["step"], first["val/a/total"]) == (0, 1.5) and first["time"] > 1e9
+    assert second["actor/grad_norm"] is None and second["actor/loss"] is None
+
+
+def test_a_killed_writer_loses_no_whole_line_and_a_torn_one_goes_at_resume(run: Run) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from verl.tracking.jsonl import JsonlTracker\n"
+        "from verl.tracking.tracker import Run\n"
+        "tracker = JsonlTracker(Run(Path(sys.argv[1])))\n"
+        "for step in range(1, 6): tracker.log(step, {'reward/é/total': 1.0})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, run.folder], cwd=ROOT).returncode == -9
+    tracker = JsonlTracker(run)
+    assert steps_of(tracker.path) == [1, 2, 3, 4, 5]
+    with tracker.path.open("ab") as file:
+        file.write('{"step": 6, "reward/é'.encode()[:-1])  # through the middle of a character
+    tracker.restore(6, {})
+    tracker.log(7, {})
+    assert steps_of(tracker.path) == [1, 2, 3, 4, 5, 7]
+    tracker.restore(3, {})
+    tracker.log(4, {})
+    assert steps_of(tracker.path) == [1, 2, 3, 4]
+    tracker.restore(-1, {})
+    assert steps_of(tracker.path) == []
+    assert [path.name for path in run.folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written .*Choose another path"):
+        JsonlTracker(Run(tmp_path / "file")).log(1, {})
+
+
+def test_tensorboard_reads_what_was_written_and_forgets_what_a_resume_repeats(run: Run) -> None:
+    first = TensorBoardTracker(run)
+    first.restore(-1, {})
+    for step in (1, 2, 3):
+        first.log(step, {"reward/total": step / 2, "actor/loss": 0.25})
+    resumed = TensorBoardTracker(run)  # the first was never closed, as after a kill
+    resumed.restore(2, {})
+    resumed.log(3, {"reward/total": 9.0})
+    resumed.close()
+    first.close()
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/total")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
+    assert [event.step for event in events.Scalars("actor/loss")] == [1, 2]
+
+
+def test_tracking_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow is imported where it is installed')")
+    modules = sorted(path.stem for path in (ROOT / "verl" / "tracking").glob("[!_]*.py"))
+    program = (
+        f"import sys, {', '.join(f'verl.tracking.{module}' for module in modules)}\n"
+        "sys.exit(', '.join({'torch', 'wandb', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], env=paths, capture_output=True, text=True)
+    assert done.stderr.strip() == "" and done.returncode == 0
+
+
+class FakeWandb:
+    """Remembers how it was called."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.finished = 0
+
+    def init(self, **settings: Any) -> Any:
+        assert settings["resume"] == "allow" and settings["project"] == "toolrl"
+        self.ids.append(settings["id"])
+        return SimpleNamespace(log=self.logged.append, finish=self._finish, define_metric=lambda *_, **__: None)
+
+    def _finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_continues_its_run_on_resume_and_not_at_a_start_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+
+    def session(step: int, state: dict[str, Any], run: Run = run) -> dict[str, Any]:
+        trackers = build_trackers(["wandb"], run)
+        trackers.restore(step, state)
+        trackers.log(step + 1, {"actor/lr": 0.5})
+        trackers.close()
+        return trackers.state()
+
+    state = session(0, {})
+    session(1, state)
+    session(1, {})  # known from the folder
+    session(1, state, Run(run.folder / "copy"))  # known from the checkpoint
+    assert len(set(fake.ids)) == 1 and len(fake.ids) == fake.finished == 4
+    assert fake.logged[1] == {"step": 2, "actor/lr": 0.5}
+    session(-1, {})
+    assert fake.ids[-1] != fake.ids[0]
+
+
+def test_a_missing_wandb_and_an_unknown_tracker_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        build_trackers(["wandb"], run)
+    with pytest.raises(ConfigError, match="did you mean 'wandb'"):
+        build_trackers(["wandbb"], run)
+
+
+class Failing(Tracker):
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+def test_all_trackers_are_told_and_closed_though_one_fails(run: Run) -> None:
+    members = build_trackers(["console"], run, Display(3, Console(file=io.StringIO()))).members
+    assert [type(member).__name__ for member in members] == ["Display", "JsonlTracker", "TensorBoardTracker"]
+    trackers = Trackers((*members, Failing()))
+    trackers.log(1, {"actor/lr": 1})
+    with pytest.raises(OSError, match="gone"):
+        trackers.close()
+    assert steps_of(run.folder / "metrics.jsonl") == [1]
+
+
+def group(response: str) -> TrajectoryGroup:
+    task = Task("train.parquet#17", (Message("system", "be good"), Message("user", "1+1?")), "two [gold]", "sums")
+    answers = (Message("tool", "2"),)
+    turns = (
+        Turn((1, 2), Completion((3, 4), (-0.1, -0.2), FinishReason.STOP, 5), Message("assistant", response), answers),
+        Turn((5,), Completion((6,), (-0.3,), FinishReason.STOP, 5), Message("assistant", "two")),
+    )
+    uses = (ToolUse("calculator", ToolStatus.SUCCESS, 0.25),)
+    both = tuple(Trajectory(task, index, turns, StopReason.STOP, Outcome.SCORED, uses) for index in range(2))
+    scores = (Score(1.5, {"format": 1.0, "correctness": 0.5}), Score(-3.0, {"format": 0.0, "correctness": -3.0}))
+    return TrajectoryGroup(task, both, scores, (1.0, -1.0))
+
+
+def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
+    response = "line\nbreak \u2028 é \ud800 [bold]\x1b[31m"  # a lone surrogate, markup and an escape sequence among it
+    console = Console(file=io.StringIO(), width=100)
+    path = Transcripts(tmp_path, console, show=1, max_chars=20).write(12, [group(response), group("b" * 50)])
+    assert path == tmp_path / "transcripts" / "step-000012.jsonl" and list(path.parent.iterdir()) == [path]
+    rows = read_jsonl(path)
+    assert [row["index"] for row in rows] == [0, 1, 0, 1]
+    assert rows[1] == {
+        "step": 12,
+        "task_id": "train.parquet#17",
+        "data_source": "sums",
+        "index": 1,
+        "prompt": [{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1?"}],
+        "responses": [
+            {"role": "assistant", "content": response},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "two"},
+        ],
+        "answer": "two [gold]",
+        "score": {"total": -3.0, "parts": {"format": 0.0, "correctness": -3.0}},
+        "reward": -1.0,
+        "stop_reason": "stop",
+        "outcome": "scored",
+        "num_tokens": 3,
+        "turn_rewards": [None, None],
+        "tool_uses": [{"name": "calculator", "status": "success", "seconds": 0.25}],
+    }
+
+
+def test_a_few_transcripts_are_shown_cut_and_harmless(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    Transcripts(tmp_path, console, show=2, max_chars=20).write(1, [group("[red]\x1b[31m"), group("b" * 50), group("c")])
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("step 1, train.parquet#17: 1.5 (format 1, correctness 0.5)") == 2
+    assert "[red]" in shown and "\x1b" not in shown and "two [gold]" in shown
+    assert "b" * 20 + " [30 more characters]" in shown and "b" * 21 not in shown
+
+
+def test_transcripts_of_later_steps_go_at_resume(tmp_path: Path) -> None:
+    transcripts = Transcripts(tmp_path)
+    for step in (1, 2, 3):
+        transcripts.write(step, [])
+    transcripts.truncate_after(1)
+    assert [path.name for path in transcripts.folder.iterdir()] == ["step-000001.jsonl"]
+
+
+def test_without_a_terminal_there_is_one_plain_line_a_step() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    with_display(Display(4, console))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    facts = "reward 1.250 (format 0.750), validation mini test 2.000, speed 512 tokens/s, took 8.1 s"
+    assert lines[0] == "step 0/4, validation mini test 0.500" and len(lines) == 2
+    assert re.fullmatch(re.escape(f"step 1/4, {facts}, left ") + r"\d+ s", lines[1])
+
+
+def test_on_a_terminal_the_phase_is_live() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, _environ={"TERM": "xterm"})
+    with_display(Display(4, console))
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert re.search(r"now +rollout \(\d+ s\)", shown) and "1/4" in shown and "1.250 (format 0.750)" in shown
+
+
+def with_display(display: Display) -> None:
+    display.restore(-1, {})
+    display.phase("validate")
+    display.log(0, {"val/mini test/total": 0.5})
+    display.phase("rollout")
+    display.log(1, METRICS)
+    display.close()
+    display.close()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(45.4, "45 s"), (750, "12 min"), (3 * 3600 + 5 * 60, "3 h 05 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_table_at_the_end() -> None:
+    before = {"test": {"total": 0.5, "exact": 0.25}}
+    after = {"test": {"total": 2.0, "exact": 0.75}, "new tools": {"total": 1.0}}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(before_after_table(before, after))
+    cells = [re.findall(r"[^│┃ ]+", line) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["set", "metric", "before", "after", "change"] in cells
+    assert ["test", "total", "0.500", "2.000", "+1.500"] in cells
+    assert ["exact", "0.250", "0.750", "+0.500"] in cells
+    assert ["new", "tools", "total", "1.000"] in cells
+
+
+def ticking(*times: float) -> Callable[[], float]:
+    return iter(times).__next__
+
+
+def test_phases_and_overhead_add_up() -> None:
+    told: list[str] = []
+    timer = PhaseTimer(told.append, wall=ticking(0, 100, 101, 104, 104.5, 106.5, 107, 108, 110), cpu=ticking(*range(6)))
+    timer.start()
+    with timer.phase("rollout"):
+        pass
+    with pytest.raises(ZeroDivisionError), timer.phase("update"):
+        _ = 1 / 0
+    with timer.phase("rollout"):
+        pass
+    metrics = timer.metrics()
+    assert told == ["rollout", "update", "rollout"]
+    assert metrics == {
+        "time/rollout_s": 4.0,
+        "time/update_s": 2.0,
+        "time/rollout_cpu_s": 2.0,
+        "time/update_cpu_s": 1.0,
+        "time/step_s": 10.0,
+        "time/overhead_s": 4.0,
+    }
+    assert all(known(name) for name in metrics)
+
+
+def test_flops_by_hand() -> None:
+    shape = flops.DecoderShape(parameters=100, layers=2, hidden=8, head_parameters=50)
+    # 3 tokens alone: 2*100*3 + 4*2*8*(1+2+3); 2 tokens behind 3: 2*100*2 + 4*2*8*(4+5); logits at 2: 2*50*2
+    assert flops.forward_flops(shape, [(3, 0), (2, 3)], num_logits=2) == (600 + 384) + (400 + 576) + 200
+    whole, split = flops.forward_flops(shape, [(5, 0)]), flops.forward_flops(shape, [(3, 0), (2, 3)])
+    assert whole == split
+
+
+def test_mfu_is_reported_where_the_peak_is_known() -> None:
+    assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12 and flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert flops.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and flops.peak_flops("anything") is None
+    assert flops.peak_flops(None) is None and flops.peak_flops("cpu") is None
+    assert flops.mfu(1e15, 2.0, 1e15, num_devices=2) == {"perf/mfu": 0.25}
+    assert flops.mfu(1e15, 2.0, None) == {}
+
+
+def test_every_name_in_the_table_is_well_formed() -> None:
+    listed = [metric.name for metric in names.METRICS]
+    assert len(set(listed)) == len(listed)
+    groups = "reward|rollout|response_length|filter|staleness|tools|actor|critic|engine|correction|collapse|kl|val|eval"
+    for metric in names.METRICS:
+        assert re.fullmatch(rf"({groups}|time|perf|memory)(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name), metric
+        assert metric.unit and metric.meaning and "|" not in metric.unit + metric.meaning
+        assert known(re.sub("<[a-z_]+>", "anything", metric.name)), metric
+
+
+@pytest.mark.parametrize("name", [*METRICS, "reward/openai/gsm8k/total", "time/weight_sync_s", "actor/ppo_kl"])
+def test_known_names(name: str) -> None:
+    assert known(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["reward", "actor/typo", "time/rollout", "val/total", "reward/<part>", "", "perf/mfu2"]
+)
+def test_unknown_names(name: str) -> None:
+    assert not known(name)
