@@ -140,7 +140,7 @@ def test_the_same_dialogues_are_prompts_of_grpo(model: Path, prompts: Path, tmp_
 
     with local_trainer(config) as trained:
         last = asyncio.run(train(trained))
-        decode = trained.rollouts.rollout.chat.tokenizer.decode
+        decode = trained.rollouts.rollout.episode_runner.chat.tokenizer.decode
         assert len(last.groups) == 4
         for group in last.groups:
             number = int(group.task.id.rpartition("#")[2])

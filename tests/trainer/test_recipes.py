@@ -191,7 +191,7 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
 
     with local_trainer(config) as trained:
         rollout = trained.rollouts.rollout
-        object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.chat, words))
+        object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.episode_runner.chat, words))
         if algorithm == "grpo":
             with pytest.raises(ConfigError, match=r"algorithm.name=grpo supports only one reward per episode"):
                 asyncio.run(step())
@@ -226,7 +226,7 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
             await trained.rollouts.close()
 
     with local_trainer(config) as trained:
-        chat = trained.rollouts.rollout.chat
+        chat = trained.rollouts.rollout.episode_runner.chat
         engine = HalfScripted(trained.rollouts.rollout.engine, chat, [*first, last])
         object.__setattr__(trained.rollouts.rollout, "engine", engine)
         result = asyncio.run(step())
