@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 from verl.data.tasks import TaskSet
 from verl.envs.base import Env, Judge, TaskChecker
-from verl.envs.registry import build_env_factory, build_tasks
+from verl.envs.registry import ClassFactory, build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
 from verl.net.services import check_services
 from verl.registry import option
@@ -119,8 +119,9 @@ def _find_task(arguments: argparse.Namespace) -> Task:
 async def _play(arguments: argparse.Namespace) -> None:
     task = _find_task(arguments)
     factory = build_env_factory(arguments.env, dict(arguments.option))
-    if isinstance(factory, TaskChecker):
-        factory.check_task(task)
+    checker = factory.env_class if isinstance(factory, ClassFactory) else factory
+    if isinstance(checker, TaskChecker):
+        checker.check_task(task)
     await check_services([factory])
     env = factory(task)
     try:

@@ -33,6 +33,7 @@ from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_eval
+from verl.trainer.builders.env import single_turn_runner
 from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, build_reward
 from verl.utils.reward_score.rewards import Rewards, build_rewards
@@ -257,7 +258,7 @@ def test_rewards_are_those_after_shaping() -> None:
     reward = build_reward("otc_grpo", {"scale": 3.0, "answers": "math"})
     assert isinstance(reward, GroupReward)
     judged = DirectScorer(reward)
-    plain = Shaped(engine, chat, judged, Sampling(64))
+    plain = Shaped(engine, judged, Sampling(64), single_turn_runner(chat, 256))
     group = asyncio.run(plain.run(TASK, 2, 0))
     assert group.rewards == (3.0, 0.0)
 
