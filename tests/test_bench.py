@@ -133,6 +133,7 @@ def test_a_padded_batch_trains_the_same() -> None:
     assert line["limits"]["relative difference of the gradients"][0] < 1e-5
 
 
+@pytest.mark.long
 def test_both_losses_are_the_same_loss() -> None:
     sizes = ["--tokens", "1024", "--vocabulary", "8192", "--hidden", "16"]  # enough to be seen in resident memory
     lines, _ = run_bench("loss_memory.py", *sizes, "--rounds", "1")
@@ -141,6 +142,7 @@ def test_both_losses_are_the_same_loss() -> None:
         assert line["ours"]["loss"] == pytest.approx(line["theirs"]["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_controllers_thread_is_measured_without_what_it_simulates() -> None:
     sizes = ("--sizes", "4x2,16x4", "--ranks", "2", "--tokens", "40,20", "--rounds", "1")
     (line,), _ = run_bench("controller_scale.py", *sizes)
@@ -246,6 +248,7 @@ rows = [{{"step": step, "time": step, "time/step_s": 1, "val/test/total": 2}} fo
 """
 
 
+@pytest.mark.long
 def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     python = tmp_path / "bin/python3"
     python.parent.mkdir()

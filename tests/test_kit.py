@@ -54,6 +54,7 @@ def without_checkout() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.long
 def test_the_path_is_imported_and_resolves_a_recipe_without_any_tool(tmp_path: Path) -> None:
     copies = [str(copy_without(tool, tmp_path / tool)) for tool in TOOLS]
     engines = "vllm" if find_spec("vllm") and find_spec("vllm._C") else "hf"

@@ -212,6 +212,7 @@ def test_whole_folders_load(whole: Path, folder: Path) -> None:
     assert read_model_config(str(whole)).hidden_size == 64
 
 
+@pytest.mark.long
 def test_a_training_ends_with_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

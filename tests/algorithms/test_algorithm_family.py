@@ -220,6 +220,7 @@ def test_the_table_tells_what_a_preset_is_made_of() -> None:
     assert dapo == ("dapo", "grpo", "clipped clip_low=0.2 clip_high=0.28", "token-mean", "none", extras, dapo[-1])
 
 
+@pytest.mark.long
 def test_the_command_prints_every_algorithm_and_refuses_other_words() -> None:
     command = [sys.executable, "-m", "verl.algorithms"]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

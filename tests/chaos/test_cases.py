@@ -123,6 +123,7 @@ def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last
     assert page.read_text() == text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux" or not possible(), reason="no mount namespace can be made here")
 def test_a_place_has_mounts_of_its_own_and_leaves_nothing() -> None:
     with place(shm_mib=1) as where:

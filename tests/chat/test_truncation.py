@@ -133,6 +133,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_toolrls_recipes_train_on_toolrls_rows(algorithm: str, roomy: Path, tmp_path: Path) -> None:
     """All 80 rows are used, the one whose gold calls a tool by half its name among them."""

@@ -233,6 +233,7 @@ def one_rank_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_fresh_engine_goes_on_bit_for_bit(one_rank_folder: Path) -> None:
     check_equal(one_rank_folder)
 
@@ -549,6 +550,7 @@ with store.writing(int(sys.argv[2])) as unfinished:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
 def test_a_clock_that_jumps_does_not_change_the_order(tmp_path: Path) -> None:
     """A year ahead, then back by two: the newest is what was written last."""
@@ -618,6 +620,7 @@ def on_a_small_disk(size: str, script: str, folder: Path) -> list[str]:
     pytest.skip("mounting a small file system is not permitted here")
 
 
+@pytest.mark.long
 def test_a_full_disk(tmp_path: Path) -> None:
     said, outcome = on_a_small_disk("2m", FILLS_A_DISK, tmp_path)
     assert said == f"no space left on {tmp_path}/run/step-000020 (No space left on device). Free some space"

@@ -190,6 +190,7 @@ def test_the_memory_of_code_reaches_the_sandbox() -> None:
     assert (sandbox.limits.memory_mib, sandbox.limits.wall_s) == (333, 7.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_dry_run_can_be_asked_for(
     wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

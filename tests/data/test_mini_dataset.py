@@ -106,6 +106,7 @@ def test_thoughts_are_placeholders_in_rl_rows_and_short_in_sft_rows(splits):
                 assert thought == (RESPONSE_THOUGHT if reading.family(row) == "irrelevant" else CALL_THOUGHT)
 
 
+@pytest.mark.long
 def test_careless_demonstrations_think_of_every_call_and_make_the_first(splits):
     careful = build(seed=0, careless=0.0)
     assert all(splits[name] == careful[name] for name in ROWS if name != "sft")
@@ -170,6 +171,7 @@ def test_template_is_chatml_and_prompts_are_short(tokenizer, splits):
     assert max(lengths) <= 160
 
 
+@pytest.mark.long
 def test_script_makes_the_committed_files_again(tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "make_mini_dataset.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})

@@ -301,6 +301,7 @@ def test_values_that_json_does_not_have_are_named(tmp_path: Path) -> None:
         TaskSet(str(tmp_path / "t.parquet"))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.recursive(st.integers() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5)), st.data()

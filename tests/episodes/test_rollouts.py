@@ -386,6 +386,7 @@ def test_requests_without_seeds_still_draw_every_prompt_once() -> None:
     assert asked == [None] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_weight_sync", ["continue", "finish", "abort_and_retry"])
 def test_a_training_whose_rollouts_go_on_while_it_learns(on_weight_sync: str, tmp_path: Path) -> None:
     words = [
@@ -412,6 +413,7 @@ def test_a_training_whose_rollouts_go_on_while_it_learns(on_weight_sync: str, tm
             assert list(versions) == sorted(versions) and versions[0] >= 2
 
 
+@pytest.mark.long
 def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_canary(tmp_path: Path) -> None:
     """Else the time of every tool that is being waited for would run out, although it had answered."""
     words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 2), "rollout.max_staleness=1"]

@@ -105,6 +105,7 @@ def test_nothing_raises_and_problems_are_short(name: str, text: str) -> None:
     assert tool_call_format.observation((Message("tool", text),), text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_megabyte_of_anything_is_read_in_linear_time(name: str) -> None:
     """A parser that is quadratic in any of these takes minutes rather than milliseconds."""

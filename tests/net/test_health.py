@@ -89,6 +89,7 @@ def test_everything_that_waits_for_a_silent_server_ends_and_it_is_used_again_whe
     run(scene())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held_up", ["server", "slow work", "own loop"])
 def test_what_goes_on_in_time_or_is_only_slow_costs_nothing(held_up: str) -> None:
     async def scene() -> None:
@@ -155,6 +156,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -186,6 +188,7 @@ def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() ->
         run(scene(process.pid))
 
 
+@pytest.mark.long
 def test_a_sandbox_server_that_is_stopped_is_passed_over() -> None:
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -221,6 +224,7 @@ def test_a_sandbox_server_that_is_stopped_is_passed_over() -> None:
         run(scene(process.pid))
 
 
+@pytest.mark.long
 def test_a_retriever_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl.gz"
     corpus.write_bytes(gzip.compress(json.dumps({"id": 0, "contents": "Rome"}).encode()))

@@ -94,6 +94,7 @@ def test_greedy_takes_the_likeliest_token_and_stops_where_told() -> None:
     assert (free.finish_reason, stopped.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
 
 
+@pytest.mark.long
 def test_samples_follow_the_distribution() -> None:
     model = rollout_model()
     drawn = generate(HFEngine(model, 500), [[5]] * 500, *(Sampling(1, 0.5, seed=seed) for seed in range(500)))
@@ -109,6 +110,7 @@ def probabilities_after(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     return after
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", [{"top_p": 0.4}, {"top_k": 3}, {"top_p": 0.5, "top_k": 9}])
 def test_what_is_cut_off_is_never_sampled_and_the_rest_sums_to_one(cut: dict[str, float]) -> None:
     model = rollout_model()

@@ -120,6 +120,7 @@ def mean_gap(runner: Runner, policy: PackedPolicy, temperature: float, version: 
     return sum(found) / len(found)
 
 
+@pytest.mark.long
 def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(model_path: Path, runner: Runner) -> None:
     policy = PackedPolicy(load_causal_lm(str(model_path)))
     runner.sync(1, policy)  # other tests may have come first
@@ -165,6 +166,7 @@ def test_a_repetition_penalty_makes_what_was_said_less_likely(runner: Runner, po
     assert all(gain < min(others) - 1e-3 for token, gain in gains.items() if token in PROMPTS[2])
 
 
+@pytest.mark.long
 def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner: Runner, policy: PackedPolicy) -> None:
     first, second = runner.generate([PROMPTS[0]], Sampling(6, 0.0, n=2))
     assert first == second
@@ -175,6 +177,7 @@ def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner:
         assert max(range(VOCABULARY), key=logprobs.__getitem__) == token
 
 
+@pytest.mark.long
 def test_responses_end_where_told_and_nowhere_else(runner: Runner, policy: PackedPolicy) -> None:
     del policy
     (free,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0))
@@ -463,6 +466,7 @@ def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: 
         asyncio.run(lost(process))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_an_uninterrupted_request_is_aborted_by_an_engine_that_ends(interrupted: bool) -> None:
     """A stand-in for vLLM with a real process: after SIGTERM its core aborts all requests, then it is gone."""
@@ -574,6 +578,7 @@ def test_vllm_ends_with_its_owner(model_path: Path, tmp_path: Path) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_an_engine_ends_with_an_owner_whose_death_nobody_asks_after() -> None:
     owner, core = subprocess.Popen([sys.executable, "-c", ""]), subprocess.Popen(["sleep", "100"])
     while psutil.Process(owner.pid).status() != psutil.STATUS_ZOMBIE:

@@ -260,6 +260,7 @@ def test_a_response_whose_process_is_killed_is_scored_once_more(file: Path, tmp_
         assert scores_with(pool, f"once {tmp_path / 'pid'}", lambda: kill_as_told(tmp_path / "pid", signal.SIGKILL))
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_given_up_within_the_health_timeout(file: Path, tmp_path: Path) -> None:
     with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=60, health_timeout_s=1.0)) as pool:
         assert scores_with(pool, f"once {tmp_path / 'pid'}", lambda: kill_as_told(tmp_path / "pid", signal.SIGSTOP))
@@ -268,6 +269,7 @@ def test_a_stopped_process_is_given_up_within_the_health_timeout(file: Path, tmp
         until(lambda: pool.pids not in ([pid], []))
 
 
+@pytest.mark.long
 def test_a_process_that_was_stopped_and_goes_on_costs_nothing(file: Path, tmp_path: Path) -> None:
     """It sleeps 3 s of its 4, and is stopped for 6 more: the deadline does not run meanwhile."""
 

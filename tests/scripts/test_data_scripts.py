@@ -285,6 +285,7 @@ def test_what_is_calculated_is_what_python_prints(expression: str) -> None:
     assert f"{retool_sft.calculated(expression)}\n" == said.getvalue()
 
 
+@pytest.mark.long
 def test_real_files(tmp_path: Path) -> None:
     out = str(tmp_path / "out.parquet")
     assert math_problems.main(["--input", str(real_data("math", "amc23.jsonl")), "--output", out]) == 0

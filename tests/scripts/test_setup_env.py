@@ -306,6 +306,7 @@ def wait_for_pip(checkout: Checkout) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, signal_number: int) -> None:
     process = checkout.start(PIP_SLEEPS="3")
@@ -321,6 +322,7 @@ def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, si
     assert_complete(checkout)
 
 
+@pytest.mark.long
 def test_of_two_runs_at_once_one_builds_and_the_other_waits(checkout: Checkout) -> None:
     first = checkout.start(PIP_SLEEPS="2")  # time for the second to come to the lock, on a busy machine too
     wait_for_pip(checkout)

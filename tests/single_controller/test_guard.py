@@ -56,6 +56,7 @@ def test_what_is_awaited_is_cancelled(processes: dict[str, psutil.Process]) -> N
             asyncio.run(awaited(guard))
 
 
+@pytest.mark.long
 def test_a_process_that_is_stopped_for_too_long_is_a_problem(processes: dict[str, psutil.Process]) -> None:
     with Guard(processes, 2.0) as guard:
         processes["raylet"].send_signal(signal.SIGSTOP)
@@ -74,6 +75,7 @@ def test_a_process_that_a_debugger_holds_is_left_alone(processes: dict[str, psut
         assert guard.check() is None
 
 
+@pytest.mark.long
 def test_a_process_that_goes_on_within_its_deadline_costs_nothing(processes: dict[str, psutil.Process]) -> None:
     with Guard(processes, 600.0) as guard:
         for _ in range(2):

@@ -170,12 +170,14 @@ async def awaited(group: WorkerGroup) -> Any:
     return await group.submit(group.size - 1, rank_of, 7)
 
 
+@pytest.mark.long
 def test_verbs_on_actors(group: RayGroup) -> None:
     check_verbs(group)
     assert len(set(group.pids) | {os.getpid()}) == 3
     assert group.call(variable, "WITHLENGTH") == ["1", "1"]
 
 
+@pytest.mark.long
 def test_functions_of_the_users_files_travel(cluster: Cluster, pool: PlacementGroup, tmp_path: Path) -> None:
     file = tmp_path / "travels.py"
     file.write_text("def twice(x):\n    return 2 * x\n\n\ndef fourfold(x):\n    return twice(twice(x))\n")
@@ -198,6 +200,7 @@ def test_coroutines_of_one_worker_run_side_by_side(group: RayGroup) -> None:
     assert asyncio.run(both()) < 1.9
 
 
+@pytest.mark.long
 def test_a_word_to_a_worker_need_not_wait_behind_all_that_it_owes(group: RayGroup) -> None:
     async def heard() -> list[bool]:
         waiting = [asyncio.ensure_future(group.submit(0, listen)) for _ in range(1500)]
@@ -224,6 +227,7 @@ def test_results_are_unpacked_once_and_those_that_are_referred_to_not_at_all(gro
     assert unpackings == [os.getpid()] * group.size
 
 
+@pytest.mark.long
 def test_a_call_has_a_deadline_and_a_killed_worker_is_the_cause_not_what_its_neighbours_say(
     cluster: Cluster, pool: PlacementGroup
 ) -> None:
@@ -244,6 +248,7 @@ def counted(worker: Worker) -> int:
     return worker.inner["rank"]
 
 
+@pytest.mark.long
 def test_a_worker_that_stays_stopped_is_lost_and_one_that_goes_on_in_time_is_not(pool: PlacementGroup) -> None:
     group = Cluster(60.0, health_timeout_s=4.0).group("tester", Worker, pool, SEATED)
     pid = group.pids[1]
@@ -295,6 +300,7 @@ def seat_of(worker: Worker) -> WorkerContext:
     return worker.seat
 
 
+@pytest.mark.long
 def test_a_factory_that_fails_is_heard(cluster: Cluster, pool: PlacementGroup) -> None:
     with pytest.raises(WorkerError, match=r"failed in start: .*KeyError"):
         cluster.group("tester", broken_factory, pool, SEATED)
@@ -463,6 +469,7 @@ def test_raw_calls_without_the_token_are_refused(token: str | None, of_the_run: 
     assert {"gcs_server", "raylet"} <= refused and any(name.startswith("ray::_Worker") for name in refused)
 
 
+@pytest.mark.long
 def test_the_agents_answer_nobody_without_the_token(of_the_run: Sockets) -> None:
     answers = set()
     for _, port, name in of_the_run:

@@ -61,6 +61,7 @@ def test_an_event_loop_ends_before_its_threads_do() -> None:
     release.set()
 
 
+@pytest.mark.long
 def test_an_interrupt_does_not_wait_for_the_update_that_goes_on_beside_rollouts() -> None:
     process = subprocess.Popen([sys.executable, "-c", _INTERRUPTED], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "learning\n"

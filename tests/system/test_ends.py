@@ -188,6 +188,7 @@ def run(words, console):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("work", "hang", "code"),
     [
@@ -238,6 +239,7 @@ sys.exit(command.run_cli([], "", TRAIN, run))
 """
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_be_built_has_failed_even_if_its_end_hangs(model: Path, tmp_path: Path) -> None:
     process = start_code(UNBUILT, str(tmp_path), *run_words(model, tmp_path, "hf", 1))
     said = ended(process, 120)
@@ -373,6 +375,7 @@ async def figures() -> dict[str, float]:
     return {"val/val/total": 1.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["rollout", "update", "validation"])
 def test_a_signal_saves_the_last_whole_step(moment: str, model: Path, tmp_path: Path) -> None:
     """In the second step: a rollout or a validation is given up and comes again, an update is finished."""
@@ -390,6 +393,7 @@ def test_a_signal_saves_the_last_whole_step(moment: str, model: Path, tmp_path: 
     same_end(straight, broken)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["rollout", "update"])
 def test_without_saving_a_signal_ends_wherever_the_run_is(moment: str, model: Path, tmp_path: Path) -> None:
     announced: list[int] = []
@@ -399,6 +403,7 @@ def test_without_saving_a_signal_ends_wherever_the_run_is(moment: str, model: Pa
     assert not list(tmp_path.rglob("checkpoints/step-*"))
 
 
+@pytest.mark.long
 def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     config = load_config(run_words(model, tmp_path, "hf", 3))
     with local_trainer(config) as trainer:
@@ -415,6 +420,7 @@ def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_pa
     assert file.startswith(f"Tracebacks and the ends of the workers' logs: {tmp_path}/run/logs/crash-")
 
 
+@pytest.mark.long
 def test_before_the_first_step_there_is_nothing_to_save(model: Path, tmp_path: Path) -> None:
     with pytest.raises(Ended, match="no step was trained"):
         learned(model, tmp_path, "start")

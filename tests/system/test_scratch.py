@@ -106,6 +106,7 @@ def wait_until_gone(facts: dict[str, Any]) -> None:
     assert not Path(f"/dev/shm/sem.{facts['semaphore'].removeprefix('/')}").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_nothing_is_left_of_a_run_that_is_killed_and_one_paragraph_says_so(run: Any, number: signal.Signals) -> None:
     process, facts = run("wait")
@@ -120,6 +121,7 @@ def test_nothing_is_left_of_a_run_that_is_killed_and_one_paragraph_says_so(run: 
     assert "to resume from the last checkpoint" in said
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_run_that_ends_and_nothing_is_said(run: Any) -> None:
     process, facts = run("end")
     _, said = process.communicate(timeout=60)
@@ -222,6 +224,7 @@ os._exit(130)
 """
 
 
+@pytest.mark.long
 def test_a_folder_to_which_a_child_writes_is_removed_once_the_controller_is_gone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", HASTY], env=environment, stdout=subprocess.PIPE, text=True)

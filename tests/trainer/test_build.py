@@ -527,6 +527,7 @@ def test_a_cluster_that_is_joined_says_itself_what_gpus_it_has(monkeypatch: pyte
         check_device(cuda)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("main", "data"), [(main_ppo.main, "train.parquet"), (main_sft.main, "sft.parquet")])
 def test_a_run_asks_the_cluster_that_it_joined_what_gpus_there_are(
     main: Callable[[list[str]], int],

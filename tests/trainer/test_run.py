@@ -76,6 +76,7 @@ def final_weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "run" / "checkpoints" / pointer["folder"] / "hf" / "model.safetensors")
 
 
+@pytest.mark.long
 def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> None:
     need_vllm()
     words = run_words(model, tmp_path, "vllm", steps=2)
@@ -189,6 +190,7 @@ def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() 
     assert said.strip().startswith("shutting down") and "interrupted: " in said
 
 
+@pytest.mark.long
 def test_a_chat_that_waits_for_its_user_is_interrupted(model: Path) -> None:
     words = ["--chat", f"model.path={model}", "rollout.name=hf", "model.compute_dtype=float32", "trainer.device=cpu"]
     process = start_code(f"import sys; from verl.trainer.main_generation import main; sys.exit(main({words}))")

@@ -170,6 +170,7 @@ def weights(trained: PPOTrainer) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", [PLAIN, GRPO, TOOLRL_GRPO], ids=["without KL", "KL in loss", "KL in reward"])
 def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     learning = trainer(algorithm)
@@ -183,6 +184,7 @@ def test_the_policy_learns_to_say_even_words(algorithm: Algorithm) -> None:
     assert [name for name in history[0] if not known(name)] == []
 
 
+@pytest.mark.long
 def test_ppo_learns_and_so_does_its_critic() -> None:
     learning = trainer(PPO, critic=value_model())
     history = [stepped(learning) for _ in range(12)]
@@ -360,6 +362,7 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
 
 
+@pytest.mark.long
 def test_two_runs_are_equal_bit_for_bit() -> None:
     one, two = trainer(TOOLRL_GRPO), trainer(TOOLRL_GRPO)
     for _ in range(2):

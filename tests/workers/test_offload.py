@@ -67,6 +67,7 @@ def test_nothing_moves_unless_it_is_wanted_and_there_is_a_device(device: torch.d
     assert not moves
 
 
+@pytest.mark.long
 def test_a_step_loads_what_it_needs_and_offloads_it_again(group: None, tmp_path: Path) -> None:
     moves: list[str] = []
     worker = watched(moves, trained=True)

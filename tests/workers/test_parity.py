@@ -142,6 +142,7 @@ def test_listed_architectures_pass_as_they_are_published(kind: str, tmp_path: Pa
     check_packs(saved(CONFIG_MAPPING[kind](**settings), tmp_path), 512)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [

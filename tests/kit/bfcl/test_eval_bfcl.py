@@ -90,6 +90,7 @@ def test_aggregates_are_made_of_categories_and_of_those_before_them(benchmark: B
     assert formulas["bfcl/overall"].members == ("bfcl/non_live", "bfcl/live", "bfcl/multi_turn")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("name", SINGLE_TURN)
 def test_gold_as_each_handler_writes_it_is_right_on_every_row(

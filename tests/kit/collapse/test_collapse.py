@@ -214,6 +214,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.long
 def test_a_run_goes_back_to_its_last_checkpoint_with_other_prompts(model: Path, tmp_path: Path) -> None:
     """Alarm in step 4: the checkpoint due in step 3 waits, so the run goes back to 2; then steps 3 to 5 are new."""
     words = [*run_words(model, tmp_path, "hf", 5), "trainer.save_freq=1", "trainer.on_collapse=rollback"]
@@ -238,6 +239,7 @@ def test_a_run_goes_back_to_its_last_checkpoint_with_other_prompts(model: Path, 
     assert "actor/loss" in told["metrics"]
 
 
+@pytest.mark.long
 def test_prompts_that_a_resumed_run_has_not_begun_outlive_a_way_back(model: Path, tmp_path: Path) -> None:
     """An earlier run was three steps ahead with twelve prompts; two at a time are begun again."""
     words = [*run_words(model, tmp_path, "hf", 4), "trainer.save_freq=1", "trainer.on_collapse=rollback"]
@@ -262,6 +264,7 @@ def test_prompts_that_a_resumed_run_has_not_begun_outlive_a_way_back(model: Path
     assert {rollouts.tasks.at(each.drawn).id for each in pending} <= {*trained_on, *left}
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_owed_is_no_more_once_the_run_has_gone_back(model: Path, tmp_path: Path) -> None:
     """Due in step 4, where a rule was triggered; the step after the rollback is not due, and is not saved."""
     words = [*run_words(model, tmp_path, "hf", 5), "trainer.save_freq=2", "trainer.on_collapse=rollback"]
@@ -273,6 +276,7 @@ def test_a_checkpoint_that_was_owed_is_no_more_once_the_run_has_gone_back(model:
     assert fit.rollbacks == 1 and saved == ["step-000002", "step-000004", "step-000005"]
 
 
+@pytest.mark.long
 def test_a_run_that_collapses_again_and_again_is_stopped(model: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "hf", 9), "trainer.save_freq=1", "trainer.on_collapse=rollback"]
     config = load_config([*words, "trainer.num_threads=1"])
@@ -284,6 +288,7 @@ def test_a_run_that_collapses_again_and_again_is_stopped(model: Path, tmp_path: 
     assert [row["back_to"] for row in read_jsonl(tmp_path / "run" / "collapses.jsonl")] == ["step-000001"] * 2 + [None]
 
 
+@pytest.mark.long
 def test_a_run_that_is_to_stop_saves_nothing_bad_and_goes_on_from_what_was_good(model: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "hf", 9), "trainer.save_freq=1", "trainer.on_collapse=stop"]
     config = load_config([*words, "trainer.num_threads=1"])
@@ -296,6 +301,7 @@ def test_a_run_that_is_to_stop_saves_nothing_bad_and_goes_on_from_what_was_good(
     assert [row["collapse/triggered_rules"] for row in read_jsonl(folder / "metrics.jsonl")] == [0.0, 1.0, 1.0]
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_there_is_no_way_back(model: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "hf", 9), "trainer.save_freq=5", "trainer.on_collapse=rollback"]
     config = load_config([*words, "trainer.num_threads=1"])
@@ -305,6 +311,7 @@ def test_without_a_checkpoint_there_is_no_way_back(model: Path, tmp_path: Path) 
             asyncio.run(fit.run())
 
 
+@pytest.mark.long
 def test_a_warning_changes_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends = []
     for name, steps in (("calm", []), ("warned", [2])):

@@ -27,6 +27,7 @@ def total(task: Task, *said: str) -> float:
     return REWARD.score(Trajectory(task, 0, tuple(turns), StopReason.STOP, Outcome.SCORED), task, 0).total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "file", "rows"),
     [

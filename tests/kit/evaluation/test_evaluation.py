@@ -524,6 +524,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.mark.long
 def test_a_killed_evaluation_goes_on_to_the_same_result(model: Path, tmp_path: Path) -> None:
     assert main(words(model, tmp_path / "whole")) == 0
     slowly = words(model, tmp_path / "killed", "rollout.max_num_seqs=1")
@@ -542,6 +543,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_result(model: Path, tmp_path: P
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_quietly_with_the_way_on(model: Path, tmp_path: Path) -> None:
     heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     command = "from verl.trainer.main_eval import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
@@ -599,6 +601,7 @@ def test_sampling_that_cannot_be_repeated_is_told() -> None:
     assert caveats(load_config(["trainer.device=cpu"], EVAL)) == ()
 
 
+@pytest.mark.long
 def test_settings_and_weights_are_part_of_the_result(model: Path, tmp_path: Path) -> None:
     assert main(words(model, tmp_path)) == 0
     settings = result(tmp_path)["settings"]

@@ -181,6 +181,7 @@ def test_rows_that_cannot_be_read_offend_and_are_listed(tmp_path: Path, capsys: 
     assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row()])]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["train", "test", "test_new_tools"])
 def test_the_embedded_data_have_no_offending_row(name: str) -> None:
     path = str(ROOT / f"dataset/mini/{name}.parquet")

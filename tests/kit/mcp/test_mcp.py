@@ -59,6 +59,7 @@ async def say(env: ToolEnv, *calls: ToolCall) -> Said:
     return [(message.content, use.status) for message, use in zip(result.messages, result.tool_uses, strict=True)]
 
 
+@pytest.mark.long
 def test_tools_are_told_called_side_by_side_and_may_refuse(reached: list[Tool | EpisodeTool]) -> None:
     async def play(env: ToolEnv) -> None:
         specs = {spec.name: spec for spec in (await env.reset()).tools}
@@ -85,6 +86,7 @@ def test_a_hanging_call_is_stopped_and_the_connection_lives_on(reached: list[Too
     episode(reached, play, deadline_s=2.0)
 
 
+@pytest.mark.long
 def test_a_program_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -98,6 +100,7 @@ def test_a_program_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "died").exists()
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_while_it_works_is_down_until_it_is_back() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/mcp"
@@ -142,6 +145,7 @@ def test_30_mb_of_noise_for_each_request_on_stderr_or_stdout_are_passed_over(man
     assert psutil.Process().memory_info().rss - began < 200 << 20
 
 
+@pytest.mark.long
 def test_closing_ends_the_program() -> None:
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
@@ -154,6 +158,7 @@ def test_closing_ends_the_program() -> None:
     assert children() <= before
 
 
+@pytest.mark.long
 def test_a_run_that_forgets_to_close_ends_all_the_same() -> None:
     code = f"""
 from verl.envs.tools.build import build_tools
@@ -164,6 +169,7 @@ print(len(tools))
     assert ended.returncode == 0 and ended.stdout.strip() == "5", ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [

@@ -304,6 +304,7 @@ def lengths_of(config: Config, *files: TaskSet) -> Lengths:
     return read_lengths(config, tool_call_format, files, tool_call_format.task_prompt_ids)
 
 
+@pytest.mark.long
 def test_lengths_are_the_datas_or_the_greatest_allowed(model: Path) -> None:
     given = load_config([f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]"])
     lengths = lengths_of(given, TaskSet(str(MINI / "train.parquet")))
@@ -319,6 +320,7 @@ def test_episodes_of_several_turns_are_as_long_as_they_may_be(model: Path) -> No
     assert lengths.response == 777 and "episodes of maximum length" in lengths.source
 
 
+@pytest.mark.long
 def test_rows_that_do_not_fit_are_told_or_left_out(model: Path) -> None:
     words = [f"model.path={model}", f"data.train_files=[{MINI / 'train.parquet'}]", "data.max_prompt_length=100"]
     config, tasks = load_config(words), TaskSet(str(MINI / "train.parquet"))
@@ -399,6 +401,7 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "suggested changes: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = f"data.train_files=[{MINI / 'train.parquet'}]"
     words = [f"model.path={model}", files, "data.max_prompt_length=512", RESPONSES]

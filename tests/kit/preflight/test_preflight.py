@@ -39,6 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.long
 def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     console = Console(width=200, record=True, quiet=False, file=(tmp_path / "said").open("w"))
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
@@ -54,6 +55,7 @@ def test_preflight_of_the_embedded_tasks(model: Path, tmp_path: Path) -> None:
     assert "4 prompts x 2 rollouts" in said and "0.1M parameters" in said and "GiB per trainer rank" in said
 
 
+@pytest.mark.long
 def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: Path) -> None:
     """In a notebook's cell."""
     console = Console(width=200, file=(tmp_path / "said").open("w"))

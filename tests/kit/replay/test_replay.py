@@ -81,6 +81,7 @@ def plain_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded_run(model, tmp_path_factory.mktemp("plain"))[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "start"), [(1, None), (2, None), (3, "step-000002")])
 def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain_run: Path) -> None:
     way = plan_replay(plain_run, step)
@@ -93,6 +94,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
     assert replayed.replayed["actor/grad_norm"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

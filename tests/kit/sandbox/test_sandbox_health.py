@@ -40,6 +40,7 @@ def test_a_sign_of_life_is_expected_soon_enough() -> None:
     assert GRACE_S < NOTICED_S
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["bwrap", "fork server", "supervisor"])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM])
 def test_an_idle_process_that_is_lost(
@@ -61,6 +62,7 @@ def test_an_idle_process_that_is_lost(
         assert re.search(r"sandbox fork server \d+: no heartbeat .*stopped: python\S* \d+", caplog.text)
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_stopped_while_code_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_supervisor_that_is_stopped_while_code_runs(
     assert "no heartbeat" in caplog.text
 
 
+@pytest.mark.long
 def test_a_long_execution_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
     monkeypatch.setattr("verl.kit.sandbox.local.GRACE_S", 6.0)

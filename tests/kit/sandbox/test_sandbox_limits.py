@@ -220,6 +220,7 @@ threading.Thread(target=grow, daemon=True).start()
 CPU_S = "import resource\nused = resource.getrusage(resource.RUSAGE_SELF)\nprint(used.ru_utime + used.ru_stime)"
 
 
+@pytest.mark.long
 def test_session_wakes_itself_by_timer(cells: Cells) -> None:
     first, second = cells(BURNS + CPU_S, CPU_S, pause_s=2.0)
     assert first.status is Status.FINISHED, first
@@ -227,6 +228,7 @@ def test_session_wakes_itself_by_timer(cells: Cells) -> None:
     assert float(second.stdout) - float(first.stdout) < 0.2  # in 2 s between the cells
 
 
+@pytest.mark.long
 def test_session_memory_between_cells(cells: Cells) -> None:
     limits = Limits(wall_s=30, cpu_s=30, memory_mib=512)
     first, second = cells(GROWS + "len(kept)", "len(kept)", pause_s=2.0, limits=limits)

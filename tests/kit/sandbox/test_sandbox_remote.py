@@ -171,6 +171,7 @@ def test_many_cells_have_the_longest_time_each() -> None:
     assert asyncio.run(post()).json()["cells"][1]["stdout"] == "1\n"
 
 
+@pytest.mark.long
 def test_a_client_that_hangs_up_leaves_its_worker_to_others() -> None:
     server = ServerProcess(free_port(), "--isolation", "none")
     long = {"code": "import time; time.sleep(250)", "language": "python", "run_timeout": 280}
@@ -306,6 +307,7 @@ def test_load_is_balanced_and_limited() -> None:
     asyncio.run(balance())
 
 
+@pytest.mark.long
 def test_a_server_that_fails_rests_and_comes_back() -> None:
     async def fail_over() -> None:
         good, bad = Scripted(), Scripted()
@@ -355,6 +357,7 @@ def test_requests_wait_for_a_server_that_comes_up_late() -> None:
     asyncio.run(late())
 
 
+@pytest.mark.long
 def test_one_of_three_servers_is_killed_while_they_work() -> None:
     servers = [ServerProcess(free_port(), "--isolation", "none") for _ in range(3)]
 

@@ -310,6 +310,7 @@ WHOLE = HALF_HEAD + b"content-length: 1\r\n\r\n1"
 NO_BODY = HALF_HEAD + b"content-length: 10\r\n\r\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [b"", HALF_HEAD, HALF_BODY, WHOLE + HALF_HEAD, WHOLE + HALF_BODY])
 def test_a_request_that_does_not_end_ends_its_connection(sent: bytes) -> None:
     with small_server(limit_s=1.0) as (port, _), closing(socket.create_connection(("127.0.0.1", port))) as slow:
@@ -319,6 +320,7 @@ def test_a_request_that_does_not_end_ends_its_connection(sent: bytes) -> None:
         assert closed_within(slow, 20.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [WHOLE + NO_BODY, WHOLE + WHOLE + NO_BODY])
 def test_a_second_request_that_came_with_the_first_has_no_more_time_than_any(sent: bytes) -> None:
     """Its head is read when the first is answered, and nothing comes after it."""
@@ -327,6 +329,7 @@ def test_a_second_request_that_came_with_the_first_has_no_more_time_than_any(sen
         assert closed_within(slow, 20.0)
 
 
+@pytest.mark.long
 def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
     def read_after(port: int, pause_s: float) -> int:
         with closing(socket.create_connection(("127.0.0.1", port))) as slow:
@@ -340,6 +343,7 @@ def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
         assert any(read_after(port, pause_s) < 64 * MIB for pause_s in (3, 10, 30))
 
 
+@pytest.mark.long
 def test_slow_clients_do_not_stop_others() -> None:
     """As many as the process has descriptors; those that wait longest make room."""
     with small_server(descriptors=200) as (port, _), ExitStack() as stack:
@@ -362,6 +366,7 @@ def test_a_thousand_slow_clients_do_not_stop_others() -> None:
             assert answer.json() == 3
 
 
+@pytest.mark.long
 def test_a_server_beyond_loopback_tells_its_token_once_and_answers_nobody_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -521,6 +526,7 @@ def test_line_ends_count_however_the_requests_are_cut(small_port: int) -> None:
     assert all_answers(small_port, bare[:-30], bare[-30:]) == [b"400 Bad Request"]
 
 
+@pytest.mark.long
 def test_descriptors_of_1100_half_requests_come_back_when_they_are_closed() -> None:
     with small_server() as (port, _):
         ((_, pid),) = listeners(port)
@@ -547,6 +553,7 @@ def test_descriptors_of_1100_half_requests_come_back_when_they_are_closed() -> N
         raise AssertionError(f"{num_descriptors()} descriptors, {before} before")
 
 
+@pytest.mark.long
 def test_all_three_servers_listen_to_this_machine_alone(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": 1, "contents": "Rome"}')

@@ -105,6 +105,7 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
     return made
 
 
+@pytest.mark.long
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
     model: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
 
 
+@pytest.mark.long
 def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     model: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_every_epoch_sees_every_sample_once_in_another_order(samples: list[Sampl
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs) and epochs[0] != epochs[1]
 
 
+@pytest.mark.long
 def test_a_model_that_packs_do_not_compute_is_refused_before_anything_starts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

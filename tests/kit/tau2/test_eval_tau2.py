@@ -37,6 +37,7 @@ def test_gold_conversations_are_right(domain: str, rows: int, idle: int) -> None
     assert sum(score.total for score in nothing_to_do) == idle
 
 
+@pytest.mark.long
 def test_notes_say_who_the_user_is() -> None:
     folder = real_data("tau2", "retail", "tasks.json").parents[2]
     assert "not comparable" in tau2(BenchmarkContext(folder)).notes[0]

@@ -119,6 +119,7 @@ def test_same_answers(answer: str, gold: str, same: bool) -> None:
     assert same_answer(answer, gold) is same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["aime24.jsonl", "aime25.jsonl", "amc23.jsonl", "math500.jsonl", "olympiadbench.jsonl", "gsm8k_test.jsonl"]
 )

@@ -258,6 +258,7 @@ def responses(draw: st.DrawFn, answer: str) -> str:
     return "".join(parts)
 
 
+@pytest.mark.long
 @settings(max_examples=500)
 @given(answers().flatmap(lambda answer: st.tuples(st.just(answer), responses(answer))), st.integers(0, 2**8 - 1))
 def test_equals_the_plain_implementation(said: tuple[str, str], bits: int) -> None:
@@ -277,6 +278,7 @@ json_values = st.recursive(
 anything = st.text(st.characters()) | json_values.map(json.dumps) | st.lists(pieces).map("".join)
 
 
+@pytest.mark.long
 @settings(max_examples=500, deadline=None)
 @given(anything, anything, st.booleans(), st.sampled_from([*VARIANTS.values(), RllaOptions(matching="optimal")]))
 def test_no_response_raises(head: str, body: str, wrapped: bool, options: RllaOptions) -> None:
@@ -320,6 +322,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_text_is_never_quadratic(hostile: str) -> None:
     for answer in ANSWERS.values():
