@@ -71,7 +71,7 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         (("recipe=torl", "env.tools=[calculator]"), r"calls only python\(code\), but env.tools offers calculator"),
         ((*FENCE, "env.tools=[shell]"), r"but env.tools offers shell\(command\)"),
         ((*FENCE, "env.tool_call_format=hermess"), "did you mean 'hermes'"),
-        ((*FENCE, "env.tool_call_format_options={emptyy: x}"), "did you mean 'empty'"),
+        ((*FENCE, "env.tool_call_format_options={emptty: x}"), "did you mean 'empty'"),
         ((*OTHER, "env.tools=[calculator]"), "env.name=shop has its own tools"),
         ((*OTHER, "env.tool_timeout_s=3"), "env.tool_timeout_s=3 has no effect"),
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),

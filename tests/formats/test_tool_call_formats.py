@@ -368,7 +368,7 @@ def test_templates(tmp_path: Path) -> None:
     ("name", "options", "said"),
     [
         ("herms", {}, "did you mean 'hermes'"),
-        ("retool", {"emptyy": "x"}, "no option 'emptyy'; did you mean 'empty'"),
+        ("retool", {"emptty": "x"}, "no option 'emptty'; did you mean 'empty'"),
         ("retool", {"empty": 3}, "tool-call format 'retool': option 'empty' must be of type str, not 3"),
         ("retool", {"fenced": 1}, "must be of type bool"),
         ("fence", {"prompt_template": "trl"}, "did you mean 'torl'"),
