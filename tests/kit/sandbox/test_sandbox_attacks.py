@@ -573,9 +573,17 @@ def _may_import() -> bool:
 
 
 def _as_ordinary_user(code: str) -> subprocess.CompletedProcess[str]:
-    command = [SYSTEM_PYTHON, "-c", code]
+    packages = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(psutil.__file__).parents[1])}
     return subprocess.run(
-        command, cwd=ROOT, user=4242, group=4242, extra_groups=[], capture_output=True, text=True, check=False
+        [SYSTEM_PYTHON, "-c", code],
+        cwd=ROOT,
+        env=packages,
+        user=4242,
+        group=4242,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
