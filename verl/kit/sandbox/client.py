@@ -98,7 +98,6 @@ class RemoteSandbox(EndpointPool):
         )
 
     async def session(self) -> RemoteSession:
-        """Cells that share variables; see `RemoteSession`."""
         return RemoteSession(self)
 
     async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
@@ -147,7 +146,6 @@ class RemoteSession:
         self._cells: list[str] = []
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
-        """Run the next cell, after a replay of all earlier ones."""
         cells = [*self._cells, code]
         started = time.monotonic()
         answer = await self._sandbox.run_cells(cells, limits or self._sandbox.limits)

@@ -87,7 +87,6 @@ class LocalSandbox:
         raise ServiceDownError("sandbox", "its supervisor exited without an answer, twice in a row")
 
     async def session(self, files: Mapping[str, bytes] | None = None) -> LocalSession:
-        """A fresh interpreter with files in its working folder."""
         return LocalSession(self, files or {})
 
     async def check_services(self) -> None:
@@ -102,7 +101,6 @@ class LocalSandbox:
             await trial.close()
 
     async def close(self) -> None:
-        """Terminate all processes, including sessions."""
         for server in self._servers:
             server.close()
         if self._cgroup_pool:
@@ -161,7 +159,6 @@ class Conversation:
         return None
 
     async def send(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> None:
-        """Send a message that needs no answer."""
         frame = frames.encode(task)
         with contextlib.ExitStack() as stack:
             descriptors = [*map(frames.sealed, inputs)]
@@ -238,7 +235,6 @@ class LocalSession:
 
 
 def _request(language: str, code: str, files: Mapping[str, bytes], limits: Limits) -> bytes:
-    """The request to the forked process. Raises DataError for invalid parts."""
     paths = {PurePosixPath(name) for name in _paths(files, "files")}
     _check_limits(limits)
     for path in paths:

@@ -105,7 +105,7 @@ def answer(execution: Execution) -> str:
     """The printed output. Raises ToolError with the error message, ToolTimeoutError after a timeout."""
     if execution.status is Status.FINISHED:
         return execution.stdout
-    printed = "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip()) if part)
+    printed = "\n".join(filter(None, (execution.stdout.rstrip(), execution.stderr.rstrip())))
     if execution.status is Status.TIMEOUT:
         raise ToolTimeoutError(f"{printed}\nThe code was stopped after {execution.seconds:.1f} s.".lstrip())
     raise ToolError(printed or f"The code ended with exit code {execution.return_code}.")

@@ -54,8 +54,6 @@ class ShellTool:
 
 
 class Shell:
-    """One episode's folder, and the commands run in it."""
-
     def __init__(self, spec: ToolSpec, sandbox: Sandbox, limits: Limits | None, folder: bytes) -> None:
         self.spec = spec
         self.folder = folder  # a tar file

@@ -132,7 +132,6 @@ def _bound(jail: Jail, limits: dict[str, Any]) -> None:
 
 
 def _set_limit(name: int, bound: int) -> None:
-    """Set soft and hard limit, capped by the current hard limit."""
     most = resource.getrlimit(name)[1]
     bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
     resource.setrlimit(name, (bound, bound))

@@ -24,15 +24,13 @@ class Usage:
 
 
 def cpu_s_of_ended() -> float:
-    """CPU time of exited descendants."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime
 
 
 def usage(*, isolated: bool) -> Usage:
     """Visible usage. isolated: the network namespace is private; its unix sockets count with full buffers"""
-    cpu_s, kib, count = cpu_s_of_ended(), 0, 0
-    memory_mib = 0.0
+    cpu_s, memory_mib, count = cpu_s_of_ended(), 0.0, 0
     if isolated:
         num_sockets = len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
         with socket.socket(socket.AF_UNIX) as fresh:
@@ -42,8 +40,8 @@ def usage(*, isolated: bool) -> Usage:
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its reaped children
         with contextlib.suppress(OSError):  # it has exited
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            kib += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-    return Usage(cpu_s, memory_mib + kib / 1024, count)
+            memory_mib += next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0)
+    return Usage(cpu_s, memory_mib, count)
 
 
 def spare(pid: int) -> None:
@@ -55,11 +53,7 @@ def spare(pid: int) -> None:
 
 def signal_all(number: int, *, isolated: bool) -> None:
     """Send a signal to all descendants: at once as init of a pid namespace, else one by one."""
-    if isolated:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, number)
-        return
-    for pid, _ in _below(os.getpid()):
+    for pid in [-1] if isolated else [pid for pid, _ in _below(os.getpid())]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
