@@ -53,20 +53,18 @@ TINY_QWEN2 = {
 
 
 def check_accelerator(flavour: Flavour) -> Check:
-    gpus = find_gpus()
-    forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
-    if os.environ.get("VERL_DEVICE") not in (None, "", "cpu", "gpu"):
-        found = f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}"
-        return Check("device", "fail", found, "set it to cpu or gpu, or unset it")
-    if flavour == "gpu" and not gpus:
+    gpus, device = find_gpus(), os.environ.get("VERL_DEVICE")
+    forced = " (VERL_DEVICE)" if device else ""
+    if device not in (None, "", "cpu", "gpu"):
+        return Check("device", "fail", f"VERL_DEVICE is {device!r}", "set it to cpu or gpu, or unset it")
+    if flavour == "cpu":
+        return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")
+    if not gpus:
         return Check("device", "fail", f"no NVIDIA GPU found{forced}", "see what `nvidia-smi -L` prints, or unset it")
-    if gpus and flavour == "gpu":
-        return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
-    return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")
+    return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
 
 
 def check_disk(folder: Path) -> Check:
-    """Disk space for the environment, checkpoints and logs."""
     free = shutil.disk_usage(folder).free / GIB
     found = f"{free:.1f} GiB free in {folder}"
     if free >= DISK_WARN_GIB:
@@ -118,21 +116,21 @@ def probe_sandbox() -> None:
     """Entry point of `check_sandbox`'s subprocess: run code in the sandbox; print the time and the kind of limits."""
     local: Any = importlib.import_module("verl.kit.sandbox.local")
 
-    async def run() -> tuple[float, str]:
+    async def run() -> None:
         sandbox = local.LocalSandbox(workers=1)
-        version = "polling, as no cgroup can be made"
-        if sandbox.cgroups:
-            version = f"cgroup version {sandbox.cgroups.version}"
+        cgroups = sandbox.cgroups
+        limits = f"cgroup version {cgroups.version}" if cgroups else "polling, as no cgroup can be made"
         try:
             await sandbox.run("pass")  # starts the fork server
             started = time.monotonic()
             await sandbox.run("pass")
-            return time.monotonic() - started, version
+            print(
+                f"bubblewrap works: {1000 * (time.monotonic() - started):.0f} ms for an execution; limits by {limits}"
+            )
         finally:
             await sandbox.close()
 
-    seconds, version = asyncio.run(run())
-    print(f"bubblewrap works: {seconds * 1000:.0f} ms for an execution; limits by {version}")
+    asyncio.run(run())
 
 
 def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
@@ -191,9 +189,7 @@ def probe_vllm(folder: str) -> None:
     started = time.monotonic()
     sampling = vllm.SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
     outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, use_tqdm=False)
-    num_tokens = len(outputs[0].outputs[0].token_ids)
-    ended = time.monotonic()
-    generated = f"{num_tokens} tokens {ended - started:.1f} s"
+    generated = f"{len(outputs[0].outputs[0].token_ids)} tokens {time.monotonic() - started:.1f} s"
     print(f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, {generated}", flush=True)
 
 
@@ -212,7 +208,6 @@ def quick(flavour: Flavour, *, dev: bool) -> int:
 
 
 def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
-    """Run all checks, print each result at once, and then a summary."""
     failed = 0
     slow: list[Callable[[], Check]] = [check_sandbox, *([check_vllm] if with_vllm else [])]
     quick = (check_accelerator(flavour), check_disk(Path.cwd()), check_free_memory(), check_shm())

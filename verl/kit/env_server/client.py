@@ -41,7 +41,7 @@ class Batcher(Generic[Item, Result]):
 
     def __init__(
         self,
-        send: Callable[[Sequence[Item]], Answers[Result]],
+        send: Callable[[list[Item]], Answers[Result]],
         window_s: float,
         size: Callable[[Item], int] = lambda _: 0,
     ) -> None:
@@ -60,17 +60,15 @@ class Batcher(Generic[Item, Result]):
         return await future
 
     async def _flush(self) -> None:
-        """Send what is waiting, in batches within the server limits."""
         await asyncio.sleep(self._window_s)
         waiting, self._waiting = self._waiting, []
         batches, chars = [waiting[:1]], self._size(waiting[0][0])
         for entry in waiting[1:]:
-            size = self._size(entry[0])
-            if len(batches[-1]) == wire.MAX_ITEMS or chars + size > _MAX_CHARS:
+            chars += (size := self._size(entry[0]))
+            if len(batches[-1]) == wire.MAX_ITEMS or chars > _MAX_CHARS:
                 batches.append([])
-                chars = 0
+                chars = size
             batches[-1].append(entry)
-            chars += size
         await asyncio.gather(*map(self._send_one, batches))
 
     async def _send_one(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
@@ -86,16 +84,11 @@ class Batcher(Generic[Item, Result]):
 
 
 def _resolve(future: asyncio.Future[Result], answer: Result | Exception) -> None:
-    if future.done():  # already answered, or its episode was cancelled
-        return
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+    if not future.done():  # else already answered, or its episode was cancelled
+        future.set_exception(answer) if isinstance(answer, Exception) else future.set_result(answer)
 
 
 def _chars(step: Step) -> int:
-    """The approximate size of a step."""
     return len(step.message.content) + sum(len(str(call.arguments)) for call in step.message.tool_calls)
 
 
@@ -105,27 +98,25 @@ class EnvServer:
     def __init__(self, endpoint: Endpoint, pool: EndpointPool, timeout_s: float, window_s: float) -> None:
         self.url = endpoint.url
         self._endpoint, self._pool, self._timeout_s = endpoint, pool, timeout_s
-        self.reset: Batcher[str, Answer] = Batcher(partial(self._ask_episodes, "/reset", timeout_s), window_s)
+        reset, judge = partial(self._ask, "/reset", timeout_s), partial(self._ask, "/judge", _LONGEST_JUDGE_S)
+        self.reset: Batcher[str, Answer] = Batcher(lambda names: reset(wire.EpisodeList(episodes=names)), window_s)
         self.step: Batcher[Step, Answer] = Batcher(self._step, window_s, _chars)
-        self.judge: Batcher[str, Answer] = Batcher(partial(self._ask_episodes, "/judge", _LONGEST_JUDGE_S), window_s)
+        self.judge: Batcher[str, Answer] = Batcher(lambda names: judge(wire.EpisodeList(episodes=names)), window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
         async with self._post("/create", wire.CreateRequest(task=task, count=count), self._timeout_s) as response:
             return wire.CreateResponse.model_validate_json(await response.aread()).episodes
 
-    def _ask_episodes(self, path: str, timeout_s: float, episodes: Sequence[str]) -> Answers[Answer]:
-        return self._ask(path, wire.EpisodeList(episodes=list(episodes)), timeout_s)
+    def _step(self, steps: list[Step]) -> Answers[Answer]:
+        return self._ask("/step", self._timeout_s, wire.StepList(steps=steps))
 
-    def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
-        return self._ask("/step", wire.StepList(steps=list(steps)), self._timeout_s)
-
-    async def _close(self, episodes: Sequence[str]) -> Answers[None]:
-        async with self._post("/close", wire.EpisodeList(episodes=list(episodes)), self._timeout_s):
+    async def _close(self, episodes: list[str]) -> Answers[None]:
+        async with self._post("/close", wire.EpisodeList(episodes=episodes), self._timeout_s):
             for position in range(len(episodes)):
                 yield position, None
 
-    async def _ask(self, path: str, request: BaseModel, timeout_s: float) -> Answers[Answer]:
+    async def _ask(self, path: str, timeout_s: float, request: BaseModel) -> Answers[Answer]:
         async with self._post(path, request, timeout_s) as response:
             async for line in response.aiter_lines():
                 answer = Answer.model_validate_json(line)

@@ -32,7 +32,6 @@ from verl.types import Message, Task
 Operation = Callable[[Env], Awaitable[dict[str, Any]]]
 MAX_EPISODES = 65_536
 CLOSE_S = 60.0  # limit for closing an environment; its resources leak after that
-_LINES = "application/x-ndjson"
 _log = logging.getLogger(__name__)
 
 
@@ -72,10 +71,7 @@ class Episodes:
 
     async def ask(self, operations: Sequence[tuple[str, Operation]]) -> AsyncIterator[str]:
         """Answers of different episodes, a line of JSON each, as they complete. A disconnect cancels the rest."""
-        waiting = [
-            asyncio.create_task(self._ask_one(position, name, operation))
-            for position, (name, operation) in enumerate(operations)
-        ]
+        waiting = [asyncio.create_task(self._ask_one(place, *asked)) for place, asked in enumerate(operations)]
         try:
             for line in asyncio.as_completed(waiting):
                 yield await line + "\n"
@@ -103,7 +99,6 @@ class Episodes:
                 episode.used = time.monotonic()
 
     async def close(self, names: Sequence[str]) -> None:
-        """Close these episodes, if open, after their pending requests."""
         await asyncio.gather(*(self._close_one(found) for name in names if (found := self._open.pop(name, None))))
 
     async def _close_one(self, episode: Episode) -> None:
@@ -172,18 +167,20 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
             _log.exception("task %s makes no environment", request.task.id)
             raise HTTPException(500, f"task {request.task.id!r}: {type(error).__name__}: {error}") from error
 
+    def answer(operations: Sequence[tuple[str, Operation]]) -> StreamingResponse:
+        return StreamingResponse(episodes.ask(operations), media_type="application/x-ndjson")
+
     @app.post("/reset")
     async def reset(request: EpisodeList) -> StreamingResponse:
-        return StreamingResponse(episodes.ask([(name, _reset) for name in request.episodes]), media_type=_LINES)
+        return answer([(name, _reset) for name in request.episodes])
 
     @app.post("/step")
     async def step(request: StepList) -> StreamingResponse:
-        operations = [(step.episode, partial(_step, step.message)) for step in request.steps]
-        return StreamingResponse(episodes.ask(operations), media_type=_LINES)
+        return answer([(step.episode, partial(_step, step.message)) for step in request.steps])
 
     @app.post("/judge")
     async def judge(request: EpisodeList) -> StreamingResponse:
-        return StreamingResponse(episodes.ask([(name, _judge) for name in request.episodes]), media_type=_LINES)
+        return answer([(name, _judge) for name in request.episodes])
 
     @app.post("/close")
     async def close(request: EpisodeList) -> dict[str, str]:

@@ -106,7 +106,6 @@ class McpServer:
         return text
 
     async def close(self) -> None:
-        """Closes the connection and stops the server if it was started here."""
         await asyncio.to_thread(self._close)
 
     async def _call(self, client: Client, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
@@ -161,7 +160,6 @@ class McpServer:
             return self._client
 
     def _disconnect(self, client: Client | None) -> None:
-        """Disconnects the client, unless another call has done so already."""
         with self._lock:
             if self._client is not client or self._client is None or self._connection is None:
                 return
@@ -179,7 +177,6 @@ class McpServer:
                 self._portal.start_task_soon(self._portal.stop, True)
 
     def _with_stderr(self, problem: str) -> str:
-        """The problem, with the tail of the program's stderr."""
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - MAX_STDERR_CHARS))
         written = self._stderr.read().strip()

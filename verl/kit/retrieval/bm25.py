@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import bm25s
 
@@ -35,14 +36,8 @@ class Bm25Retriever(Retriever):
     def _search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Passages that share no term with a query are left out, even if fewer than k remain."""
         rows, scores = self._index.retrieve(_tokenize(queries), k=min(k, len(self._passages)), show_progress=False)
-        return [
-            [
-                Passage(self._passages[row].id, self._passages[row].contents, float(score))
-                for row, score in zip(rows_of_one, scores_of_one, strict=True)
-                if score > 0
-            ]
-            for rows_of_one, scores_of_one in zip(rows, scores, strict=True)
-        ]
+        ranked = (zip(*each, strict=True) for each in zip(rows, scores, strict=True))
+        return [[replace(self._passages[row], score=float(score)) for row, score in one if score > 0] for one in ranked]
 
 
 def read_corpus(file: str) -> Iterator[Passage]:

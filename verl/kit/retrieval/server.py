@@ -41,10 +41,11 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
         result: list[list[dict[str, Any]]] = []
         for query in queries:  # sequentially, so that the rest can be canceled
             (passages,) = await retriever.search([query], request.topk or topk)
-            documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
-            scored = zip(documents, passages, strict=True)
-            with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
-            result.append(with_scores if request.return_scores else documents)
+            documents: list[dict[str, Any]] = [{"id": passage.id, "contents": passage.contents} for passage in passages]
+            if request.return_scores:
+                scored = zip(documents, passages, strict=True)
+                documents = [{"document": document, "score": passage.score} for document, passage in scored]
+            result.append(documents)
         return {"result": result}
 
     @app.get("/health")

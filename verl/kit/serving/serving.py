@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import ipaddress
 import math
-import os
 import resource
 import secrets
 import socket
@@ -134,11 +133,10 @@ class Gate:
         host = headers.get("host", "")
         if not self._is_allowed(host):
             return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
-        if self._token is not None:
-            given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
-                return _refused(401, problem, {"www-authenticate": "Bearer"})
+        given = headers.get("authorization", "").encode()
+        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
+            return _refused(401, problem, {"www-authenticate": "Bearer"})
         if "transfer-encoding" in headers and "content-length" in headers:
             problem = "both a transfer encoding and a length: the end of the body is ambiguous"
             return _refused(400, problem, {"connection": "close"})
@@ -310,17 +308,13 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
         return 2
     with listening, suppress(KeyboardInterrupt):
         try:
-            token = find_token(config)
+            gate = Gate(app, config, find_token(config))
         except ConfigError as error:
             sys.stderr.write(f"error: {error}\n")
             return 2
         _raise_descriptor_limit()
         settings = uvicorn.Config(
-            Gate(app, config, token),
-            http=BoundedProtocol,
-            ws="none",
-            log_level="warning",
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            gate, http=BoundedProtocol, ws="none", log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S
         )
         run_async(uvicorn.Server(settings).serve(sockets=[listening]), settings.get_loop_factory())
     return 0
@@ -352,15 +346,11 @@ def _token_in(file: Path) -> str:
 
 def _make_token(file: Path) -> None:
     """Created atomically; if another server creates it at the same time, that one's token is used."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    unfinished = Path(name)
-    try:
-        with os.fdopen(descriptor, "w") as new:
-            new.write(secrets.token_urlsafe(32) + "\n")
+    with tempfile.NamedTemporaryFile("w", prefix=f".{file.name}-", dir=file.parent) as new:
+        new.write(secrets.token_urlsafe(32) + "\n")
+        new.flush()
         with suppress(FileExistsError):
-            file.hardlink_to(unfinished)
-    finally:
-        unfinished.unlink()
+            file.hardlink_to(new.name)
 
 
 def _is_address(host: str) -> bool:
