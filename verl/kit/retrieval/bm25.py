@@ -15,12 +15,7 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG 
 
 
 class Bm25Retriever(Retriever):
-    """Ranks passages by BM25.
-
-    corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`
-
-    Raises DataError for an unreadable file or row, and for a corpus without any term.
-    """
+    """corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`"""
 
     def __init__(self, corpus: str) -> None:
         self._passages = list(read_corpus(corpus))
@@ -36,8 +31,10 @@ class Bm25Retriever(Retriever):
     def _search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Passages that share no term with a query are left out, even if fewer than k remain."""
         rows, scores = self._index.retrieve(_tokenize(queries), k=min(k, len(self._passages)), show_progress=False)
-        ranked = (zip(*each, strict=True) for each in zip(rows, scores, strict=True))
-        return [[replace(self._passages[row], score=float(score)) for row, score in one if score > 0] for one in ranked]
+        return [
+            [replace(self._passages[row], score=float(score)) for row, score in zip(*ranked, strict=True) if score > 0]
+            for ranked in zip(rows, scores, strict=True)
+        ]
 
 
 def read_corpus(file: str) -> Iterator[Passage]:

@@ -20,7 +20,7 @@ RETRIEVERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a corpus; the first line of `contents` is its title. Higher scores are better."""
+    """The first line of `contents` is its title. Higher scores are better."""
 
     id: str
     contents: str

@@ -56,7 +56,7 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if the corpus is unreadable or the address unavailable."""
+    """Serve until interrupted. Returns 2 if it cannot start."""
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     add_serving_arguments(parser, port=8000, max_body_mib=1)

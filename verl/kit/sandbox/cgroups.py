@@ -42,15 +42,11 @@ class Files:
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Where cgroups can be created.
-
-    bases:   the folder of each hierarchy: a single one for version 2, those of HIERARCHIES for version 1
-    freezer: version 1 only: the folder of an additional version 2 hierarchy
-    """
+    """Where cgroups can be created."""
 
     version: int
-    bases: dict[str, Path]
-    freezer: Path | None = None
+    bases: dict[str, Path]  # the folder of each hierarchy: "unified" for version 2, else those of HIERARCHIES
+    freezer: Path | None = None  # version 1 only: the folder of an additional version 2 hierarchy
 
     @property
     def freezes(self) -> bool:
@@ -181,7 +177,7 @@ class CgroupPool:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Where this process can create cgroups with limits; None if nowhere. Removes leftovers of killed pools."""
+    """Where cgroups can be created; None if nowhere. Removes leftovers of killed pools."""
     try:
         mounts = _own_folders(proc)
     except OSError:  # a kernel without cgroups
@@ -192,7 +188,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
 
 
 def _own_folders(proc: Path) -> dict[str, tuple[Path, Path]]:
-    """Hierarchy (a version 1 controller, or "unified") -> its mount point, and this process's folder in it."""
+    """Controller of version 1, or "unified" -> its mount point, and this process's folder in it."""
     own = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -213,7 +209,7 @@ def _unescape(field: str) -> str:
 
 
 def _candidates(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
-    """Below or beside this process's cgroup: a cgroup with processes cannot have children with controllers."""
+    """This process's cgroup or its parent's: one with processes has no children with controllers."""
     top, own = mounts.get("unified", (None, None))
     if own:
         for folder in (own, own.parent) if own != top else (own,):

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def check_isolation(isolation: str) -> None:
-    """Raises ConfigError if this machine does not support the isolation; warns if there is none."""
+    """Raises ConfigError if this machine does not support it; warns if there is none."""
     if isolation == "none":
         log.warning("sandbox.isolation=none: untrusted code has this user's permissions, including the network")
         return
@@ -74,7 +74,7 @@ class Channel:
 
 
 class ForkServer:
-    """Started on demand and restarted after a crash. num_channels: channels in use, maintained by the pool"""
+    """Started on demand, restarted after a crash. num_channels: in use, maintained by the pool"""
 
     def __init__(self, isolation: Isolation, preload: Sequence[str], cgroups: CgroupPool | None) -> None:
         self._isolation = isolation
@@ -87,7 +87,7 @@ class ForkServer:
         self.num_channels = 0
 
     async def open(self) -> Channel:
-        """A non-blocking channel to an idle supervisor. Raises ServiceDownError if no server can be started."""
+        """A non-blocking channel to an idle supervisor. Raises ServiceDownError if none starts."""
         async with self._lock:
             if self._process and (ended := self._process.poll()) is not None:
                 cause = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
@@ -255,7 +255,7 @@ def _in_bubblewrap(
 
 
 def _first_process(descriptor: int) -> int:
-    """The child pid from bubblewrap's --info-fd JSON; there is no EOF while others hold the write end."""
+    """From bubblewrap's --info-fd JSON, without EOF while others hold the write end."""
     text = b""
     while not text.rstrip().endswith(b"}"):
         part = os.read(descriptor, 4096)

@@ -77,7 +77,7 @@ class RunJupyterResponse(BaseModel):
 
 
 def limits_of(wall_s: float, memory_mib: int, default: Limits, largest: Limits) -> Limits:
-    """The limits of a request; the protocol has only these two. Raises DataError above the server's maximum."""
+    """The limits of a request. Raises DataError above the server's maximum."""
     memory_mib = memory_mib if memory_mib > 0 else default.memory_mib
     if wall_s > largest.wall_s:
         expected = f"at most {largest.wall_s:g} s on this server (--max-timeout-s)"

@@ -30,7 +30,7 @@ LARGEST = Limits(wall_s=300.0, memory_mib=4096)
 
 
 def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
-    """The application; its shutdown closes the sandbox. largest: maximum wall time and memory of a request"""
+    """Its shutdown closes the sandbox. largest: maximum wall time and memory of a request"""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -118,7 +118,7 @@ async def _run_cells(
 
 
 def _cell(done: Execution) -> protocol.CellResult:
-    """A cell's result; a traceback goes to stderr and to `error`, for programs and for notebooks."""
+    """A traceback goes to stderr and to `error`, for programs and for notebooks."""
     name, _, value = done.stderr.strip().rpartition("\n")[2].partition(": ")
     error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": done.stderr.splitlines()}]
     failed = done.status is not Status.FINISHED
@@ -133,7 +133,7 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if the isolation or the address is not available."""
+    """Serve until interrupted. Returns 2 if it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m verl.kit.sandbox.server", description=__doc__)
     add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")

@@ -1,4 +1,4 @@
-"""Messages between the pool and a supervisor: eight bytes with the length, then JSON, optionally with descriptors."""
+"""Messages to and from a supervisor: eight bytes with the length, then JSON, and descriptors."""
 
 import base64
 import fcntl

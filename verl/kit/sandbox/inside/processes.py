@@ -29,7 +29,7 @@ def cpu_s_of_ended() -> float:
 
 
 def usage(*, isolated: bool) -> Usage:
-    """Visible usage. isolated: the network namespace is private; its unix sockets count with full buffers"""
+    """isolated: unix sockets of the private network namespace count with full buffers"""
     cpu_s, memory_mib, count = cpu_s_of_ended(), 0.0, 0
     if isolated:
         num_sockets = len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
@@ -45,7 +45,7 @@ def usage(*, isolated: bool) -> Usage:
 
 
 def spare(pid: int) -> None:
-    """Let the OOM killer prefer untrusted code. Raises OSError if the minimum score was raised, as Ray does."""
+    """Let the OOM killer prefer untrusted code. Raises OSError for a raised minimum, as by Ray."""
     score = Path(f"/proc/{pid}/oom_score_adj")
     if int(score.read_text()) > MOST_OOM_SCORE:
         score.write_text(str(MOST_OOM_SCORE))
@@ -59,7 +59,7 @@ def signal_all(number: int, *, isolated: bool) -> None:
 
 
 def end_all(main: int, *, isolated: bool) -> int:
-    """Kill and reap all descendants, to which orphans are reparented; returns the wait status of `main`."""
+    """Kill and reap all descendants; returns the wait status of `main`."""
     status = 0
     while True:
         signal_all(signal.SIGKILL, isolated=isolated)
@@ -81,7 +81,7 @@ def reap_orphans(main: int) -> None:
 
 
 def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
-    """Living descendants, each with the fields of /proc/PID/stat after the name: state, parent, ..."""
+    """Living descendants, with the fields of /proc/PID/stat after the name: state, parent, ..."""
     stats: dict[int, list[str]] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -180,7 +180,7 @@ def instructions(machine: str, *, counted: bool = True) -> Program:
 
 
 def _search(runs: Sequence[tuple[int, Program]]) -> Program:
-    """Find the run that a number lies in by halves: the kernel tries every number when the filter is installed."""
+    """By halves: the kernel tries every number when the filter is installed."""
     if len(runs) == 1:
         return runs[0][1]
     middle = len(runs) // 2
@@ -193,7 +193,7 @@ def program(machine: str = platform.machine(), *, counted: bool = True) -> bytes
 
 
 def install(filter_: bytes) -> None:
-    """Filter this process and all it starts, for good. It must have given up its privileges before."""
+    """Filter this process and all it starts, for good, after it has given up its privileges."""
     buffer = ctypes.create_string_buffer(filter_, len(filter_))
     head = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(buffer))  # struct sock_fprog
     head_buffer = ctypes.create_string_buffer(head, len(head))

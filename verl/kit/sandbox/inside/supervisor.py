@@ -1,9 +1,8 @@
 """Starts untrusted code, monitors it, kills it and reports the outcome: consecutive executions, or one session.
 
 The answer goes through a socket that the code's processes never hold. With isolation this process is init of its own
-pid namespace: no process inside can signal or trace it, and they die with it. The code's process is a fork of this one
-and could read its memory: so no code, input or output enters this memory, and a supervisor where some had to (for a
-session, or for fetched files) is not reused.
+pid namespace: no process inside can signal or trace it, and they die with it. The code's process is a fork of this one:
+no code, input or output enters its memory, or else (a session, fetched files) it is not reused.
 """
 
 import contextlib
@@ -108,7 +107,7 @@ class Child:
         self.descriptor = os.pidfd_open(self.pid)
 
     def watch(self, limits: dict[str, Any], files: Sequence[int]) -> dict[str, Any]:
-        """Monitor the code until it exits, answers or exceeds a limit; its output goes to the files."""
+        """Wait until the code exits, answers or exceeds a limit; its output goes to the files."""
         for output, file in zip(self.outputs, files, strict=True):
             output.begin(file)
         started = time.monotonic()
@@ -135,7 +134,7 @@ class Child:
         }
 
     def ask(self, code: str, patience_s: float) -> None:
-        """Send a session its next cell, with a token that must precede the answer to authenticate it."""
+        """Send a session its next cell, with a token that authenticates the answer."""
         assert self.cells
         self.token, self.received = os.urandom(8).hex().encode(), b""
         self.cpu_before = self.cpu_s()
@@ -198,7 +197,7 @@ class Child:
             processes.signal_all(signal.SIGSTOP if on else signal.SIGCONT, isolated=self.isolated)
 
     def wait_paused(self) -> None:
-        """Wait for the owner. Code can undo SIGSTOP: without a freezer it is killed if it continues to run."""
+        """Wait for the owner. Code can undo SIGSTOP: it is killed if it continues to run."""
         if self.cgroup and self.cgroup.freezes:
             return
         self.cpu_before = self.cpu_s()
@@ -250,7 +249,7 @@ def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
 
 
 def supervise(owner: socket.socket, jail: Jail) -> None:
-    """Serve the owner of the other end until it is closed. Reports if this machine does not support confinement."""
+    """Serve the owner of the other end until it is closed."""
     mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
     wakes = _wake_at_ends()
     try:
@@ -314,7 +313,7 @@ def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) 
 
 @contextlib.contextmanager
 def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
-    """The working folder, inside a folder for all files that the code writes; both are removed afterwards."""
+    """The working folder, inside a folder for all files that the code writes."""
     if jail.isolated:
         scratch = Path("/tmp")
         _mount_scratch(limits["file_mib"])
@@ -335,7 +334,7 @@ def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """In a separate process: file names of one execution must not stay in memory that the next one inherits."""
+    """In a separate process: file names must not stay in memory that the next execution inherits."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -354,7 +353,7 @@ def _mount_scratch(file_mib: int) -> None:
 
 
 def _collect(work: Path, names: list[str], file_mib: int) -> dict[str, Any]:
-    """Requested files, and the names of those beyond the total size limit. No process runs any more."""
+    """Requested files, and the names of those beyond the total size limit."""
     found, too_large, room = {}, [], file_mib * MIB
     for name in names:
         with contextlib.suppress(OSError):  # missing, a symlink loop, an invalid name

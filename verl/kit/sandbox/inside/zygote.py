@@ -35,7 +35,7 @@ FILES = {
 
 
 def main() -> None:
-    """Serve until the pool closes its end. Arguments: JSON of `isolated`, `counted`, `preload` and `bound`."""
+    """Serve until the pool closes its end. Argument: JSON, see ForkServer."""
     settings = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):  # already done by an owner that is root
         processes.spare(os.getpid())
@@ -66,10 +66,9 @@ def _preload(names: Sequence[str]) -> None:
 
 
 def _finish_root(bound: Sequence[str]) -> None:
-    """Write small files that programs expect, make parents of bound folders accessible, then remount read-only.
+    """Write files that programs expect, make parents of bound folders accessible, remount read-only.
 
-    Our own modules are loaded; their mount is removed because it reveals a path of the host. Supervisors start with an
-    independent copy of these mounts.
+    The mount of our own modules, loaded by now, reveals a path of the host. Supervisors start with copies of mounts.
     """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.unmount(str(Path(__file__).parent))
