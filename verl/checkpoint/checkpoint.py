@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A checkpoint being written: all files in `folder` at the end of the `with` block belong to it."""
+    """Being written: all files in `folder` at the end of the `with` block belong to it."""
 
     folder: Path
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Write the controller's state: plain JSON (no tuples, no int keys), so that reading restores equal objects."""
+        """Plain JSON (no tuples, no int keys), so that reading restores equal objects."""
         text = json.dumps(state, indent=1)
         assert repr(json.loads(text)) == repr(dict(state)), "the state is not plain JSON"  # repr: NaN equals NaN
         (self.folder / STATE).write_text(text)
@@ -68,8 +68,8 @@ class CheckpointStore:
         """A checkpoint folder to fill, by this process and others; committed at the end of the block.
 
         score: larger is better; NaN and infinities count as no score
-        An older checkpoint of the same step is replaced. On any failure the existing checkpoints and pointers are
-        unchanged and the unfinished folder is removed. A full or read-only disk is a DataError.
+        Replaces a checkpoint of the same step. A failure leaves checkpoints and pointers unchanged. A full or
+        read-only disk is a DataError.
         """
         target = self.folder / f"step-{step:06d}"
         unfinished = _unfinished(target)
@@ -89,7 +89,7 @@ class CheckpointStore:
         self._remove_old()
 
     def latest(self, hashes: bool = False) -> Path | None:
-        """The newest intact checkpoint, None if there is no checkpoint; damaged ones are skipped with a warning.
+        """None if there is no checkpoint; damaged ones are skipped with a warning.
 
         hashes: compare hashes, which reads every byte; otherwise compare sizes
         Raises DataError if all checkpoints are damaged: starting from scratch is the user's decision.
@@ -116,11 +116,12 @@ class CheckpointStore:
         return sorted(found, key=lambda each: each.number)
 
     def _commit(self, unfinished: Path, step: int, score: float | None) -> None:
-        """Write everything that needs disk space, then rename; the pointer to the newest is renamed last."""
+        """Write all that needs disk space, then rename; the pointer to the newest is renamed last."""
         number = 1 + max((_number_or_last(path)[1] for path in self.folder.glob("step-*")), default=0)
         new = Checkpoint(step, number, score, manifest.fingerprints(unfinished))
-        manifest.write_manifest(unfinished, new)
-        _sync_folders(unfinished)
+        manifest.write_json(unfinished / manifest.MANIFEST, {"format": manifest.FORMAT, **asdict(new)})
+        for folder in (unfinished, *filter(Path.is_dir, unfinished.rglob("*"))):
+            _sync(folder)
         pointers = {"latest.json": new}
         ranked = ranking([new, *(each for each in self._intact() if each.step != step)])
         if ranked and self._keep_best:
@@ -162,14 +163,13 @@ def ranking(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def kept(checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: int) -> list[Checkpoint]:
-    """The newest `keep_last` and the best `keep_best`, in order of writing."""
     ordered = sorted(checkpoints, key=lambda each: each.number)
     chosen = {each.number for each in [*ordered[-keep_last:], *ranking(ordered)[:keep_best]]}
     return [each for each in ordered if each.number in chosen]
 
 
 def _number_or_last(path: Path) -> tuple[bool, int]:
-    """Sort key: order of writing; without a readable manifest it counts as newest, so that `latest` warns of it."""
+    """Sort key: order of writing; without a manifest it is the newest, so that `latest` warns."""
     try:
         return False, manifest.read_manifest(path).number
     except DataError:
@@ -177,12 +177,12 @@ def _number_or_last(path: Path) -> tuple[bool, int]:
 
 
 def _unfinished(target: Path) -> Path:
-    """Where this process writes or removes a checkpoint; the next start removes leftovers of a killed process."""
+    """Where a checkpoint is written or removed; the next start removes leftovers."""
     return target.with_name(f".{target.name}.unfinished-{os.getpid()}")
 
 
 def _swap_in(unfinished: Path, target: Path) -> None:
-    """Rename to `target`. An existing target is moved aside first, as folders cannot be replaced atomically."""
+    """An existing target is moved aside first: folders cannot be replaced atomically."""
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():
         target.rename(replaced)
@@ -197,13 +197,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync_folders(folder: Path) -> None:
-    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _sync(each)
-
-
 def _sync(folder: Path) -> None:
-    """Sync the folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

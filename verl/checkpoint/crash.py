@@ -53,7 +53,6 @@ def describe_resume(store: CheckpointStore) -> str:
 
 
 def is_reported(error: BaseException) -> bool:
-    """Whether an error has been through `crash_reported`."""
     return any(isinstance(note, _Note) for note in getattr(error, "__notes__", ()))
 
 
@@ -66,12 +65,8 @@ def _write_report(folder: Path, error: Exception) -> str:
     from verl.single_controller.ray import log_tails  # imports Ray
 
     path = folder / LOGS / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    parts = [
-        f"command: {' '.join(sys.argv)}",
-        *getattr(error, "__notes__", ()),
-        "".join(traceback.format_exception(error)),
-        log_tails(str(error)),
-    ]
+    parts = [f"command: {' '.join(sys.argv)}", *getattr(error, "__notes__", ())]
+    parts += ["".join(traceback.format_exception(error)), log_tails(str(error))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(parts), encoding="utf-8", errors="backslashreplace")

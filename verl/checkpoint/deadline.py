@@ -1,4 +1,4 @@
-"""Shutdown deadline: processes that hang at shutdown are killed, and the watcher (verl/system/watcher.py) cleans up."""
+"""Shutdown deadline: hanging processes are killed, and verl/system/watcher.py cleans up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Deadline:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make `start_shutdown_timer` act on this deadline in the block; after it only the interpreter has to exit."""
+        """`start_shutdown_timer` acts on this one; after the block only the interpreter has to exit."""
         token = _current.set(self)
         try:
             yield
@@ -46,7 +46,8 @@ class Deadline:
         if self._thread is None or not self._code:
             self._code, self._message = code, message
         if self._thread is None:
-            children, seconds = _child_processes(), REGULAR_SHUTDOWN_S if regular else SHUTDOWN_S
+            children = psutil.Process().children(recursive=True)
+            seconds = REGULAR_SHUTDOWN_S if regular else SHUTDOWN_S
             self._thread = threading.Thread(target=self._watch, args=(seconds, children), name="deadline", daemon=True)
             self._thread.start()
 
@@ -57,7 +58,7 @@ class Deadline:
         lines = [self._message, f"Shutdown took more than {seconds:.0f} s; hanging processes were killed."]
         with suppress(OSError):
             os.write(1, "".join(f"{line}\n" for line in lines if line).encode(errors="replace"))
-        for process in {*children, *_child_processes()}:
+        for process in {*children, *psutil.Process().children(recursive=True)}:
             with suppress(psutil.Error):
                 if watcher.__file__ in process.cmdline():
                     process.resume()  # it cleans up as soon as this process is gone
@@ -71,7 +72,3 @@ def start_shutdown_timer(code: int, message: str = "", regular: bool = False) ->
     deadline = _current.get()
     if deadline is not None:
         deadline.start(code, message, regular)
-
-
-def _child_processes() -> list[psutil.Process]:
-    return list(psutil.Process().children(recursive=True))

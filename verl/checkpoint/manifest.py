@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from itertools import starmap
 from pathlib import Path, PurePosixPath
@@ -33,13 +33,8 @@ class Checkpoint:
         return f"step-{self.step:06d}"
 
 
-def write_manifest(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write it into the checkpoint, with fsync."""
-    write_json(folder / MANIFEST, {"format": FORMAT, **asdict(checkpoint)})
-
-
 def verify(path: Path, hashes: bool = False) -> Checkpoint:
-    """Compare the checkpoint at `path` with its manifest; raises DataError that names the first file that differs."""
+    """Compare with the manifest. Raises DataError that names the first file that differs."""
     checkpoint = read_manifest(path)
     for name, wanted in checkpoint.files.items():
         file = path / name
@@ -64,16 +59,14 @@ def _changed(path: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def read_manifest(path: Path) -> Checkpoint:
-    """The manifest of the checkpoint at `path`. Raises DataError if it is missing, damaged or of another format."""
+    """Raises DataError if it is missing, damaged or of another format."""
     fields = read_json(path / MANIFEST)
     if fields.pop("format", None) != FORMAT:
         raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path / MANIFEST))
-    if fields.keys() != {each.name for each in dataclass_fields(Checkpoint)} or not _valid(**fields):
+    complete = fields.keys() == {each.name for each in dataclass_fields(Checkpoint)}
+    if not complete or not _valid(**fields) or Checkpoint(**fields).name != path.name:
         raise DataError("is damaged", f"the manifest of {path.name}", file=str(path / MANIFEST))
-    checkpoint = Checkpoint(**fields)
-    if checkpoint.name != path.name:
-        raise DataError("is damaged", f"the manifest of {path.name}", file=str(path / MANIFEST))
-    return checkpoint
+    return Checkpoint(**fields)
 
 
 def _valid(step: object, number: object, score: object, files: object) -> bool:
@@ -87,9 +80,8 @@ def _valid_entry(name: str, entry: object) -> bool:
     """Whether an entry of a manifest describes a file inside the checkpoint."""
     parts = PurePosixPath(name).parts
     inside = bool(parts) and not name.startswith("/") and ".." not in parts
-    if not inside or not isinstance(entry, dict):
-        return False
-    return type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
+    described = isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
+    return inside and described
 
 
 def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
@@ -123,7 +115,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a JSON object, with fsync."""
     with path.open("w") as file:
         json.dump(fields, file, indent=1)
         file.flush()

@@ -51,10 +51,7 @@ def resume_config(config: Config, command: Command) -> dict[str, Any]:
 
 
 def find_saved(store: CheckpointStore, command: str, settings: Mapping[str, Any]) -> Saved | None:
-    """The newest checkpoint of the run in this folder, None if there is none.
-
-    Raises ConfigError if it belongs to another command, or to other settings that affect training.
-    """
+    """None without a checkpoint. Raises ConfigError if the newest is of another command or of other settings."""
     path = store.latest(hashes=True)
     if path is None:
         return None
@@ -63,11 +60,8 @@ def find_saved(store: CheckpointStore, command: str, settings: Mapping[str, Any]
     if state["command"] != command:
         raise ConfigError(f"{store.folder} contains a run of {state['command']}, not of {command}; {hint}")
     before = state["resume_config"]
-    changed = [
-        f"{key}={settings.get(key)} (originally {before.get(key)})"
-        for key in sorted({*before, *settings})
-        if before.get(key) != settings.get(key)
-    ]
+    changed = [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
     if changed:
-        raise ConfigError(f"{store.folder} contains a run with different settings: {'; '.join(changed)}; {hint}")
+        shown = "; ".join(f"{key}={settings.get(key)} (originally {before.get(key)})" for key in changed)
+        raise ConfigError(f"{store.folder} contains a run with different settings: {shown}; {hint}")
     return Saved(path, state)

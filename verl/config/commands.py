@@ -1,4 +1,4 @@
-"""The commands: what each uses of the configuration, the defaults in which it differs from training, its checks."""
+"""The commands: what each uses of the configuration, its own defaults, its checks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ _MAX_RESPONSES = 256  # per prompt, so that seeds of tasks do not overlap
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command and its part of the configuration.
-
-    uses: groups, and single keys of groups that are used in part
-    defaults: {key: value} where they are not the schema's, which are those of training
-    from_recipe: groups and keys that are taken from a recipe; none: the command takes no recipe
-    check: validates across groups; raises ConfigError
-    """
+    """A command and its part of the configuration."""
 
     name: str  # of `toolrl NAME`
-    uses: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    from_recipe: tuple[str, ...] = ()
-    check: Callable[[Config], None] = lambda _: None
+    uses: tuple[str, ...]  # groups, and single keys of groups that are used in part
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where they are not the schema's, those of training
+    from_recipe: tuple[str, ...] = ()  # groups and keys; none: the command takes no recipe
+    check: Callable[[Config], None] = lambda _: None  # across groups; raises ConfigError
 
     def has(self, key: str) -> bool:
-        """Whether the command uses a key, or all keys of a group."""
         return within(key, self.uses)
 
     def default_of(self, key: str) -> Any:
@@ -43,7 +36,7 @@ class Command:
         return value
 
     def refusal(self, key: str) -> str:
-        """Why a key is refused that the command does not use: the keys of its group, or the groups, that it does."""
+        """Why an unused key is refused: the keys of its group, or the groups, that are used."""
         group = key.partition(".")[0]
         names = [each.partition(".")[2] for each in self.uses if each.startswith(f"{group}.")]
         if names:
@@ -52,7 +45,6 @@ class Command:
 
 
 def within(key: str, groups: tuple[str, ...]) -> bool:
-    """Whether a key is one of these, or below one of them."""
     return any(f"{key}.".startswith(f"{each}.") for each in groups)
 
 
@@ -83,7 +75,13 @@ def _check_training(config: Config) -> None:
             "number of steps does not follow from trainer.total_epochs; set trainer.total_training_steps"
         )
     _check_env_judges(config)
-    _check_call_limit(config)
+    if config.reward.name in ("otc_ppo", "otc_grpo") and config.env.multi_turn:  # c of the paper is this limit
+        given, limit = config.reward.options.get("max_calls"), config.env.call_limit
+        if given != limit:
+            raise ConfigError(
+                f"reward.options.max_calls must be env.max_tool_calls={limit}; write "
+                f"reward.options.max_calls=${{env.max_tool_calls}}, got {given!r}"
+            )
     if config.env.train_on_observations and config.algorithm.old_logprobs == "rollout":
         raise ConfigError(
             "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of "
@@ -115,17 +113,6 @@ def _check_env_judges(config: Config) -> None:
     """With reward=env and an environment that does not judge, all rewards would be 0."""
     if config.reward.name == "env" and config.env.name in ("single_turn", "tool"):
         raise ConfigError(f"reward.name=env needs an environment that judges; env.name={config.env.name} does not")
-
-
-def _check_call_limit(config: Config) -> None:
-    """OTC's smoothing constant c must be the limit on tool calls, as in the paper."""
-    if config.reward.name in ("otc_ppo", "otc_grpo") and config.env.multi_turn:
-        given, limit = config.reward.options.get("max_calls"), config.env.call_limit
-        if given != limit:
-            raise ConfigError(
-                f"reward.options.max_calls must be env.max_tool_calls={limit}; write "
-                f"reward.options.max_calls=${{env.max_tool_calls}}, got {given!r}"
-            )
 
 
 def _check_probe(config: Config) -> None:

@@ -22,12 +22,9 @@ _NULL = "null keeps the default"
 
 @dataclass
 class Translation:
-    """A command translated to our keys.
+    """A command translated to our keys."""
 
-    base: the value of one of our keys in the recipe, or else its default
-    """
-
-    base: Callable[[str], Any]
+    base: Callable[[str], Any]  # the value of one of our keys in the recipe, or else its default
     settings: Settings = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as written
     obsolete: dict[str, str] = field(default_factory=dict)  # key as written -> why it has no effect
@@ -55,7 +52,7 @@ class Translation:
         return self.settings.get(key, self.base(key))
 
     def take(self, name: str) -> Any:
-        """Consume one of veRL's keys and return its value; None if it is not written, or null."""
+        """Consume one of veRL's keys; None if it is not written, or null."""
         return self.theirs.pop(name, (name, None))[1]
 
     def flag(self, name: str) -> bool | None:
@@ -79,6 +76,11 @@ class Translation:
             raise ConfigError(f"{spelled(name)} must be a number, got {value!r}")
         return value
 
+    def move(self, value: Any, key: str, name: str) -> None:
+        """As `put`, with a value taken from one of veRL's keys; None: it was not written."""
+        if value is not None:
+            self.put(key, value, spelled(name))
+
     def ignore(self, name: str, why: str) -> None:
         """Mark one of veRL's keys as obsolete, if it was written."""
         if name in self.theirs:
@@ -86,12 +88,9 @@ class Translation:
 
 
 def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Translation:
-    """The same settings in our keys. Raises ConfigError for unsupported values of veRL's keys.
-
-    base: as in `Translation`
-    """
+    """Raises ConfigError for unsupported values of veRL's keys."""
     result = Translation(base)
-    same: dict[str, Any] = {}
+    same: dict[str, tuple[str, Any]] = {}
     for key, value in written.items():
         name = short(key)
         why = obsolete_reason(name)
@@ -104,7 +103,7 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Transla
             result.theirs[name] = (key, value)
             result.read.add(name)
         elif name in SAME_AS:
-            same[name] = value
+            same[name] = key, value
         elif name in REFUSED:
             only = REFUSED[name]
             if value is not None and value != only.value:
@@ -116,11 +115,13 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Transla
             result.put(name, value, key)
     for read in _READERS:
         read(result)
-    for name, value in same.items():
-        _check_same(result, name, value, written)
+    for name, (key, value) in same.items():
+        ours, expected = SAME_AS[name], result.now(SAME_AS[name])
+        if value is not None and value != expected:
+            raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={expected}, which covers both")
+        result.obsolete[key] = f"{ours} covers both"
     _read_lengths(result)
-    _read_packs(result)
-    _check_context(result)
+    _read_longest(result)
     assert not result.theirs, f"{sorted(result.theirs)} have no reader"
     return result
 
@@ -153,13 +154,6 @@ def our_key(key: str) -> str:
     return ALIASES.get(short(key), short(key))
 
 
-def _check_same(result: Translation, name: str, value: Any, written: Mapping[str, Any]) -> None:
-    ours = SAME_AS[name]
-    if value is not None and value != result.now(ours):
-        raise ConfigError(f"{spelled(name)}={value} must equal {spelled(ours)}={result.now(ours)}, which covers both")
-    result.obsolete[next(key for key in written if short(key) == name)] = f"{ours} covers both"
-
-
 def _read_data(result: Translation) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(result.settings.get(key), str):
@@ -171,7 +165,7 @@ def _read_data(result: Translation) -> None:
 
 
 def _read_lengths(result: Translation) -> None:
-    """Search-R1's lengths are per turn and of a rolling context; ours are of the prompt and of the whole response."""
+    """Search-R1's are per turn and of a rolling context, ours of the prompt and all responses."""
     start = result.count("data.max_start_length")
     if start is None:
         return
@@ -184,18 +178,15 @@ def _read_lengths(result: Translation) -> None:
         result.replace("data.max_response_length", context, "data.max_prompt_length, as in Search-R1")
 
 
-def _read_packs(result: Translation) -> None:
-    """Packs hold at least the longest sample unless a size is set: veRL may limit samples instead of tokens."""
+def _read_longest(result: Translation) -> None:
+    """Packs hold the longest sample unless a size is set: veRL may limit samples, not tokens."""
     key = "actor.max_tokens_per_pack"
     lengths = [result.now(f"data.max_{name}_length") for name in ("prompt", "response")]
-    if key not in result.settings and all(isinstance(each, int) for each in lengths) and sum(lengths) > result.now(key):
+    whole = all(isinstance(each, int) for each in lengths)
+    if key not in result.settings and whole and sum(lengths) > result.now(key):
         result.settings[key] = sum(lengths)
-
-
-def _check_context(result: Translation) -> None:
     written, context = result.theirs.pop("rollout.max_model_len", ("", None))
-    lengths = [result.now(f"data.max_{name}_length") for name in ("prompt", "response")]
-    if isinstance(context, int) and all(isinstance(each, int) for each in lengths) and context < sum(lengths):
+    if isinstance(context, int) and whole and context < sum(lengths):
         raise ConfigError(
             f"{written}={context} is less than data.max_prompt_length + data.max_response_length ({sum(lengths)}), "
             "the context length of the engines; lower one of these"
@@ -204,8 +195,13 @@ def _check_context(result: Translation) -> None:
         result.obsolete[written] = "the context length is data.max_prompt_length + data.max_response_length"
 
 
-def _read_estimator(result: Translation) -> None:
-    _read_division(result)
+def _read_clip(result: Translation) -> None:
+    both = result.number("actor.clip_ratio")
+    if both is not None:  # the separate keys of both sides take precedence
+        result.settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **result.settings}
+
+
+def _read_discount(result: Translation) -> None:
     for name in ("gamma", "lam"):
         key = f"algorithm.{name}"
         if result.settings.get(key) == 1 and name not in signature(_advantage(result)).parameters:
@@ -217,10 +213,10 @@ def _read_division(result: Translation) -> None:
     """Whether advantages are divided by the group's standard deviation. veRL's pass@k is, unlike the paper's."""
     key = "algorithm.norm_adv_by_std_in_grpo"
     by_std = result.flag(key)
-    if by_std is None and result.settings.get("algorithm.adv_estimator") == "grpo_passk":
-        by_std = True
     if by_std is None:
-        return
+        if result.settings.get("algorithm.adv_estimator") != "grpo_passk":
+            return
+        by_std = True
     advantage = _advantage(result)
     division = {_advantage_of("grpo"): True, _advantage_of("dr_grpo"): False}
     if "divide_by_std" in signature(advantage).parameters:
@@ -233,7 +229,6 @@ def _read_division(result: Translation) -> None:
 
 
 def _advantage(result: Translation) -> Callable[..., object]:
-    """The advantage estimator of the translated command."""
     estimator, name = (str(result.now(f"algorithm.{key}")) for key in ("adv_estimator", "name"))
     return _advantage_of(ADV_ESTIMATORS.get(estimator, name))
 
@@ -242,12 +237,6 @@ def _advantage_of(name: str) -> Callable[..., object]:
     from verl.algorithms.algorithm import load_preset  # imports torch
 
     return load_preset(name).advantage
-
-
-def _read_clip(result: Translation) -> None:
-    both = result.number("actor.clip_ratio")
-    if both is not None:  # the separate keys of both sides take precedence
-        result.settings = {"algorithm.clip_low": both, "algorithm.clip_high": both, **result.settings}
 
 
 def _read_kl(result: Translation) -> None:
@@ -297,25 +286,17 @@ def _read_kl(result: Translation) -> None:
 
 
 def _put_kl(result: Translation, weight: tuple[str, float | None], estimator_key: str, usual: str | None) -> None:
-    """Coefficient and estimator of KL.
-
-    weight: veRL's key of the coefficient, and its value; estimator_key: veRL's key of the estimator
-    usual: the placement's default estimator, if the placement changes
-    """
+    """weight: veRL's key of the coefficient, its value; usual: the default estimator if the placement changes"""
     coefficient_key, coefficient = weight
-    if coefficient is not None:
-        result.put("algorithm.kl_coefficient", coefficient, spelled(coefficient_key))
+    result.move(coefficient, "algorithm.kl_coefficient", coefficient_key)
     estimator = result.take(estimator_key)
     if estimator is not None:
         if not isinstance(estimator, str) or estimator not in _KL_ESTIMATORS:
             raise ConfigError(f"{spelled(estimator_key)} must be one of {', '.join(_KL_ESTIMATORS)}, got {estimator!r}")
         result.put("algorithm.kl_estimator", _KL_ESTIMATORS[estimator], spelled(estimator_key))
     if usual is not None:
-        result.settings = {
-            "algorithm.kl_coefficient": _KL_COEFFICIENT,
-            "algorithm.kl_estimator": usual,
-            **result.settings,
-        }
+        defaults = {"algorithm.kl_coefficient": _KL_COEFFICIENT, "algorithm.kl_estimator": usual}
+        result.settings = {**defaults, **result.settings}
 
 
 def _read_kl_control(result: Translation) -> None:
@@ -337,21 +318,20 @@ def _read_schedules(result: Translation) -> None:
     for group in ("actor.optim", "critic.optim"):
         steps, ratio = (result.number(f"{group}.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
         if steps is not None and steps >= 0:
-            result.put(
-                f"{group}.warmup_steps", int(steps) * _updates_per_step(result), spelled(f"{group}.lr_warmup_steps")
-            )
-        elif ratio is not None:
-            written = spelled(f"{group}.lr_warmup_steps_ratio")
-            if not 0 <= ratio < 1:
-                raise ConfigError(f"{written} must be a share below 1 of the run, got {ratio}")
-            result.put(f"{group}.warmup_steps", ratio, written)
+            updates = int(steps) * _updates_per_step(result)
+            result.move(updates, f"{group}.warmup_steps", f"{group}.lr_warmup_steps")
+        else:
+            name = f"{group}.lr_warmup_steps_ratio"
+            if ratio is not None and not 0 <= ratio < 1:
+                raise ConfigError(f"{spelled(name)} must be a share below 1 of the run, got {ratio}")
+            result.move(ratio, f"{group}.warmup_steps", name)
         written, value = result.theirs.pop(f"{group}.min_lr_ratio", ("", None))
         if written:
             result.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
 
 
 def _updates_per_step(result: Translation) -> int:
-    """Optimizer steps per training step; 1 for invalid sizes, which fail once the configuration is built."""
+    """Optimizer steps per training step; 1 for invalid sizes, which are reported later."""
     names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
     batch, mini, epochs = (result.now(name) for name in names)
     whole = all(isinstance(each, int) and each > 0 for each in (batch, mini, epochs))
@@ -377,9 +357,6 @@ def _read_sampling(result: Translation) -> None:
         if result.settings.get(f"rollout.{name}", 0) is None:
             del result.settings[f"rollout.{name}"]
             result.obsolete[result.spelled.pop(f"rollout.{name}")] = _NULL
-    for key in ("rollout.top_k", "rollout.val_kwargs.top_k"):
-        if result.settings.get(key) == 0:  # all tokens, as -1
-            result.settings[key] = -1
 
 
 def _read_reward(result: Translation) -> None:
@@ -408,21 +385,13 @@ def _read_filters(result: Translation) -> None:
 
 
 def _read_environments(result: Translation) -> None:
-    """The environments of Search-R1, ToRL and veRL have no names there; each is recognized by a key of its own."""
+    """Environments of other systems have no names; each is recognized by a key of its own."""
     for name in ("actor.state_masking", "actor.masking"):
         masked = result.flag(name)
-        if masked is not None:
-            result.put("env.train_on_observations", not masked, spelled(name))
-    thinking = result.flag("rollout.qwen3_enable_thinking")
-    if thinking is not None:
-        key = "model.chat_template_options.enable_thinking"
-        result.put(key, thinking, spelled("rollout.qwen3_enable_thinking"))
-    turns = result.count("rollout.max_iterations")
-    if turns is not None:
-        result.put("env.max_turns", turns, spelled("rollout.max_iterations"))
-    _read_search_r1(result)
-    _read_torl(result)
-    _read_multi_turn(result)
+        result.move(None if masked is None else not masked, "env.train_on_observations", name)
+    name = "rollout.qwen3_enable_thinking"
+    result.move(result.flag(name), "model.chat_template_options.enable_thinking", name)
+    result.move(result.count("rollout.max_iterations"), "env.max_turns", "rollout.max_iterations")
 
 
 def _read_search_r1(result: Translation) -> None:
@@ -438,8 +407,7 @@ def _read_search_r1(result: Translation) -> None:
             result.ignore(name, "do_search is false")
     calls, topk = result.count("max_turns"), result.count("retriever.topk")
     url = result.take("retriever.url")
-    if calls is not None:
-        result.put("env.max_tool_calls", calls, "max_turns")
+    result.move(calls, "env.max_tool_calls", "max_turns")
     if url is None and topk is None:
         return
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
@@ -447,9 +415,8 @@ def _read_search_r1(result: Translation) -> None:
     if result.settings.get("env.tools"):
         result.obsolete["retriever.url"] = "env.tools sets the tools"
     else:
-        result.put(
-            "env.tools", [{"name": "search", **found, **({} if topk is None else {"topk": topk})}], "retriever.url"
-        )
+        search_tool = {"name": "search", **found, **({} if topk is None else {"topk": topk})}
+        result.put("env.tools", [search_tool], "retriever.url")
 
 
 def _read_torl(result: Translation) -> None:
@@ -474,13 +441,12 @@ def _read_multi_turn(result: Translation) -> None:
     if tool_call_format is not None or result.now("env.tool_call_format") is None:
         result.put("env.tool_call_format", tool_call_format or "hermes", written)
     turns, answers = result.count(f"{group}max_assistant_turns"), result.count(f"{group}max_user_turns")
-    bounds = [*([] if turns is None else [turns - 1]), *([] if answers is None else [answers])]
-    if bounds:
-        result.put("env.max_tool_calls", min(bounds), written)
+    bounds = [bound for bound in (turns and turns - 1, answers) if bound is not None]
+    result.move(min(bounds, default=None), "env.max_tool_calls", f"{group}enable")
 
 
 def _put_env(result: Translation, tool_call_format: str, reward: str, written: str) -> bool:
-    """Set a paper's environment unless the command or its recipe has one. Returns whether it was set."""
+    """A paper's environment, unless there is one. Returns whether it was set."""
     if result.now("env.tool_call_format") is not None:
         return False
     result.put("env.name", "tool", written)
@@ -491,19 +457,20 @@ def _put_env(result: Translation, tool_call_format: str, reward: str, written: s
 
 
 def _read_nulls(result: Translation) -> None:
-    """Values of veRL that mean "none" or "never" -> ours."""
-    for key in ("algorithm.correction.is_level", "algorithm.correction.rejection_level"):
-        if key in result.settings and result.settings[key] is None:
-            result.settings[key] = "none"
-    for key in ("trainer.save_freq", "trainer.test_freq"):
-        if result.settings.get(key) == -1:
-            result.settings[key] = 0
+    """Values of veRL that mean "none", "never" or "all" -> ours."""
+    for keys, theirs, ours in (
+        (("algorithm.correction.is_level", "algorithm.correction.rejection_level"), None, "none"),
+        (("trainer.save_freq", "trainer.test_freq"), -1, 0),
+        (("rollout.top_k", "rollout.val_kwargs.top_k"), 0, -1),
+    ):
+        result.settings |= {key: ours for key in keys if key in result.settings and result.settings[key] == theirs}
 
 
 _READERS = (
     _read_data,
-    _read_estimator,
+    _read_division,
     _read_clip,
+    _read_discount,
     _read_kl,
     _read_kl_control,
     _read_schedules,
@@ -511,5 +478,8 @@ _READERS = (
     _read_reward,
     _read_filters,
     _read_environments,
+    _read_search_r1,
+    _read_torl,
+    _read_multi_turn,
     _read_nulls,
 )

@@ -1,4 +1,4 @@
-"""From `key=value` arguments to a validated Config. Only this module uses Hydra and OmegaConf; no heavy imports."""
+"""From `key=value` arguments to a validated Config. Only this module uses Hydra."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     """The configuration of a command from `key=value` arguments, which override a `recipe=name`.
 
-    veRL's keys are supported; obsolete ones are listed in one warning. Raises ConfigError that suggests the nearest key
-    for an unknown one, names the key of a value of the wrong type, and refuses keys that have no effect.
+    Obsolete keys of veRL's are listed in one warning. Raises ConfigError for unknown keys (with the nearest one), wrong
+    values, and keys that have no effect.
     """
     written = _parse(argv)
     recipe = written.pop("recipe", None)
@@ -59,16 +59,15 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
 
 
 def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
-    """Log one warning with all obsolete keys, by reason, and one with defaults that differ from ours."""
+    """One warning with all obsolete keys, by reason, and one with other defaults."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, why in obsolete.items():
         by_reason[why].append(key)
     if obsolete:
-        lines = [f"  {', '.join(keys)}: {why}" for why, keys in by_reason.items()]
-        _log.warning("%s", "\n".join(["keys that have no effect here:", *lines]))
+        lines = [f"{', '.join(keys)}: {why}" for why, keys in by_reason.items()]
+        _log.warning("%s", "\n  ".join(["keys that have no effect here:", *lines]))
     if defaults:
-        lines = [f"  {each}" for each in defaults]
-        _log.warning("%s", "\n".join(["defaults of the veRL version that this command is written for:", *lines]))
+        _log.warning("%s", "\n  ".join(["defaults of the veRL version that this command is written for:", *defaults]))
 
 
 def restored_config(settings: Mapping[str, Any]) -> Config:
@@ -133,7 +132,6 @@ def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], command: C
 
 
 def _read_recipe(name: str, command: Command) -> dict[str, Any]:
-    """The settings of a recipe that the command takes from it."""
     if not command.from_recipe:
         raise ConfigError(f"recipe={name} has no effect: `{command.name}` takes no recipe")
     path = RECIPES / f"{name}.yaml"
@@ -169,7 +167,7 @@ def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
 
 
 def _instead(key: str, command: Command) -> str:
-    """The suggestion for an unknown key: the same name elsewhere, the nearest in its group, or the group's keys."""
+    """The same name elsewhere, the nearest in its group, or the group's keys."""
     known = [each.rstrip(".") for each in known_keys() if command.has(each.rstrip("."))]
     theirs = vocabulary()
     if short(key) != key:
@@ -178,8 +176,7 @@ def _instead(key: str, command: Command) -> str:
     group, _, name = key.rpartition(".")
     inside = [each.removeprefix(f"{group}.") for each in known if group and each.startswith(f"{group}.")]
     if not inside:
-        groups = groups_of(command.uses)
-        return nearest(key, known, f"there are {', '.join(groups)}; --help lists every key")
+        return nearest(key, known, f"there are {', '.join(groups_of(command.uses))}; --help lists every key")
     elsewhere = [each for each in known if each.endswith(f".{name}")]
     close = [f"{group}.{each}" for each in get_close_matches(name, inside, n=1)]
     close = close or get_close_matches(key, theirs, n=1, cutoff=0.8)

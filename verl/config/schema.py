@@ -1,8 +1,8 @@
 """The configuration schema: one tree for all commands, every setting with its default and meaning.
 
-Training hyperparameters default to those of veRL's ppo_trainer.yaml in ToolRL's version (docs/training.md). Each group
-validates its own values. verl/config/commands.py lists what each command uses, the defaults in which it differs from
-training, and its checks across groups. Batch sizes are in prompts, lengths in tokens, frequencies in steps.
+Training hyperparameters default to those of veRL's ppo_trainer.yaml in ToolRL's version (docs/training.md). Groups
+validate their own values, verl/config/commands.py across groups. Batch sizes are in prompts, lengths in tokens,
+frequencies in steps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from verl.algorithms import ADV_ESTIMATORS
 from verl.algorithms.names import Aggregation, KLEstimate, KLPlacement, Level, OldLogprobs
 from verl.errors import ConfigError
 
-_MIN_SCORING_MIB = 256  # math-verify alone needs half of it
-_MAX_TOOL_CALLS = 8
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
-_ENGINES, _DTYPES = ("vllm", "hf"), ("bfloat16", "float32")
-_TRUNCATIONS = ("error", "left", "drop")
+_DTYPES = ("bfloat16", "float32")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -30,10 +27,6 @@ def _one_of(known: tuple[str, ...], key: str, value: str) -> None:
     _require(value in known, key, " or ".join(known), value)
 
 
-def _a_share(key: str, value: float) -> None:
-    _require(0 <= value <= 1, key, "between 0 and 1", value)
-
-
 def _at_least(minimum: int, config: object, group: str, *names: str) -> None:
     """Checks settings that are not None. group: with its dot"""
     expected = f"at least {minimum}" if minimum else "0 or more"
@@ -42,10 +35,20 @@ def _at_least(minimum: int, config: object, group: str, *names: str) -> None:
         _require(value is None or value >= minimum, f"{group}{name}", expected, value)
 
 
+def _positive(config: object, group: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or value > 0, f"{group}{name}", "positive", value)
+
+
+def _shares(config: object, group: str, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or 0 <= value <= 1, f"{group}{name}", "between 0 and 1", value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data files and batch sizes."""
-
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     weights: list[float] | None = None  # sampling weight per training file; default: number of rows
@@ -58,8 +61,8 @@ class DataConfig:
     max_bad_share: float = 0.05  # share of a file's rows that may be skipped as invalid before the run stops; 0: none
 
     def __post_init__(self) -> None:
-        _one_of(_TRUNCATIONS, "data.truncation", self.truncation)
-        _a_share("data.max_bad_share", self.max_bad_share)
+        _one_of(("error", "left", "drop"), "data.truncation", self.truncation)
+        _shares(self, "data.", "max_bad_share")
         if self.weights is not None:
             expected = f"one number between 1e-6 and 1e6 for each of the {len(self.train_files)} data.train_files"
             ok = len(self.weights) == len(self.train_files) and all(1e-6 <= each <= 1e6 for each in self.weights)
@@ -91,20 +94,18 @@ class OptimConfig:
     min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "optim.lr", "positive", self.lr)
+        _positive(self, "optim.", "lr")
         _at_least(0, self, "optim.", "weight_decay", "warmup_steps")
         ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
         _require(ok, "optim.betas", "two numbers in [0, 1)", self.betas)
         whole = self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps)
         _require(whole, "optim.warmup_steps", "a whole number, or a share below 1", self.warmup_steps)
-        _require(0.0 <= self.min_lr_ratio <= 1.0, "optim.min_lr_ratio", "between 0 and 1", self.min_lr_ratio)
+        _shares(self, "optim.", "min_lr_ratio")
         _one_of(("constant", "cosine"), "optim.schedule", self.schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
-    """Policy updates."""
-
     ppo_mini_batch_size: int = 256  # per optimizer step; above data.train_batch_size: one step per batch
     ppo_epochs: int = 1  # passes over each batch
     max_tokens_per_pack: int = 16384  # tokens per forward pass and rank; raised if the longest sample needs it
@@ -115,7 +116,7 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "actor.", "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_pack")
-        _require(self.grad_clip > 0, "actor.grad_clip", "positive", self.grad_clip)
+        _positive(self, "actor.", "grad_clip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +138,7 @@ class CriticConfig:
     offload_optimizer: bool = False  # GPU: to host memory between the updates of two steps
 
     def __post_init__(self) -> None:
-        _require(self.cliprange_value > 0, "critic.cliprange_value", "positive", self.cliprange_value)
-        _require(self.grad_clip > 0, "critic.grad_clip", "positive", self.grad_clip)
+        _positive(self, "critic.", "cliprange_value", "grad_clip")
 
 
 ON_WEIGHT_SYNC = ("continue", "finish", "abort_and_retry")
@@ -174,8 +174,6 @@ class ValKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Rollout engines and sampling."""
-
     name: str = "vllm"  # vllm | hf
     n: int = 1  # responses to each prompt
     temperature: float = 1.0  # 0: greedy
@@ -196,9 +194,9 @@ class RolloutConfig:
     kv_cache_gib: int = 1  # per engine on CPU
 
     def __post_init__(self) -> None:
-        _one_of(_ENGINES, "rollout.name", self.name)
+        _one_of(("vllm", "hf"), "rollout.name", self.name)
         _check_top(self, "rollout.")
-        _require(self.repetition_penalty > 0, "rollout.repetition_penalty", "positive", self.repetition_penalty)
+        _positive(self, "rollout.", "repetition_penalty")
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
@@ -226,7 +224,6 @@ class RolloutConfig:
 
     @property
     def colocated(self) -> bool:
-        """Whether engines share the devices of the trainer's ranks."""
         return self.placement == "colocated" or (self.placement == "auto" and self.max_staleness == 0)
 
 
@@ -254,8 +251,7 @@ class EnvConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
         _at_least(0, self, "env.", "max_tool_calls")
-        for name in ("tool_timeout_s", "turn_timeout_s"):
-            _require(getattr(self, name) > 0, f"env.{name}", "positive", getattr(self, name))
+        _positive(self, "env.", "tool_timeout_s", "turn_timeout_s")
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
         if self.name != "single_turn" and self.tool_call_format is None:
@@ -268,7 +264,7 @@ class EnvConfig:
 
     @property
     def call_limit(self) -> int:
-        return _MAX_TOOL_CALLS if self.max_tool_calls is None else self.max_tool_calls
+        return 8 if self.max_tool_calls is None else self.max_tool_calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +280,7 @@ class SandboxConfig:
 
     def __post_init__(self) -> None:
         _one_of(("bubblewrap", "none"), "sandbox.isolation", self.isolation)
-        _require(self.timeout_s > 0, "sandbox.timeout_s", "positive", self.timeout_s)
+        _positive(self, "sandbox.", "timeout_s")
         _at_least(64, self, "sandbox.", "memory_mib")
         expected = "unset with sandbox.urls: start the servers with --require-cgroup"
         _require(not (self.urls and self.require_cgroup), "sandbox.require_cgroup", expected, self.require_cgroup)
@@ -319,18 +315,13 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         levels, key = ("auto", "none", Level.TOKEN, Level.SEQUENCE), "algorithm.correction"
-        masks = ("none", *Level)
+        masks, level = ("none", *Level), self.rejection_level
         _require(self.is_level in levels, f"{key}.is_level", f"one of {', '.join(levels)}", self.is_level)
-        _require(
-            self.rejection_level is None or self.rejection_level in masks,
-            f"{key}.rejection_level",
-            f"one of {', '.join(masks)}",
-            self.rejection_level,
-        )
+        _require(level in (None, *masks), f"{key}.rejection_level", f"one of {', '.join(masks)}", level)
         for name, bound in (("is_cap", self.is_cap), ("rejection_upper", self.rejection_upper)):
             _require(bound is None or bound >= 1, f"{key}.{name}", "at least 1, the ratio of equal policies", bound)
-        lower, veto = self.rejection_lower, self.token_veto
-        _require(lower is None or 0 <= lower <= 1, f"{key}.rejection_lower", "between 0 and 1", lower)
+        _shares(self, f"{key}.", "rejection_lower")
+        veto = self.token_veto
         _require(veto is None or 0 < veto < 1, f"{key}.token_veto", "more than 0, less than 1", veto)
 
 
@@ -365,25 +356,21 @@ class AlgorithmConfig:
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             _require(value is None or value in known, f"algorithm.{name}", f"one of {', '.join(known)}", value)
-        for name in ("clip_low", "clip_high", "kl_target", "kl_horizon", "aggregation_length", "overlong_factor"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"algorithm.{name}", "positive", value)
+        _positive(self, "algorithm.", "clip_low", "clip_high", "kl_target", "kl_horizon")
+        _positive(self, "algorithm.", "aggregation_length", "overlong_factor")
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
         _at_least(1, self, "algorithm.", "max_resample_rounds")
         _at_least(0, self, "algorithm.", "overlong_buffer")
-        for name in ("gamma", "lam"):
-            value = getattr(self, name)
-            _require(value is None or 0 <= value <= 1, f"algorithm.{name}", "between 0 and 1", value)
+        _shares(self, "algorithm.", "gamma", "lam")
 
     @property
     def advantage_of(self) -> str:
-        """The preset whose advantage estimator is used."""
         return self.name if self.adv_estimator is None else ADV_ESTIMATORS[self.adv_estimator]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """The reward (a known name, module:attribute or file.py:attribute) and its options (docs/reward.md)."""
+    """A known name, module:attribute or file.py:attribute, and its options (docs/reward.md)."""
 
     name: str = "rlla"
     options: dict[str, Any] = field(default_factory=dict)
@@ -395,10 +382,10 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "reward.", "num_workers")
-        _require(self.timeout_s > 0, "reward.timeout_s", "positive", self.timeout_s)
-        _at_least(_MIN_SCORING_MIB, self, "reward.", "memory_mib")
+        _positive(self, "reward.", "timeout_s")
+        _at_least(256, self, "reward.", "memory_mib")  # math-verify alone needs half of it
         _one_of(("policy", "infrastructure"), "reward.fault_policy", self.fault_policy)
-        _require(0 <= self.max_fault_share <= 1, "reward.max_fault_share", "between 0 and 1", self.max_fault_share)
+        _shares(self, "reward.", "max_fault_share")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,8 +421,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed", "critic_warmup")
         _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
-        _require(self.call_timeout_s > 0, "trainer.call_timeout_s", "positive", self.call_timeout_s)
-        _require(self.health_timeout_s > 0, "trainer.health_timeout_s", "positive", self.health_timeout_s)
+        _positive(self, "trainer.", "call_timeout_s", "health_timeout_s")
         _at_least(1, self, "trainer.", "keep_last", "nnodes", "n_gpus_per_node", "num_threads")
         _at_least(1, self, "trainer.", "total_training_steps", "total_epochs")
         _one_of(("auto", "cpu", "cuda"), "trainer.device", self.device)
@@ -506,7 +492,6 @@ class Config:
         return self.minibatches_per_step * self.actor.ppo_epochs
 
     def batch_arithmetic(self) -> str:
-        """The batch sizes of a step, as text."""
         prompts, n, mini = self.data.train_batch_size, self.rollout.n, self.prompts_per_minibatch
         return (
             f"a step: {prompts} prompts x {n} rollouts = {prompts * n} samples; "

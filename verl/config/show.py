@@ -1,9 +1,10 @@
-"""Printing the part of the configuration that a command uses: as YAML, and as a table of all keys."""
+"""The part of the configuration that a command uses, as YAML and as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any, get_type_hints
 
 import yaml
@@ -14,21 +15,16 @@ from verl.config.schema import Config
 
 
 def as_yaml(config: Config, command: Command) -> str:
-    """All settings that the command uses, with their values."""
     tree: dict[str, Any] = {}
     for key, _, value in _leaves(config):
         *groups, name = key.split(".")
         if command.has(key):
-            place = tree
-            for group in groups:
-                place = place.setdefault(group, {})
-            place[name] = value
+            reduce(lambda place, group: place.setdefault(group, {}), groups, tree)[name] = value
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return text
 
 
 def key_table(command: Command) -> Table:
-    """Every key that the command uses, its type and its default."""
     table = Table("key", "type", "default", box=None, pad_edge=False)
     for key, kind, _ in _leaves(Config()):
         if command.has(key):

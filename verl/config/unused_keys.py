@@ -1,4 +1,4 @@
-"""Rejects settings that have no effect in the current mode, because silently ignored values hide mistakes."""
+"""Rejects settings that have no effect, because silently ignored values hide mistakes."""
 
 from __future__ import annotations
 
@@ -99,11 +99,7 @@ _OF_EPISODES = (
 
 
 def unused_reasons(keys: Iterable[str], written: Mapping[str, Any], config: Config, command: Command) -> dict[str, str]:
-    """{key: why} for the written keys that differ from their default and have no effect in this mode.
-
-    A key that the command does not use is unused at any value.
-    written: {key: value}
-    """
+    """{key: why} for written keys that the command does not use, or not at another value than the default."""
     rules = (
         *_RULES,
         *(_OF_BENCHMARKS if command.has("algorithm") else ()),

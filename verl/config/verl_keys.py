@@ -1,7 +1,6 @@
-"""Compatibility with veRL's keys, as tables: which of our keys each maps to, which are obsolete, which are refused.
+"""veRL's keys, as tables: our key of each, obsolete ones, refused ones.
 
-Keys omit veRL's `actor_rollout_ref.` before `model.`, `actor.`, `rollout.` and `ref.`. scripts/pages.py
-writes them to docs/verl_keys.md.
+Keys omit veRL's `actor_rollout_ref.` before `model.`, `actor.`, `rollout.` and `ref.`.
 """
 
 from __future__ import annotations
@@ -227,15 +226,12 @@ class Version:
     defaults: Mapping[str, tuple[str, Any]]  # {our key: (veRL's, the value)}
 
 
+_LATER = {
+    "algorithm.entropy_coefficient": ("actor.entropy_coeff", 0.0),
+    "algorithm.dual_clip": ("actor.clip_ratio_c", 3.0),
+}
 VERSIONS = (
-    Version(
-        "later versions of veRL",
-        "algorithm.use_kl_in_reward",
-        {
-            "algorithm.entropy_coefficient": ("actor.entropy_coeff", 0.0),
-            "algorithm.dual_clip": ("actor.clip_ratio_c", 3.0),
-        },
-    ),
+    Version("later versions of veRL", "algorithm.use_kl_in_reward", _LATER),
     Version("Search-R1", "rollout.n_agent", {"rollout.top_p": ("rollout.top_p", 0.95)}),
     Version("SkyRL", "rollout.n_trajectories", {"trainer.val_before_train": ("trainer.val_before_train", False)}),
 )
@@ -258,5 +254,4 @@ def obsolete_reason(key: str) -> str | None:
 
 
 def vocabulary() -> list[str]:
-    """All known keys of veRL, as its scripts write them."""
     return [spelled(key) for table in (ALIASES, INTERPRETED, SAME_AS, REFUSED, OBSOLETE) for key in table]

@@ -1,4 +1,4 @@
-"""HTTP servers of one service: one client with the services' token, a health watch for each server, and fail-over."""
+"""HTTP servers of one service: a client with the token, health watches, and fail-over."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 class Endpoint:
     def __init__(self, name: str, url: str, watch: HealthWatch) -> None:
-        self.name, self.url, self._watch = name, url, watch
+        self.name, self.url, self.watch = name, url, watch
         self.in_flight = 0  # requests
         self.failures = 0  # consecutive
         self.skipped_until = 0.0
@@ -31,10 +31,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def asked(self, *failures: type[Exception]) -> AsyncIterator[None]:
-        """Wrap a request. Raises ServiceDownError if the server is down, and for HTTP errors and `failures`."""
+        """Raises ServiceDownError if the server is down, and for HTTP errors and `failures`."""
         raised: tuple[type[Exception], ...] = (httpx2.HTTPError, ValidationError, *failures)
         try:
-            async with self._watch.guard():
+            async with self.watch.guard():
                 yield
         except raised as error:
             raise ServiceDownError(self.name, f"{type(error).__name__}: {error}") from error
@@ -58,15 +58,13 @@ class Endpoint:
             self.failed(f"{path} returned {response.status_code}: {response.text[:300]}")
         return response.status_code < 500
 
-    def close(self) -> None:
-        self._watch.close()
-
 
 class EndpointPool:
     """The servers of a service.
 
     service: name of a server in messages, such as "sandbox"
     hint:    what to do if no server answers
+    health_timeout_s: time without any response, to `ping` too, after which requests to a server fail
     ping:    path of the health watch, which answers at once even under load
     health:  path of the check before the start and after a failure; empty: the URLs are routes, not servers
     client:  options of the HTTP client; proxies of the environment are ignored by default
@@ -95,18 +93,17 @@ class EndpointPool:
             self.endpoints.append(Endpoint(f"{service} {url}", url, watch))
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError if no server answers."""
         urls = [endpoint.url + self._health for endpoint in self.endpoints]
         await check_urls(self._service, urls, self._hint, self.client.trust_env, service_headers())
 
     async def close(self) -> None:
         """Close the connections; the servers keep running."""
         for endpoint in self.endpoints:
-            endpoint.close()
+            endpoint.watch.close()
         await self.client.aclose()
 
     async def first_answer(self, first: int, ask: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """The answer of server `first` (modulo their number) or the next one that is up. Raises ServiceDownError."""
+        """Of server `first` (modulo their number) or the next one that is up. Raises ServiceDownError."""
         problems = []
         for offset in range(len(self.endpoints)):
             endpoint = self.endpoints[(first + offset) % len(self.endpoints)]

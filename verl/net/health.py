@@ -17,11 +17,9 @@ log = logging.getLogger(__name__)
 class HealthWatch:
     """Aborts requests to a server that has not answered health checks for `timeout_s`.
 
-    Any response counts except a gateway's error, which means that the server behind it is gone. A server that is
-    stopped and resumes in time loses nothing. After a timeout, requests fail at once until the server answers again.
+    Any response counts except a gateway's error, which means that the server behind it is gone. After a timeout,
+    requests fail at once until the server answers again.
 
-    service: name of the server, for messages
-    url:     health endpoint, which answers immediately even under load
     problem: why the server counts as down; empty if it is up
     """
 
@@ -33,7 +31,7 @@ class HealthWatch:
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """Wrap a request. Raises ServiceDownError if the server is down, or goes down during the request."""
+        """Raises ServiceDownError if the server is down, or goes down during the request."""
         if self.problem:
             raise ServiceDownError(self._service, self.problem)
         limit = asyncio.timeout(None)
@@ -55,7 +53,7 @@ class HealthWatch:
             self._watching.cancel()
 
     async def _watch(self) -> None:
-        """Runs while requests wait or the server is down. If our own event loop is blocked, that counts as one tick."""
+        """While requests wait or the server is down. A blocked event loop counts as one tick."""
         tick_s = self._timeout_s / TICKS
         num_silent = 0
         loop = asyncio.get_running_loop()

@@ -24,14 +24,13 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class NeedsServices(Protocol):
-    """A tool, an environment factory, a sandbox or a reward that can check the services it needs."""
+    """A tool, environment factory, sandbox or reward that can check its services."""
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError, within seconds, naming the service that does not answer and a hint."""
+        """Raises ServiceDownError within seconds, with a hint."""
 
 
 async def check_services(things: Iterable[object]) -> None:
-    """Check the services of these objects, which may run in another event loop later."""
     try:
         async with asyncio.timeout(CHECK_S):
             await asyncio.gather(*(each.check_services() for each in things if isinstance(each, NeedsServices)))
@@ -46,7 +45,7 @@ def service_token() -> str | None:
 
 
 def checked_token(token: str, place: str) -> str:
-    """The token. Raises ConfigError, naming the place but not the token, if it is not valid in a header."""
+    """The token. Raises ConfigError, which names only the place, if it is not valid in a header."""
     if not (token.isascii() and token.isprintable() and token) or " " in token:
         raise ConfigError(f"{place} is not a valid token: expected ASCII letters, digits, punctuation and no spaces")
     return token

@@ -14,7 +14,7 @@ class WorkerError(VerlError, RuntimeError):
 
 
 class WorkerLostError(WorkerError):
-    """The worker's process is gone, or its object is unusable: only a replacement can serve further calls."""
+    """Its process is gone, or its object unusable: only a replacement can serve further calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class WorkerGroup(Protocol):
         """`function(worker, *args)` on every rank; the results in rank order."""
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
-        """`function(worker, shard, *args)` with one shard for each rank; the results in rank order."""
+        """`function(worker, shard, *args)`, a shard for each rank; the results in rank order."""
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """As `call`, but returns references to the results, once all are ready."""
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """`function(worker, *args)` on one rank, awaited while others run; coroutine functions run concurrently."""
+        """`function(worker, *args)` on one rank; coroutine functions run concurrently."""
 
     def close(self) -> None:
         """Stop the workers."""
@@ -57,7 +57,7 @@ class WorkerGroup(Protocol):
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A group viewed through one attribute of its workers: several components share one set of processes."""
+    """A group viewed through one attribute of its workers: components share processes."""
 
     group: WorkerGroup
     name: str

@@ -1,4 +1,4 @@
-"""Liveness of Ray's own processes on this machine: Ray reports their death late, as a worker's death, or never."""
+"""Liveness of Ray's own processes: Ray reports their death late, as a worker's, or never."""
 
 from __future__ import annotations
 

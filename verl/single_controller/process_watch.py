@@ -1,4 +1,4 @@
-"""Detection of stopped processes (SIGSTOP): without it, waiting for one would hang without an error."""
+"""Detection of stopped processes (SIGSTOP), for which others would wait forever."""
 
 import os
 import signal
@@ -29,10 +29,7 @@ def statuses(pids: Iterable[int]) -> dict[int, str]:
 
 
 def end_of_child(pid: int) -> str:
-    """How a child of this process ended; waits for its end. Empty if the child was already reaped.
-
-    Does not reap the child.
-    """
+    """How a child ended; waits, without reaping it. Empty if it was already reaped."""
     try:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
@@ -44,7 +41,7 @@ def end_of_child(pid: int) -> str:
 
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """Number of processes that the kernel has killed out of memory since boot; 0 if not available."""
+    """Number of processes killed out of memory since boot; 0 if not available."""
     try:
         lines = vmstat.read_text().splitlines()
     except OSError:
@@ -53,10 +50,7 @@ def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 
 
 class StopWatch:
-    """Finds processes that stay stopped for `timeout_s`.
-
-    A process under a debugger is in another state and is ignored.
-    """
+    """Processes that stay stopped for `timeout_s`; under a debugger the state is another."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
@@ -64,7 +58,7 @@ class StopWatch:
         self._since: dict[Hashable, float] = {}
 
     def lost(self, statuses: Mapping[_Key, str]) -> list[_Key]:
-        """Processes that were stopped at every call for `timeout_s`. statuses: of all watched processes"""
+        """Those stopped at every call for `timeout_s`. statuses: of all watched processes"""
         now = self._clock()
         stopped = [key for key, status in statuses.items() if status == psutil.STATUS_STOPPED]
         self._since = {key: self._since.get(key, now) for key in stopped}
@@ -72,5 +66,4 @@ class StopWatch:
 
     @property
     def reason(self) -> str:
-        """Message for a lost process."""
         return f"has not responded for {self.timeout_s:g} s; its process is stopped"

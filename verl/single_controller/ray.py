@@ -66,6 +66,7 @@ from verl.single_controller.process_watch import StopWatch, machine, statuses
 _log = logging.getLogger(__name__)
 # Zero-copy tensors are read-only, and no code here writes to them.
 _KNOWN_WARNINGS = ("Zero-copy tensor serialization is enabled", "The given NumPy array is not writable")
+_DAEMONS = {"raylet": "raylet", "gcs_server": "control service of Ray"}  # process -> its name in messages
 _PLACEMENT_S = 120.0
 _REACH_S = 5.0  # Ray itself would retry an unreachable address for more than a minute
 _GRACE_S = 5.0  # when one rank dies, the others fail because of it: time to wait for the report of the death itself
@@ -88,8 +89,6 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running Ray cluster, started here or joined."""
-
     call_timeout_s: float = 3600.0
     health_timeout_s: float = 30.0  # until a stopped worker counts as lost
     num_gpus: float | None = None  # in a joined cluster; None: Ray was started on this machine
@@ -109,7 +108,6 @@ class Cluster:
 
         A cluster is joined if RAY_ADDRESS is set or `join` is true. Raises ConfigError if there is none.
         environment: variables set in every worker, independent of the cluster's own
-        health_timeout_s: timeout of a stopped process of Ray, if Ray was started here
         """
         for message in _KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -157,16 +155,9 @@ class Cluster:
 
         def spawn(rank: int) -> Any:
             strategy = PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=chosen[rank])
-            return (
-                ray.remote(_Worker)
-                .options(
-                    num_cpus=bundle.num_cpus,
-                    num_gpus=bundle.num_gpus,
-                    max_concurrency=_MAX_CONCURRENCY,
-                    scheduling_strategy=strategy,
-                )
-                .remote()
-            )
+            resources = {"num_cpus": bundle.num_cpus, "num_gpus": bundle.num_gpus}
+            options = {**resources, "max_concurrency": _MAX_CONCURRENCY, "scheduling_strategy": strategy}
+            return ray.remote(_Worker).options(**options).remote()
 
         size = len(chosen)
         group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s, self.guard)
@@ -193,7 +184,7 @@ def _joined(address: str, environment: Mapping[str, str]) -> Iterator[Guard]:
 
 @contextmanager
 def _local(num_cpus: int, environment: Mapping[str, str], health_timeout_s: float) -> Iterator[Guard]:
-    """A Ray cluster for this run on this machine: with its own token, bound to the loopback address."""
+    """On this machine, for this run: with its own token, bound to the loopback address."""
     with scratch_folder() as folder, _token(folder / "token"):
         slots = max(num_cpus, os.cpu_count() or 1)
         try:
@@ -206,23 +197,19 @@ def _local(num_cpus: int, environment: Mapping[str, str], health_timeout_s: floa
                     "Ray was imported before verl.single_controller.ray and listens on every address of this machine, "
                     "protected by its token only; import verl first"
                 )
-            with Guard(_daemons(), health_timeout_s) as guard:
+            children = psutil.Process().children()
+            daemons = {_DAEMONS[each.name()]: each for each in children if each.name() in _DAEMONS}
+            with Guard(daemons, health_timeout_s) as guard:
                 yield guard
         finally:
             _shutdown()
 
 
 def _pickle_user_files_by_value() -> None:
-    """Send functions and classes of the user's files (`file.py:name`) whole: workers cannot import these modules."""
+    """Send definitions of the user's files (`file.py:name`) whole: workers cannot import them."""
     for name, module in list(sys.modules.items()):
         if name.startswith(USER_MODULE):
             ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # Ray's
-
-
-def _daemons() -> dict[str, psutil.Process]:
-    """Ray's processes that this process has started, by their names in messages."""
-    names = {"raylet": "raylet", "gcs_server": "control service of Ray"}
-    return {names[each.name()]: each for each in psutil.Process().children() if each.name() in names}
 
 
 def _init(address: str, environment: Mapping[str, str], **options: Any) -> None:
@@ -249,7 +236,7 @@ def _shutdown() -> None:
 
 @contextmanager
 def _token(file: Path) -> Iterator[None]:
-    """Ray's authentication for this process and its children: a new token, in a file that only this user can read."""
+    """Ray's authentication: a new token, in a file that only this user can read."""
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(32), encoding="ascii")
     try:
@@ -267,13 +254,12 @@ def _read_authentication() -> None:
 
 
 def _loopback_variables() -> dict[str, str]:
-    """Make gloo and vLLM listen on loopback, unless the user has set the variables."""
     wanted = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 class _Worker:
-    """The actor: holds one worker object and runs functions on it. Coroutines run concurrently."""
+    """Holds one worker object and runs functions on it. Coroutines run concurrently."""
 
     def __init__(self) -> None:
         os.setpgrp()  # Ctrl-C in a terminal must reach only the controller, which stops its workers in order
@@ -300,7 +286,7 @@ class _Worker:
 
     @ray.method(num_returns=2)
     async def run(self, function: Callable[..., Any], *args: Any) -> tuple[None, Any]:
-        """A mark and the result, two objects for Ray: waiting for the mark reports the end, or the error."""
+        """A mark and the result: waiting for the mark reports the end, or the error."""
         result = function(self._object, *args)
         return None, await result if inspect.isawaitable(result) else result
 
@@ -313,7 +299,7 @@ class _NodeWatch:
 
 
 class RayGroup:
-    """A WorkerGroup whose workers are Ray actors. A worker that stays stopped is killed, and so reported as dead."""
+    """A WorkerGroup of Ray actors. One that stays stopped is killed, and so reported as dead."""
 
     def __init__(
         self,
@@ -325,11 +311,8 @@ class RayGroup:
         guard: Guard,
     ) -> None:
         """spawn: starts the actor of a rank"""
-        self._name = name
-        self._spawn = spawn
+        self._name, self._spawn, self._timeout_s, self._guard = name, spawn, timeout_s, guard
         self._actors = [spawn(rank) for rank in range(size)]
-        self._timeout_s = timeout_s
-        self._guard = guard
         self._infos: list[dict[str, Any]] = [{} for _ in self._actors]
         self._infos = self._gather([actor.info.remote() for actor in self._actors], "start")
         self._home_nodes = self.nodes  # nodes of the workers and of their replacements
@@ -346,7 +329,6 @@ class RayGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, in rank order."""
         return [info["pid"] for info in self._infos]
 
     @property
@@ -356,7 +338,6 @@ class RayGroup:
 
     @property
     def gpus(self) -> list[tuple[str, ...]]:
-        """Accelerators that Ray assigned to each worker."""
         return [info["gpus"] for info in self._infos]
 
     def addresses(self) -> list[tuple[str, int]]:
@@ -372,9 +353,8 @@ class RayGroup:
         return self._fetch(self.call_ref(function, *args), task_name(function, args))
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
-        pairs = zip(self._actors, shards, strict=True)
+        pairs, task = zip(self._actors, shards, strict=True), task_name(function, args)
         started = [actor.run.remote(function, shard, *args) for actor, shard in pairs]
-        task = task_name(function, args)
         return self._fetch(self._wait_all(started, task), task)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -385,10 +365,7 @@ class RayGroup:
         return self._await_result(rank, result, task_name(function, args))
 
     async def remake(self, rank: int) -> None:
-        """Replace a lost worker by a new process and create its object.
-
-        Raises WorkerError if that fails. State and pending calls of the old worker are lost.
-        """
+        """Replace a lost worker; its state and pending calls are lost. Raises WorkerError if that fails."""
         assert self._factory is not None
         node = self._home_nodes[rank]
         if not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):  # type: ignore[no-untyped-call]
@@ -442,12 +419,12 @@ class RayGroup:
             raise self._failure(rank, task, error, info) from self._traceback_cause(error)
 
     def _wait_all(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
-        """References to the results, which are not fetched. Raises WorkerError as `_wait` does."""
+        """References to the results. Raises WorkerError as `_wait` does."""
         self._wait([mark for mark, _ in started], task)
         return [result for _, result in started]
 
     def _fetch(self, refs: Sequence[Any], task: str) -> list[Any]:
-        """Results of finished calls. Raises WorkerError if one was lost since, or is a large error on another node."""
+        """Raises WorkerError if a result was lost since, or is a large error on another node."""
         results = []
         for rank, ref in enumerate(refs):
             try:
@@ -463,7 +440,7 @@ class RayGroup:
         return results
 
     def _wait(self, refs: Sequence[Any], task: str) -> None:
-        """Wait until all are ready. Raises WorkerError for the first that fails, without waiting for the others."""
+        """Raises WorkerError for the first that fails, without waiting for the others."""
         pending, deadline = list(refs), time.monotonic() + self._timeout_s
         while pending:
             left = max(0.0, deadline - time.monotonic())
@@ -474,20 +451,17 @@ class RayGroup:
                 late = [rank for rank, ref in enumerate(refs) if ref in pending]
                 raise WorkerError(f"{self._name} ranks {late} did not finish {task} within {self._timeout_s:.0f} s")
             for ref in done:
-                error = _error_of(ref)
-                if error is not None:
+                if (error := _error_of(ref)) is not None:
                     rank, error = self._first_cause(refs, list(refs).index(ref), error, pending)
                     raise self._failure(rank, task, error) from self._traceback_cause(error)
 
     def _first_cause(self, refs: Sequence[Any], rank: int, error: RayError, pending: list[Any]) -> tuple[int, RayError]:
-        """A dead rank is the cause of its neighbors' errors, even if those are reported first."""
-        if isinstance(error, RayActorError | OutOfMemoryError):
-            return rank, error
-        others, _ = ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S) if pending else ([], [])
-        for ref in others:
-            other = _error_of(ref)
-            if isinstance(other, RayActorError | OutOfMemoryError):
-                return list(refs).index(ref), other
+        """A dead rank causes its neighbors' errors, even if those are reported first."""
+        if pending and not isinstance(error, RayActorError | OutOfMemoryError):
+            for ref in ray.wait(pending, num_returns=len(pending), timeout=_GRACE_S)[0]:
+                other = _error_of(ref)
+                if isinstance(other, RayActorError | OutOfMemoryError):
+                    return list(refs).index(ref), other
         return rank, error
 
     def _traceback_cause(self, error: RayError) -> RayError | None:
@@ -498,7 +472,7 @@ class RayGroup:
     def _failure(self, rank: int, task: str, error: RayError, info: Mapping[str, Any] | None = None) -> Exception:
         if (problem := self._guard.check()) is not None:
             return WorkerError(problem)
-        cause = _cause(error)
+        cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
         if isinstance(cause, ConfigError):
             return cause  # for the user to fix; the rank does not matter
         info = self._infos[rank] if info is None else info
@@ -527,7 +501,7 @@ def _statuses_at(place: str, node: str, pids: Sequence[int], nodes: dict[str, An
 
 
 def joins(requested: bool) -> bool:
-    """Whether a cluster is joined rather than started: RAY_ADDRESS is set, or `requested` is true."""
+    """Whether a cluster is joined, not started."""
     return _address(requested) != "local"
 
 
@@ -536,7 +510,7 @@ def _address(join: bool) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises ConfigError if `host:port` or `ray://host:port` is unreachable; other addresses are left to Ray."""
+    """Of `host:port` or `ray://host:port`, else ConfigError; other addresses are left to Ray."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -550,10 +524,7 @@ def _check_reachable(address: str) -> None:
 
 
 def log_tails(problem: str) -> str:
-    """The ends of the logs of this machine's workers and of Ray; empty if Ray is not running.
-
-    problem: an error message; workers whose process ids it contains come first
-    """
+    """The ends of the workers' and Ray's logs, workers named in `problem` first; empty if Ray is not running."""
     if not ray.is_initialized():
         return ""
     context = ray.get_runtime_context()
@@ -589,7 +560,3 @@ def _format_memory(error: OutOfMemoryError) -> str:
         f"its node was nearly out of memory{used}, used by this run or another program, and Ray kills a worker before "
         "the kernel does. Free memory on the node, or reduce the run's memory use"
     )
-
-
-def _cause(error: RayError) -> BaseException:
-    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error

@@ -83,8 +83,7 @@ def _run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.Abstr
 def _end_tasks(loop: asyncio.AbstractEventLoop, interrupt: KeyboardInterrupt) -> None:
     """Cancel all tasks and let them clean up. Raises a second interrupt.
 
-    asyncio does this too, but stops when the interrupt of one task propagates to tasks that await it: each raises it
-    out of the loop again.
+    asyncio itself stops at the first of the tasks that await each other: each raises the interrupt out of the loop.
     """
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:

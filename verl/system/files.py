@@ -16,7 +16,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` at the end; removed on failure. Creates the folder. Raises DataError."""
+    """A temporary path that replaces `path` at the end. Creates the folder. Raises DataError."""
     if not path.name:
         raise DataError("is not a file path", hint="Give a path that ends in a file name", file=str(path))
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
@@ -32,14 +32,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def unwritable(path: Path, error: OSError) -> DataError:
-    """The error to raise when `path` could not be written because of `error`."""
     if error.errno in _FULL:
         return DataError(f"no space left on {path} ({error.strerror})", hint="Free some space")
     return DataError(f"cannot be written ({error.strerror or error})", hint="Choose another path", file=str(path))
 
 
 def full(folder: Path) -> OSError | None:
-    """The error if a folder's disk or quota is full (a write is tried); for libraries that do not report it."""
+    """The error if disk or quota is full (a write is tried), for libraries that hide it."""
     error = _tried(folder)
     return error if error is not None and error.errno in _FULL else None
 

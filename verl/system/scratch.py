@@ -1,4 +1,4 @@
-"""A run's temporary folder, which is removed after the run together with all its processes, however the run ends.
+"""A run's temporary folder, removed after the run with all its processes, however it ends.
 
     with scratch_folder() as folder:
         ...  # children of this process find it as TMPDIR
@@ -38,10 +38,9 @@ def variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that only this user can read, under RAY_TMPDIR or TMPDIR; under /tmp if their paths are too long.
+    """Only for this user, under RAY_TMPDIR or TMPDIR; under /tmp if their paths are too long. Raises ConfigError.
 
-    At the end, all processes started meanwhile are killed, except this process's own living children. Raises
-    ConfigError if no folder can be created.
+    At the end, all processes started meanwhile are killed, except this process's own living children.
     """
     folder = _make_folder()
     command = [sys.executable, "-IS", watcher.__file__, str(folder), str(os.getpid())]

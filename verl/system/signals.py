@@ -32,7 +32,6 @@ class Ended(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """Exit code of a command that was ended by a signal, following the shell convention."""
     return 128 + number
 
 
@@ -40,8 +39,8 @@ def exit_code(number: int) -> int:
 def ending_on_signals(announce: Callable[[int], None]) -> Iterator[None]:
     """The first signal is announced and raises Ended; a second one raises it again, also during cleanup.
 
-    Signals that the parent process ignores (nohup, background jobs) or that already have a handler are left alone.
-    asyncio's own Ctrl-C handler acts only when its loop runs again, which it does not while it waits for workers.
+    Signals that are ignored (nohup, background jobs) or already have a handler are left alone. asyncio's own handler
+    acts only when its loop runs again, which it does not while it waits for workers.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     ours = [number for number in _ENDING if signal.getsignal(number) in defaults]
@@ -109,7 +108,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self, announce: Callable[[int], None]) -> Iterator[None]:
-        """Record the first signal instead of ending; afterwards the previous handlers are active again."""
+        """Record the first signal; afterwards the previous handlers are active again."""
         found = {number: signal.getsignal(number) for number in _ENDING}
         before = {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}
 
@@ -149,7 +148,7 @@ def _handled(numbers: list[signal.Signals], handler: Callable[[int, FrameType | 
 
 
 def _announced(announce: Callable[[int], None], number: int) -> None:
-    """Announce the signal; if the terminal is gone, redirect output to /dev/null so that later writes do not fail."""
+    """If the terminal is gone, redirect output to /dev/null, so that later writes do not fail."""
     try:
         announce(number)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Timeouts for code that cannot be interrupted cooperatively: a timer signal raises an exception inside it."""
+"""Timeouts for code that does not cooperate: a timer signal raises an exception inside it."""
 
 import signal
 import threading

@@ -1,8 +1,8 @@
 """The process that cleans up after a run, however the run ends. Started by `scratch.py` as a standalone script.
 
-It waits until the controller has ended, orderly or not. Then it kills all processes of the run, and removes their
-leftover shared memory and the run's folder. A process belongs to the run if its environment contains the folder's name,
-or if it descends from such a process. Standard library only: it lives as long as the run, in about 10 MB.
+After the controller's end it kills all processes of the run, and removes their shared memory and the run's folder. A
+process belongs to the run if its environment contains the folder's name, or if it descends from such a process.
+Standard library only: it lives as long as the run, in about 10 MB.
 """
 
 import os
@@ -18,7 +18,7 @@ MARK = "VERL_RUN_FOLDER"
 PERIOD_S = 2.0  # interval between scans of the run's processes, which take about 10 ms
 _TRACKER_S = 3.0  # grace period for Python's resource trackers, which clean up after their dead processes
 _END_S = 20.0
-# Files of multiprocessing, its shared memory, torch and NCCL. Other files, e.g. datasets, are not touched.
+# Of multiprocessing, its shared memory, torch and NCCL. Other files are not touched.
 _SHARED_MEMORY, _SHARED_NAMES = "/dev/shm/", ("sem.mp-", "psm_", "torch_", "nccl-")
 _CGROUPS = "verl-sandbox"
 _KILLED = """
@@ -29,8 +29,6 @@ Run the same command again to resume from the last checkpoint.
 
 
 class RunProcesses:
-    """The processes of one run, and the shared memory that they map."""
-
     def __init__(self, folder: str, controller: int) -> None:
         self._folder = folder
         self._entry = f"{MARK}={folder}\0".encode()
@@ -75,7 +73,7 @@ class RunProcesses:
             time.sleep(0.1)
 
     def _members(self) -> set[tuple[int, int]]:
-        """The run's living processes, without the controller and, while it is alive, its children."""
+        """The living processes, without the controller and, while it is alive, its children."""
         table = _process_table()
         above = {pid: _ancestors(pid, table) for pid in table}
         alive = {(pid, start) for pid, (_, start) in table.items()}
@@ -129,7 +127,7 @@ def _shared_files() -> dict[int, str]:
 
 
 def _mapped_by(pid: int, inodes: Set[int]) -> set[int]:
-    """The subset of these shared-memory files that a process maps. By inode, because glibc renames semaphores."""
+    """Those that a process maps. By inode, because glibc renames semaphores."""
     if not inodes:
         return set()
     lines = (line.split() for line in _read(pid, "maps").splitlines() if _SHARED_MEMORY.encode() in line)
@@ -137,7 +135,7 @@ def _mapped_by(pid: int, inodes: Set[int]) -> set[int]:
 
 
 def _remove_cgroups(controller: int) -> None:
-    """Remove the cgroups of the controller's sandboxes (verl/kit/sandbox/cgroups.py) once their processes are gone."""
+    """Those of the controller's sandboxes (verl/kit/sandbox/cgroups.py), once they are empty."""
     name, deadline = f"{_CGROUPS}-{controller}-", time.monotonic() + _TRACKER_S
     for place, folders, _ in os.walk("/sys/fs/cgroup"):
         for pool in (f"{place}/{each}" for each in folders if each.startswith(name)):

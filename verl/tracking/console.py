@@ -15,26 +15,22 @@ from verl.tracking.tracker import Tracker
 
 
 class Display(Tracker):
-    """A tracker that prints to the console. On a terminal it stays at the bottom, below all other output."""
+    """Prints to the console; on a terminal it stays below all other output."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(emoji=False)
         self._total = total_steps
-        self._phase, self._phase_started = "start", time.monotonic()
+        self.running, self._phase_started = "start", time.monotonic()
         self._shown: dict[str, str] = {"step": f"0/{total_steps}"}
         self._first, self._first_time = 0, time.monotonic()
         self._live: Live | None = None
 
     def phase(self, name: str) -> None:
         """Set the current phase; shown on a terminal only."""
-        self._phase, self._phase_started = name, time.monotonic()
+        self.running, self._phase_started = name, time.monotonic()
         if self.console.is_interactive and self._live is None:
             self._live = Live(self, console=self.console, refresh_per_second=2)
             self._live.start()
-
-    @property
-    def running(self) -> str:
-        return self._phase
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; step 0 is the validation before training."""
@@ -60,14 +56,13 @@ class Display(Tracker):
 
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        running = f"{self._phase} ({duration(time.monotonic() - self._phase_started)})"
-        for name, value in {"now": running, **self._shown}.items():
+        now = f"{self.running} ({duration(time.monotonic() - self._phase_started)})"
+        for name, value in {"now": now, **self._shown}.items():
             table.add_row(Text(name, style="bold cyan"), Text(value))
         return table
 
 
 def highlights(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The most important metrics, formatted; missing ones are left out."""
     shown: dict[str, str] = {}
     if "reward/total" in metrics:
         parts = ", ".join(f"{name} {value:.3f}" for name, value in reward_parts(metrics).items())
@@ -95,7 +90,7 @@ def duration(seconds: float) -> str:
 def before_after_table(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], title: str = "Validation"
 ) -> Table:
-    """A table with before, after and change of every metric of every validation set (set -> metric -> value)."""
+    """Before, after and change of every metric of every validation set (set -> metric -> value)."""
     table = Table(title=title)
     for name in ("set", "metric"):
         table.add_column(name, overflow="fold")

@@ -40,21 +40,16 @@ DEVICES = {  # the first entry whose terms are all in the device's name matches
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """The formula's parameters of a dense decoder.
+    """The formula's parameters of a dense decoder."""
 
-    parameters: without embeddings and output head
-    hidden: width of attention: heads times head size
-    head_parameters: hidden size times vocabulary, tied or not
-    """
-
-    parameters: int
+    parameters: int  # without embeddings and output head
     layers: int
-    hidden: int
-    head_parameters: int = 0
+    hidden: int  # width of attention: heads times head size
+    head_parameters: int = 0  # hidden size times vocabulary, tied or not
 
 
 def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_logits: int = 0) -> float:
-    """FLOPs of one forward pass over segments of (computed tokens L, prefix tokens P); see the formula above."""
+    """Of segments of (computed tokens L, prefix tokens P), by the formula above."""
     total = 2.0 * shape.head_parameters * num_logits
     for length, prefix in segments:
         pairs = length * prefix + length * (length + 1) / 2

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and helpers for such files: append one line, or write the whole file atomically."""
+"""Metrics as JSON lines, and helpers for such files."""
 
 import json
 import math
@@ -22,17 +22,16 @@ class JsonlTracker(Tracker):
         self.path = run.folder / "metrics.jsonl"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, flushed on return: a killed process loses none. Raises DataError if writing fails."""
+        """Flushed on return: a killed process loses none. Raises DataError if writing fails."""
         append_jsonl(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Drop the lines after `step` and a partial last line; the file is replaced atomically."""
+        """Drop the lines after `step` and a partial last line."""
         if self.path.exists():
             write_jsonl(self.path, [row for row in read_jsonl(self.path) if row["step"] <= step])
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """The metrics with non-finite values as None."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -46,7 +45,7 @@ def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a partial last line, left by a killed writer, is ignored."""
+    """The objects of a file without a partial last line, left by a killed writer."""
     with path.open(encoding="utf-8", errors="replace") as file:  # the partial line may end within a character
         return [json.loads(line) for line in file if line.endswith("\n")]
 

@@ -1,4 +1,4 @@
-"""A metric and the way in which its values of several updates are combined. Units: `verl/tracking/names.py`."""
+"""Metrics, and how their values of several updates are combined. Units: `names.py`."""
 
 from __future__ import annotations
 

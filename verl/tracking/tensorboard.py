@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard events, by the writer of the tensorboard package, which torch's SummaryWriter uses, too."""
+"""Metrics as TensorBoard events, by the writer that torch's SummaryWriter uses."""
 
 import time
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class TensorBoardTracker(Tracker):
         self._writer = None
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write a session start, which makes TensorBoard drop the events of earlier files after `step`."""
+        """A session start makes TensorBoard drop the events of earlier files after `step`."""
         self._write(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:

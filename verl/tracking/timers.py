@@ -6,11 +6,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Wall and CPU seconds of each phase of a step, and the overhead outside all phases.
-
-    on_phase: callback with the name of a phase at its start, for the display
-    Phases do not nest; repeated phases add up. CPU time is that of this process, all threads.
-    """
+    """Wall seconds of each phase, and CPU seconds of this process. Phases do not nest; repeated ones add up."""
 
     def __init__(
         self,
@@ -23,7 +19,6 @@ class PhaseTimer:
         self.start()
 
     def start(self) -> None:
-        """Start a step: reset all times."""
         self.wall_s: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
         self._started = self._wall()

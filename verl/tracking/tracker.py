@@ -18,8 +18,6 @@ ALWAYS = ("jsonl", "tensorboard")
 
 @dataclass(frozen=True)
 class Run:
-    """Description of a run for trackers: folder, name, project and configuration."""
-
     folder: Path
     name: str = "default"
     project: str = "toolrl"
@@ -27,7 +25,7 @@ class Run:
 
 
 class Tracker(Protocol):
-    """Receives the metrics of one step at a time, in increasing order of steps. All methods have no-op defaults."""
+    """Receives the metrics of one step at a time, in increasing order. All defaults are no-ops."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log all metrics of a step."""
@@ -48,7 +46,7 @@ class Trackers:
     members: tuple[Tracker, ...]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step to every tracker; call it once per step, before the step's checkpoint."""
+        """To be called once per step, before the step's checkpoint."""
         plain = {name: float(value) for name, value in metrics.items()}
         for member in self.members:
             member.log(step, plain)
@@ -60,7 +58,6 @@ class Trackers:
                 stack.callback(member.close)
 
     def state(self) -> dict[str, Any]:
-        """The merged state of all trackers, for the checkpoint."""
         return {key: value for member in self.members for key, value in member.state().items()}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:

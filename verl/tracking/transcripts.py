@@ -27,11 +27,9 @@ class Transcripts:
     def write(self, step: int, groups: Sequence[TrajectoryGroup]) -> Path:
         """Write the file of a step atomically and print some rollouts. Returns its path."""
         path = self.folder / f"step-{step:06d}.jsonl"
-        rows = [row for group in groups for row in group_rows(step, group)]
-        write_jsonl(path, rows)
+        write_jsonl(path, (row for group in groups for row in group_rows(step, group)))
         if self._console is not None:
-            firsts = [group for group in groups if group.trajectories][: self._show]
-            for group in firsts:
+            for group in [each for each in groups if each.trajectories][: self._show]:
                 self._console.print(self._panel(step, group.trajectories[0], group.scores[0]))
         return path
 
@@ -43,7 +41,7 @@ class Transcripts:
 
     def _panel(self, step: int, trajectory: Trajectory, score: Score) -> Panel:
         task = trajectory.task
-        texts = [*(("prompt", message.content) for message in task.prompt[-1:])]
+        texts = [("prompt", message.content) for message in task.prompt[-1:]]
         texts += [(message.role, message.content) for message in _responses(trajectory)]
         texts.append(("gold answer", task.answer))
         body = [Text.assemble((f"{role}: ", "bold"), self._cut(text)) for role, text in texts]
@@ -59,7 +57,7 @@ class Transcripts:
 
 
 def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
-    """One JSON object per rollout of a group; `num_tokens` is the response length over all turns."""
+    """One JSON object per rollout; `num_tokens` is the response length over all turns."""
     for trajectory, score, reward in zip(group.trajectories, group.scores, group.rewards, strict=True):
         yield {
             "step": step,
@@ -82,7 +80,6 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
 
 
 def _responses(trajectory: Trajectory) -> list[Message]:
-    """All messages after the prompt: the policy's and the environment's."""
     return [message for turn in trajectory.turns for message in (turn.message, *turn.responses)]
 
 

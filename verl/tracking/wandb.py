@@ -15,7 +15,6 @@ class WandbTracker(Tracker):
     """One W&B run across all resumes: its id is in `wandb_run_id.txt` in the run folder and in checkpoints.
 
     The x axis is our own step, so that a resumed run may log steps again; W&B keeps both passes over them.
-    Raises ConfigError if wandb is not installed.
     """
 
     def __init__(self, run: Run) -> None:
@@ -29,7 +28,6 @@ class WandbTracker(Tracker):
         self._session: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step; the first call opens the run."""
         if self._session is None:
             self._session = self._open()
         self._session.log({"step": step, **metrics})
@@ -43,7 +41,7 @@ class WandbTracker(Tracker):
         return {_STATE: self._id}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Resume the run of the checkpoint; starting over (-1) opens a new run, a rollback keeps the current one."""
+        """Of the checkpoint; starting over (-1) opens a new run, a rollback keeps the current one."""
         if self._session is not None:
             return
         if _STATE in state:

@@ -1,7 +1,4 @@
-"""Collapse detection: rules on the metrics of every step, most of them relative to the first steps of the run.
-
-Independent of checkpoints and engines. An alarm can trigger early stopping or a rollback.
-"""
+"""Collapse detection: rules on every step's metrics, most of them relative to the first steps."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ REWARD = "reward/total"
 
 @dataclass(frozen=True, slots=True)
 class CollapseRule:
-    """The symptom of a collapse in one metric."""
-
     name: str
     metrics: tuple[str, ...]  # the first that the step has is used
     triggered: Callable[[float, Sequence[float]], bool]  # (now, the first WARM_UP values; empty where not relative)
@@ -159,17 +154,14 @@ COLLAPSE_RULES = (
 
 
 def rules_for(needs_group: bool, truncated: bool = False) -> list[CollapseRule]:
-    """The rules that apply to an algorithm. needs_group: its advantages are group-relative
-
-    truncated: the engine samples from a truncated distribution, so the two policies differ on purpose
-    """
+    """needs_group: advantages are group-relative; truncated: the engine's policy differs on purpose (top_p ..)"""
     applicable = [rule for rule in COLLAPSE_RULES if needs_group or not rule.needs_group]
     return [rule for rule in applicable if not (truncated and rule.full_distribution)]
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A rule that was triggered in `patience` consecutive steps."""
+    """A rule triggered in `patience` consecutive steps; a cause for early stopping or a rollback."""
 
     rule: CollapseRule
     metric: str

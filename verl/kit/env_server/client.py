@@ -1,8 +1,4 @@
-"""Remote environments, which run in servers (server.py) and are used like local ones.
-
-Requests of concurrent episodes are batched: all calls within a few milliseconds form one HTTP request per server, and
-the answers are streamed back as they complete. The episodes of one task are created by one request, on one server.
-"""
+"""Remote environments, which run in servers (server.py) and are used like local ones."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class Batcher(Generic[Item, Result]):
 
     def __init__(
         self,
-        send: Callable[[Sequence[Item]], Answers[Result]],
+        send: Callable[[list[Item]], Answers[Result]],
         window_s: float,
         size: Callable[[Item], int] = lambda _: 0,
     ) -> None:
@@ -60,17 +56,15 @@ class Batcher(Generic[Item, Result]):
         return await future
 
     async def _flush(self) -> None:
-        """Send what is waiting, in batches within the server limits."""
         await asyncio.sleep(self._window_s)
         waiting, self._waiting = self._waiting, []
         batches, chars = [waiting[:1]], self._size(waiting[0][0])
         for entry in waiting[1:]:
-            size = self._size(entry[0])
-            if len(batches[-1]) == wire.MAX_ITEMS or chars + size > _MAX_CHARS:
+            chars += (size := self._size(entry[0]))
+            if len(batches[-1]) == wire.MAX_ITEMS or chars > _MAX_CHARS:
                 batches.append([])
-                chars = 0
+                chars = size
             batches[-1].append(entry)
-            chars += size
         await asyncio.gather(*map(self._send_one, batches))
 
     async def _send_one(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
@@ -86,46 +80,38 @@ class Batcher(Generic[Item, Result]):
 
 
 def _resolve(future: asyncio.Future[Result], answer: Result | Exception) -> None:
-    if future.done():  # already answered, or its episode was cancelled
-        return
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+    if not future.done():  # else already answered, or its episode was cancelled
+        future.set_exception(answer) if isinstance(answer, Exception) else future.set_result(answer)
 
 
 def _chars(step: Step) -> int:
-    """The approximate size of a step."""
     return len(step.message.content) + sum(len(str(call.arguments)) for call in step.message.tool_calls)
 
 
 class EnvServer:
-    """The requests to one server. Raises ServiceDownError if it does not answer or violates the protocol."""
+    """The requests to one server. Raises ServiceDownError for a lost or invalid answer."""
 
     def __init__(self, endpoint: Endpoint, pool: EndpointPool, timeout_s: float, window_s: float) -> None:
         self.url = endpoint.url
         self._endpoint, self._pool, self._timeout_s = endpoint, pool, timeout_s
-        self.reset: Batcher[str, Answer] = Batcher(partial(self._ask_episodes, "/reset", timeout_s), window_s)
-        self.step: Batcher[Step, Answer] = Batcher(self._step, window_s, _chars)
-        self.judge: Batcher[str, Answer] = Batcher(partial(self._ask_episodes, "/judge", _LONGEST_JUDGE_S), window_s)
+        reset, judge = partial(self._ask, "/reset", timeout_s), partial(self._ask, "/judge", _LONGEST_JUDGE_S)
+        self.reset: Batcher[str, Answer] = Batcher(lambda names: reset(wire.EpisodeList(episodes=names)), window_s)
+        self.step: Batcher[Step, Answer] = Batcher(
+            lambda steps: self._ask("/step", timeout_s, wire.StepList(steps=steps)), window_s, _chars
+        )
+        self.judge: Batcher[str, Answer] = Batcher(lambda names: judge(wire.EpisodeList(episodes=names)), window_s)
         self.close: Batcher[str, None] = Batcher(self._close, window_s)
 
     async def create(self, task: Task, count: int) -> list[str]:
         async with self._post("/create", wire.CreateRequest(task=task, count=count), self._timeout_s) as response:
             return wire.CreateResponse.model_validate_json(await response.aread()).episodes
 
-    def _ask_episodes(self, path: str, timeout_s: float, episodes: Sequence[str]) -> Answers[Answer]:
-        return self._ask(path, wire.EpisodeList(episodes=list(episodes)), timeout_s)
-
-    def _step(self, steps: Sequence[Step]) -> Answers[Answer]:
-        return self._ask("/step", wire.StepList(steps=list(steps)), self._timeout_s)
-
-    async def _close(self, episodes: Sequence[str]) -> Answers[None]:
-        async with self._post("/close", wire.EpisodeList(episodes=list(episodes)), self._timeout_s):
+    async def _close(self, episodes: list[str]) -> Answers[None]:
+        async with self._post("/close", wire.EpisodeList(episodes=episodes), self._timeout_s):
             for position in range(len(episodes)):
                 yield position, None
 
-    async def _ask(self, path: str, request: BaseModel, timeout_s: float) -> Answers[Answer]:
+    async def _ask(self, path: str, timeout_s: float, request: BaseModel) -> Answers[Answer]:
         async with self._post(path, request, timeout_s) as response:
             async for line in response.aiter_lines():
                 answer = Answer.model_validate_json(line)
@@ -158,7 +144,7 @@ class RemoteEnv:
         return observation
 
     async def step(self, message: Message) -> StepResult:
-        """One step on the server. Never retried: a step whose response was lost may have been applied."""
+        """Never retried: a step whose response was lost may have been applied."""
         assert self._place is not None, "reset comes first"
         server, episode = self._place
         result = _unpacked(server, await server.step.ask(Step(episode=episode, message=wire.sendable(message)))).result
@@ -166,7 +152,7 @@ class RemoteEnv:
         return result
 
     async def judge(self) -> Score | None:
-        """The remote verdict; None if the environment does not judge or the episode was never created."""
+        """None if the environment does not judge or the episode was never created."""
         if self._place is None:
             return None
         server, episode = self._place
@@ -188,9 +174,8 @@ class RemoteEnv:
 class RemoteFactory(EndpointPool):
     """Environments on servers at these URLs (one, or several that share the tasks).
 
-    timeout_s:        limit per request, and so for the slowest step; verdicts are limited by env.turn_timeout_s
-    window_s:         batching window
-    health_timeout_s: time without any response, to /health too, after which requests to a server fail
+    timeout_s: limit per request, and so for the slowest step; verdicts are limited by env.turn_timeout_s
+    window_s:  batching window
     """
 
     def __init__(

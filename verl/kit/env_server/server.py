@@ -32,7 +32,6 @@ from verl.types import Message, Task
 Operation = Callable[[Env], Awaitable[dict[str, Any]]]
 MAX_EPISODES = 65_536
 CLOSE_S = 60.0  # limit for closing an environment; its resources leak after that
-_LINES = "application/x-ndjson"
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +49,7 @@ class FullError(Exception):
 
 
 class Episodes:
-    """The open episodes of a server. Episodes without a request for `idle_s` seconds are closed."""
+    """The open episodes. Those without a request for `idle_s` seconds are closed."""
 
     def __init__(self, factory: EnvFactory, idle_s: float, max_episodes: int) -> None:
         self._factory, self._idle_s, self._max_episodes = factory, idle_s, max_episodes
@@ -60,7 +59,7 @@ class Episodes:
         return len(self._open)
 
     async def create(self, task: Task, count: int) -> list[str]:
-        """Create episodes of one task. If the client disconnects meanwhile, they are closed as idle."""
+        """If the client disconnects meanwhile, they are closed as idle."""
         if len(self._open) + count > self._max_episodes:
             raise FullError(f"{len(self._open)} episodes are open; --max-episodes={self._max_episodes}")
         names = []
@@ -71,11 +70,8 @@ class Episodes:
         return names
 
     async def ask(self, operations: Sequence[tuple[str, Operation]]) -> AsyncIterator[str]:
-        """Answers of different episodes, a line of JSON each, as they complete. A disconnect cancels the rest."""
-        waiting = [
-            asyncio.create_task(self._ask_one(position, name, operation))
-            for position, (name, operation) in enumerate(operations)
-        ]
+        """Answers, a line of JSON each, as they complete. A disconnect cancels the rest."""
+        waiting = [asyncio.create_task(self._ask_one(place, *asked)) for place, asked in enumerate(operations)]
         try:
             for line in asyncio.as_completed(waiting):
                 yield await line + "\n"
@@ -84,7 +80,7 @@ class Episodes:
                 each.cancel()
 
     async def _ask_one(self, position: int, name: str, operation: Operation) -> str:
-        """One episode's answer; a fault if the episode is unknown or raises. Other episodes are unaffected."""
+        """One episode's answer; a fault if the episode is unknown or raises."""
         episode = self._open.get(name)
         if episode is None:
             problem = f"there is no episode {name}: it was closed, or idle for more than {self._idle_s:g} s"
@@ -103,7 +99,6 @@ class Episodes:
                 episode.used = time.monotonic()
 
     async def close(self, names: Sequence[str]) -> None:
-        """Close these episodes, if open, after their pending requests."""
         await asyncio.gather(*(self._close_one(found) for name in names if (found := self._open.pop(name, None))))
 
     async def _close_one(self, episode: Episode) -> None:
@@ -172,18 +167,20 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
             _log.exception("task %s makes no environment", request.task.id)
             raise HTTPException(500, f"task {request.task.id!r}: {type(error).__name__}: {error}") from error
 
+    def answer(operations: Sequence[tuple[str, Operation]]) -> StreamingResponse:
+        return StreamingResponse(episodes.ask(operations), media_type="application/x-ndjson")
+
     @app.post("/reset")
     async def reset(request: EpisodeList) -> StreamingResponse:
-        return StreamingResponse(episodes.ask([(name, _reset) for name in request.episodes]), media_type=_LINES)
+        return answer([(name, _reset) for name in request.episodes])
 
     @app.post("/step")
     async def step(request: StepList) -> StreamingResponse:
-        operations = [(step.episode, partial(_step, step.message)) for step in request.steps]
-        return StreamingResponse(episodes.ask(operations), media_type=_LINES)
+        return answer([(step.episode, partial(_step, step.message)) for step in request.steps])
 
     @app.post("/judge")
     async def judge(request: EpisodeList) -> StreamingResponse:
-        return StreamingResponse(episodes.ask([(name, _judge) for name in request.episodes]), media_type=_LINES)
+        return answer([(name, _judge) for name in request.episodes])
 
     @app.post("/close")
     async def close(request: EpisodeList) -> dict[str, str]:
@@ -194,7 +191,7 @@ def build_app(name: str, factory: EnvFactory, idle_s: float, max_episodes: int =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if the environment cannot be created or the address is unavailable."""
+    """Serve until interrupted. Returns 2 if it cannot start."""
     parser = argparse.ArgumentParser(prog="toolrl env-server", description="Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")

@@ -24,8 +24,6 @@ MAX_ITEMS = 1024  # episodes per request; clients split larger batches
 
 
 class CreateRequest(BaseModel):
-    """Create `count` episodes of one task."""
-
     task: Task
     count: int = Field(ge=1, le=MAX_ITEMS)
 

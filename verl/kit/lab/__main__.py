@@ -4,8 +4,7 @@
 
 For every row the gold response must score the maximum, and every mutation that the reward declares must score less.
 Unusable rows, and rows whose gold calls a tool that the prompt does not list, are reported too. A row that names its
-own reward is checked with that one. Prints statistics per mutation and the violations; the exit code is 1 if there are
-any, 2 if the data or the reward is unusable.
+own reward is checked with that one. Exit code 1: violations. 2: the data or the reward is unusable.
 """
 
 import argparse
@@ -35,8 +34,6 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A row on which the reward fails the check."""
-
     task_id: str
     response_kind: str  # GOLD or the name of a mutation
     score: float
@@ -76,10 +73,7 @@ def as_trajectory(task: Task, response: str) -> Trajectory:
 
 
 def try_rewards(rewards: Rewards, tasks: Iterable[Task], step: int = 0) -> LabReport:
-    """Score the gold response and every mutation of every task by the task's reward.
-
-    Raises ConfigError for a reward that fails, or has no lab methods.
-    """
+    """Score gold responses and all mutations. Raises ConfigError for a reward that fails, or has no lab methods."""
     report = LabReport()
     for task in tasks:
         reward = rewards.of(task)

@@ -1,7 +1,7 @@
 """Tools of MCP servers (Model Context Protocol), over stdio or streamable HTTP, by the package `mcp`.
 
-The client has its own event loop in a thread. So a server can be connected before any other loop runs, and the cancel
-scopes that the client opens in one task are closed in the same task, wherever calls and shutdown come from.
+The client has its own event loop in a thread: it connects before any other loop runs, and its cancel scopes are closed
+in the task that opened them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class McpServer:
     only:      names of the tools to offer; default: all
     timeout_s: limit for connecting; a program with a slow startup may need more
 
-    Raises ConfigError for neither or both of command and url, and for unknown tools; ServiceDownError for an
-    unreachable server.
+    Raises ConfigError for wrong options and unknown tools, ServiceDownError for an unreachable server.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class McpServer:
             raise
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a tool's answer. Raises ToolError for an error result, ServiceDownError for no answer."""
+        """Raises ToolError for an error result, ServiceDownError for no answer."""
         client = await asyncio.to_thread(self._connected)
         future = self._portal.start_task_soon(self._call, client, name, dict(arguments))
         try:
@@ -106,11 +105,10 @@ class McpServer:
         return text
 
     async def close(self) -> None:
-        """Closes the connection and stops the server if it was started here."""
         await asyncio.to_thread(self._close)
 
     async def _call(self, client: Client, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        """Runs in the portal's loop. Raises ValueError after an unparsable answer, which may belong to this call."""
+        """In the portal's loop. Raises ValueError after an unparsable answer, possibly to this call."""
         with anyio.CancelScope() as scope:
             self._calls.add(scope)
             try:
@@ -120,7 +118,7 @@ class McpServer:
         raise ValueError("received an answer that is not valid JSON-RPC, possibly to this call")
 
     async def _on_message(self, message: object) -> None:
-        """The package drops unparsable messages; if one was an answer, its caller would wait forever."""
+        """The package drops unparsable messages: a caller could wait forever."""
         if isinstance(message, ValidationError) and _is_answer(message.errors(include_url=False)[0]["input"]):
             for scope in self._calls:
                 scope.cancel()
@@ -161,7 +159,6 @@ class McpServer:
             return self._client
 
     def _disconnect(self, client: Client | None) -> None:
-        """Disconnects the client, unless another call has done so already."""
         with self._lock:
             if self._client is not client or self._client is None or self._connection is None:
                 return
@@ -179,7 +176,6 @@ class McpServer:
                 self._portal.start_task_soon(self._portal.stop, True)
 
     def _with_stderr(self, problem: str) -> str:
-        """The problem, with the tail of the program's stderr."""
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - MAX_STDERR_CHARS))
         written = self._stderr.read().strip()
@@ -187,7 +183,7 @@ class McpServer:
 
 
 def _portal() -> BlockingPortal:
-    """An event loop in a daemon thread: it must not block the exit of a run that does not close its tools."""
+    """In a daemon thread: it must not block the exit of a run that does not close its tools."""
     started: Future[BlockingPortal] = Future()
 
     async def live() -> None:
@@ -222,7 +218,7 @@ async def _list_tools(client: Client, timeout_s: float) -> list[mcp_types.Tool]:
 
 
 def _is_answer(received: object) -> bool:
-    """Whether a message, or a line that may be one, is an answer: programs also print other lines."""
+    """Whether a message or line is an answer: programs also print other lines."""
     if isinstance(received, str):
         try:
             received = json.loads(received)

@@ -58,7 +58,6 @@ class PackShape:
 
     @classmethod
     def of(cls, tokens: float, prompt: float, response: float, responses: int, shared: bool) -> PackShape:
-        """A pack of `tokens` tokens, filled with such groups."""
         together = shared and responses > 1
         group = prompt + responses * response if together else responses * (prompt + response)
         segments = responses * tokens / group
@@ -91,7 +90,7 @@ def _layer(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
 
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
-    """Saved for one backward: activations of every layer (with checkpointing its input), final norm, loss inputs."""
+    """Saved for one backward: layers (with checkpointing their inputs), final norm, loss inputs."""
     c = settings.compute
     per_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, c, settings.on_cpu)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
@@ -112,7 +111,6 @@ def resident(shape: ModelShape, settings: RankSettings) -> Terms:
 
 
 def reference_model(shape: ModelShape, settings: RankSettings) -> float:
-    """A frozen model: its shard in the compute dtype."""
     return settings.compute * shape.parameters / settings.shards
 
 
@@ -145,12 +143,12 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
 
 
 def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
-    """Gathered parameters: two layers, one of them prefetched; all layers if nothing is sharded (no resharding)."""
+    """Two layers, one of them prefetched; all layers if nothing is sharded (no resharding)."""
     return (shape.layers if settings.shards == 1 else 2) * shape.layer_parameters
 
 
 def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
-    """AdamW: gradients, and square roots of the second moments (all tensors at once on a GPU, one by one on CPU)."""
+    """AdamW: gradients, roots of the second moments (on a GPU of all tensors at once)."""
     roots = shape.largest if settings.on_cpu else shape.parameters
     return {
         "gradients": MASTER * shape.parameters / settings.shards,
@@ -159,7 +157,7 @@ def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
 
 
 def weight_export(shape: ModelShape, bucket: float = 0.0) -> Terms:
-    """The largest full tensor in float32, as weights are exported one by one; two buckets of `bucket` bytes each."""
+    """The largest full float32 tensor, as weights are exported one by one; two buckets."""
     return {"largest tensor": MASTER * shape.largest, "buckets": 2 * bucket}
 
 

@@ -1,16 +1,17 @@
-"""Resource plan of a run: memory of every phase on one device, lower bounds of its times (if every group has nonzero
-advantages), and suggested changes if it does not fit. Computed from the model's configuration and the data's lengths;
-no weights are loaded.
+"""Resource plan of a run, from the model's configuration and the data's lengths; no weights are loaded.
 
     Config + model config + lengths + device -> Plan -> memory(), seconds(), violations(), suggested_changes()
+
+Times are lower bounds, if every group has nonzero advantages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -52,7 +53,6 @@ from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.parity import check_packs
 
-_OFFLOADS = ("offload_optimizer", "offload_params")
 _BYTES = {"bfloat16": 2, "float32": 4}
 _NUM_ROWS = 256  # rows per file that are read, evenly spaced
 _CONTEXT_GIB = 2.0  # assumed, not measured: GPU memory of the CUDA context, NCCL and a sleeping engine
@@ -99,36 +99,35 @@ class Plan:
 
     @property
     def rank(self) -> RankSettings:
-        """Settings of a training rank; states are sharded within a node and replicated across nodes."""
+        """States are sharded within a node and replicated across nodes."""
         config = self.config
         checkpointing = config.model.enable_gradient_checkpointing
         compute = _BYTES[config.model.compute_dtype]
         return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, self.hardware.on_cpu)
 
     def memory(self) -> dict[str, Terms]:
-        """{phase: bytes by term} of one training rank, and under "engine" of one rollout engine's share of a device."""
+        """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""
         models = [self.policy, self.critic] if self.critic else [self.policy]
         temporary: dict[str, Terms] = {
             "rollout": {},
             "score": scoring(self.policy, self.pack, self.rank),
-            "update": _largest([updating(model, self.pack, self.rank) for model in models]),
-            "step": _largest([optimizer_step(model, self.rank) for model in models]),
+            "update": _largest(updating(model, self.pack, self.rank) for model in models),
+            "step": _largest(optimizer_step(model, self.rank) for model in models),
             "weight_sync": weight_export(self.policy, BUCKET_BYTES),
             "save": weight_export(self.policy),  # full tensors, one at a time
         }
         return {**{phase: self._resident(phase) | terms for phase, terms in temporary.items()}, "engine": self.engine()}
 
     def _resident(self, phase: str) -> Terms:
-        """Memory that stays on the device between phases, except what is offloaded in this one."""
+        """What stays on the device between phases, except what is offloaded in this one."""
         terms = {"process": _PROCESS_GIB * GIB if self.hardware.on_cpu else _CONTEXT_GIB * GIB}
         terms |= resident(self.policy, self.rank)
         if self.critic:
             terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
         if needs_reference(self.algorithm):
             terms["reference"] = reference_model(self.policy, self.rank)
-        return {name: size for name, size in terms.items() if not self._is_offloaded(name, phase)}
-
-    def _is_offloaded(self, term: str, phase: str) -> bool:
+        if self.hardware.on_cpu:
+            return terms
         actor, critic, ref = self.config.actor, self.config.critic, self.config.ref
         offloaded = {
             "parameters": actor.offload_params and phase == "rollout",
@@ -137,10 +136,10 @@ class Plan:
             "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
             "reference": ref.offload_params and phase != "score",
         }
-        return not self.hardware.on_cpu and offloaded.get(term, False)
+        return {name: size for name, size in terms.items() if not offloaded.get(name)}
 
     def engine(self) -> Terms:
-        """Weights and KV cache of one engine on one device; vLLM allocates its whole share of a GPU."""
+        """Of one engine on one device; vLLM allocates its whole share of a GPU."""
         rollout = self.config.rollout
         weights = self.policy.parameters * self._engine_bytes / rollout.tensor_model_parallel_size
         if rollout.name == "hf":
@@ -159,7 +158,7 @@ class Plan:
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that one engine decodes concurrently: as configured, or the engine's default for the device."""
+        """Concurrent sequences per engine: as configured, or the engine's default for the device."""
         if self.config.rollout.name == "hf":
             default = MAX_BATCH
         else:  # EngineArgs.get_batch_defaults of vLLM
@@ -187,7 +186,7 @@ class Plan:
 
     @property
     def in_flight(self) -> int:
-        """Maximum number of episodes that have started and are not yet trained on: those of all slots."""
+        """Maximum number of episodes that have started and are not yet trained on."""
         config, greedy = self.config, self.algorithm.greedy_baseline
         return (config.rollout.max_staleness + 1) * config.data.train_batch_size * (config.rollout.n + greedy)
 
@@ -197,17 +196,15 @@ class Plan:
         return self.in_flight * (self.lengths.prompt + self.config.data.max_response_length) * _TOKEN_BYTES / GIB
 
     def peak_gib(self) -> float:
-        """Peak memory of a training rank, comparable to memory/trainer_gib: on a GPU without the CUDA context."""
+        """Comparable to memory/trainer_gib of a rank: on a GPU without the CUDA context."""
         peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
         return peak / GIB - (0.0 if self.hardware.on_cpu else _CONTEXT_GIB)
 
     def format_peak(self, measured: Mapping[str, float]) -> str:
-        """Measured and expected peak memory of a training rank, after a run."""
         got, expected = measured["memory/trainer_gib"], self.peak_gib()
         return f"peak memory of a training rank: {got:.2f} GiB, expected {expected:.2f}"
 
     def violations(self) -> list[str]:
-        """What does not fit, as messages."""
         room = self.hardware.memory_gib
         phases = {name: sum(each.values()) / GIB for name, each in self.memory().items()}
         engine = phases.pop("engine")
@@ -215,73 +212,60 @@ class Plan:
             everywhere = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
             needed = everywhere / self.config.trainer.nnodes
             found = [f"ranks and engines need {needed:.1f} of {room:.1f} GiB available"] if needed > room else []
-            return found + self._cache_violations()
-        if self.config.rollout.colocated:
-            sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
-            phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
-        found = [f"{name} needs {gib:.1f} of {room:.1f} GiB" for name, gib in phases.items() if gib > room]
-        if engine > room:
-            found.append(f"the engine needs {engine:.1f} of {room:.1f} GiB")
-        return found + self._cache_violations()
-
-    def _cache_violations(self) -> list[str]:
-        enough = self.sequences >= 1
-        return [] if enough else [f"the engine's KV cache cannot hold one sequence of {self.longest} tokens"]
+        else:
+            if self.config.rollout.colocated:
+                sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
+                phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
+            needs = {**phases, "the engine": engine}
+            found = [f"{name} needs {gib:.1f} of {room:.1f} GiB" for name, gib in needs.items() if gib > room]
+        if self.sequences < 1:
+            found.append(f"the engine's KV cache cannot hold one sequence of {self.longest} tokens")
+        return found
 
     def suggested_changes(self) -> list[dict[str, Any]]:
-        """The smallest sets of keys whose change makes the run fit: all single keys, else the first pair, else the
-        first triple; [] if there is none."""
+        """The smallest changes that make the run fit: of any single key, else of the first pair or triple of keys."""
         if not self.violations():
             return []
         options = self._options()
         for number in (1, 2, 3):
-            chosen = (self._first_fit(keys, options) for keys in combinations(options, number))
-            found = [changes for changes in chosen if changes is not None]
+            found = []
+            for keys in combinations(options, number):
+                every = (dict(zip(keys, values, strict=True)) for values in product(*(options[key] for key in keys)))
+                if changes := next(filter(self._fits_with, every), None):
+                    found.append(changes)
             if found:
                 return found if number == 1 else found[:1]
         return []
-
-    def _first_fit(self, keys: Sequence[str], options: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
-        """The smallest change of exactly these keys that makes the run fit."""
-        every = (dict(zip(keys, values, strict=True)) for values in product(*(options[key] for key in keys)))
-        return next((changes for changes in every if self._fits_with(changes)), None)
 
     def _options(self) -> dict[str, Sequence[Any]]:
         """Candidate changes: cheap keys first, and the smallest change of each first."""
         config = self.config
         shares = [share / 10 for share in range(8, 1, -1) if share / 10 < config.rollout.gpu_memory_utilization]
         limits = [config.actor.max_tokens_per_pack >> times for times in range(1, 6)]
-        cached = self.hardware.on_cpu and config.rollout.name != "hf"
-        parallel_sizes = [] if config.rollout.name == "hf" or self.hardware.on_cpu else [2, 4, 8]
+        hf, on_cpu = config.rollout.name == "hf", self.hardware.on_cpu
+        caches = [config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)]
+        now = config.trainer.n_gpus_per_node  # more GPUs have more memory in total, more CPU processes need more
+        ranks = [each for each in (4, 2, 1) if each < now] if on_cpu else [each for each in (2, 4, 8) if each > now]
         return {
             "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
             "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
-            "rollout.gpu_memory_utilization": [] if self.hardware.on_cpu or config.rollout.name == "hf" else shares,
+            "rollout.gpu_memory_utilization": [] if on_cpu or hf else shares,
             **self._offloads(),
-            "rollout.max_num_seqs": [32, 8] if config.rollout.name == "hf" else [],
-            "rollout.kv_cache_gib": [config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)] if cached else [],
-            "trainer.n_gpus_per_node": self._rank_counts(),
-            "rollout.tensor_model_parallel_size": parallel_sizes,
-            "rollout.placement": ["separate"] * (config.rollout.colocated and not self.hardware.on_cpu),
+            "rollout.max_num_seqs": [32, 8] if hf else [],
+            "rollout.kv_cache_gib": caches if on_cpu and not hf else [],
+            "trainer.n_gpus_per_node": ranks,
+            "rollout.tensor_model_parallel_size": [] if hf or on_cpu else [2, 4, 8],
+            "rollout.placement": ["separate"] * (config.rollout.colocated and not on_cpu),
         }
 
     def _offloads(self) -> dict[str, list[bool]]:
-        """Offload options that are not enabled yet: they free memory for an engine on the same GPU."""
+        """Options not enabled yet: they free memory for an engine on the same GPU."""
         if self.hardware.on_cpu or not self.config.rollout.colocated:
             return {}
-        models: dict[str, Any] = {"actor": self.config.actor}
-        models |= {"critic": self.config.critic} if self.critic else {}
-        keys = {f"{name}.{key}": getattr(model, key) for name, model in models.items() for key in _OFFLOADS}
-        if needs_reference(self.algorithm):
-            keys["ref.offload_params"] = self.config.ref.offload_params
-        return {key: [True] for key, done in keys.items() if not done}
-
-    def _rank_counts(self) -> list[int]:
-        """Ranks per node: more GPUs have more memory in total, more CPU processes need more."""
-        now = self.config.trainer.n_gpus_per_node
-        if self.hardware.on_cpu:
-            return [each for each in (4, 2, 1) if each < now]
-        return [each for each in (2, 4, 8) if each > now]
+        models = ("actor", "critic") if self.critic else ("actor",)
+        keys = [f"{model}.{each}" for model in models for each in ("offload_optimizer", "offload_params")]
+        keys += ["ref.offload_params"] * needs_reference(self.algorithm)
+        return {key: [True] for key in keys if not attrgetter(key)(self.config)}
 
     def _fits_with(self, changes: dict[str, Any]) -> bool:
         try:
@@ -294,7 +278,7 @@ class Plan:
         return not replace(self, config=config).violations()
 
     def seconds(self) -> dict[str, tuple[float, str]]:
-        """{phase: (seconds, formula)}, lower bounds at the device's peak; {} if its peak is unknown."""
+        """{phase: (seconds, formula)} at the device's peak; {} if that is unknown."""
         if self.hardware.device is None:
             return {}
         config, speed = self.config, self.hardware.device
@@ -302,8 +286,8 @@ class Plan:
         engines = config.num_engines * config.rollout.tensor_model_parallel_size
         policy = self._forward(self.policy)
         critic = self._forward(self.critic) if self.critic else 0.0
-        forward = policy + critic  # trained models
         passes = self.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(self.algorithm)
+        epochs = config.actor.ppo_epochs * (TRAINING + checkpointed)
         parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
@@ -313,18 +297,15 @@ class Plan:
                 f"{passes + bool(self.critic):d} forwards: FLOP / F",
             ),
             "update": (
-                config.actor.ppo_epochs * (TRAINING + checkpointed) * forward / ranks / speed.flops,
-                f"{config.actor.ppo_epochs * (TRAINING + checkpointed):d} forwards of all trained models: FLOP / F",
+                epochs * (policy + critic) / ranks / speed.flops,
+                f"{epochs:d} forwards of all trained models: FLOP / F",
             ),
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
-            "weight_sync": (
-                _SYNC_BYTES * self.policy.parameters / speed.bytes_per_s,
-                f"{_SYNC_BYTES} N bytes / W",
-            ),
+            "weight_sync": (_SYNC_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_SYNC_BYTES} N bytes / W"),
         }
 
     def step_seconds(self) -> float:
-        """Lower bound of a step's seconds: the sum of its phases, but max(rollout, training) if they overlap."""
+        """Lower bound: the sum of the phases, but max(rollout, training) if they overlap."""
         times = {name: value for name, (value, _) in self.seconds().items()}
         rollout, weight_sync = times.pop("rollout"), times.pop("weight_sync")
         return self._combined(rollout, sum(times.values())) + weight_sync
@@ -341,7 +322,7 @@ class Plan:
         return prompts * forward_flops(decoder_of(shape), group, n * response)
 
     def _rollout(self, devices: int, speed: Device) -> tuple[float, str]:
-        """Prefill of prompts, then decoding: bound by FLOPs, or by memory reads of weights and cache."""
+        """Prefill, then decoding: bound by FLOPs, or by memory reads of weights and cache."""
         config, shape = self.config, decoder_of(self.policy)
         prompt, response = round(self.lengths.prompt), round(self.lengths.response)
         prompts = config.data.train_batch_size
@@ -355,34 +336,28 @@ class Plan:
         return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
 
     def split(self, devices: int) -> dict[str, float]:
-        """The best split of `devices` into separate pools: the pool sizes, and the seconds of each.
-
-        Concurrent pools take the time of the slower one, alternating pools the sum.
-        """
+        """The best sizes of separate pools; concurrent ones take the time of the slower."""
         times = {name: value for name, (value, _) in self.seconds().items()}
         parallel = self.config.rollout.tensor_model_parallel_size
         rollout = times["rollout"] * self.config.num_engines * parallel
         train = (times["score"] + times["update"]) * self.config.num_ranks
-        splits = [
-            {"train": devices - engines, "generate": engines, "train_s": train / (devices - engines)}
-            | {"generate_s": rollout / engines}
-            for engines in range(parallel, devices, parallel)
-        ]
-        return min(splits, key=lambda each: self._combined(each["generate_s"], each["train_s"]))
+        splits = ((devices - engines, engines) for engines in range(parallel, devices, parallel))
+        trained, generated = min(splits, key=lambda each: self._combined(rollout / each[1], train / each[0]))
+        best = {"train": trained, "generate": generated}
+        return {**best, "train_s": train / trained, "generate_s": rollout / generated}
 
 
-def _largest(terms: Sequence[Terms]) -> Terms:
+def _largest(terms: Iterable[Terms]) -> Terms:
     return max(terms, key=lambda each: sum(each.values()))
 
 
 def changed(config: Any, key: str, value: Any) -> Any:
-    """The configuration with one key changed. Raises ConfigError if its group becomes invalid."""
     name, _, rest = key.partition(".")
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
 def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
-    """Build the plan. Raises ConfigError for a model that cannot be read or whose context is too short."""
+    """Raises ConfigError for a model that cannot be read or whose context is too short."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config)
     assert config.model.path is not None
@@ -399,7 +374,7 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
 
 
 def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path") -> ModelShape:
-    """The shape of the model at `path`, the value of `key`, from its configuration. ConfigError if there is none."""
+    """From the model's configuration. Raises ConfigError, naming `key`, if there is none."""
     config = read_model_config(path, key)
     try:
         with torch.device("meta"):
@@ -410,7 +385,6 @@ def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key:
 
 
 def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
-    """The shape of a module, which may be on the meta device."""
     layers = decoder_layers(module)
     named = dict(layers[0].named_parameters())
     width = head_size(config)
@@ -431,16 +405,12 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
 
 
 def decoder_of(shape: ModelShape) -> DecoderShape:
-    """The sizes that determine a model's FLOPs."""
     matrices = shape.layers * shape.layer_parameters
     return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
 
 
 def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Task]], prompt_ids: PromptIds) -> Lengths:
-    """Mean lengths of prompts and golden responses in the training files; the maximum lengths without a file.
-
-    Multi-turn episodes have no golden response: the maximum length is assumed.
-    prompt_ids: tokenizes a task's prompt (verl.trainer.builders.env.prompt_fn)
+    """Mean lengths of prompts and golden responses; the maximum lengths without a file, and of multi-turn responses.
 
     Raises DataError for rows that cannot be used, as training would.
     """
@@ -476,7 +446,6 @@ def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
 
 
 def plan_of_run(config: Config, inputs: Inputs) -> Plan:
-    """The plan of a run whose inputs have been read."""
     runner = inputs.episode_runner
     lengths = read_lengths(config, runner.chat, inputs.train, prompt_fn(runner))
     return build_plan(config, lengths, find_hardware(config))

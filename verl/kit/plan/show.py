@@ -36,7 +36,6 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def format_devices(plan: Plan) -> str:
-    """Number of devices for training and for generation, and whether they work concurrently."""
     config = plan.config
     if plan.hardware.on_cpu:
         kind, engines, threads = "rank(s)", config.num_engines, threads_of(config)
@@ -60,7 +59,6 @@ def format_in_flight(plan: Plan) -> str:
 
 
 def format_split(plan: Plan) -> str:
-    """The best split of the same GPUs into the two pools."""
     config = plan.config
     total = config.num_ranks + _engine_devices(config)
     best = plan.split(total)
@@ -113,10 +111,7 @@ def print_suggestions(plan: Plan, console: Console) -> None:
 
 def format_suggestions(plan: Plan) -> str:
     options = [
-        " ".join(f"{key}={_value(value)}" for key, value in changes.items()) for changes in plan.suggested_changes()
+        " ".join(f"{key}={'true' if value is True else value}" for key, value in changes.items())
+        for changes in plan.suggested_changes()
     ]
     return "; or ".join(options) or "more than three keys, a smaller model or larger devices"
-
-
-def _value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,4 @@
-"""Preflight: checks for the most common failures before the run, in under a minute, on a tiny copy of the model.
-
-The tokenizer's round trip, the reward lab on a few rows, scripted rollouts through one optimizer step, the batch
-arithmetic and the expected memory.
-"""
+"""Preflight: the most common failures, found in under a minute on a tiny copy of the model."""
 
 from __future__ import annotations
 
@@ -57,8 +53,7 @@ _LR = 1e-3  # for the trial step on the tiny copy: large enough for a visible ef
 
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Run all checks and print their results. Raises ConfigError or DataError at the first failure."""
-    chat, tasks = inputs.episode_runner.chat, inputs.train[0][:_NUM_ROWS]
-    rewards = inputs.rewards
+    chat, tasks, rewards = inputs.episode_runner.chat, inputs.train[0][:_NUM_ROWS], inputs.rewards
     assert config.model.path is not None
     shape = read_model_config(config.model.path)
     for name, result in (
@@ -78,8 +73,7 @@ def golden(rewards: Rewards, task: Task) -> str:
 
 
 def check_round_trip(chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], max_response_length: int) -> str:
-    """Responses must survive the round trip through their tokens, or the reward would score another text; and most of
-    them must fit into the response length."""
+    """Responses must survive the round trip through their tokens, and most must fit into the response length."""
     lengths = []
     for task in tasks:
         text = golden(rewards, task).strip()
@@ -119,7 +113,7 @@ def check_reward(rewards: Rewards, tasks: Sequence[Task]) -> str:
 def check_step(
     shape: PretrainedConfig, chat: ChatTemplate, rewards: Rewards, tasks: Sequence[Task], config: Config
 ) -> str:
-    """Golden and useless responses through scoring, advantages, packing, one update; it must favor the golden ones."""
+    """One update, from scoring on, must favor golden over useless responses."""
     if config.env.multi_turn and not all(isinstance(rewards.of(task), LabReward) for task in tasks[:4]):
         return "skipped: the reward has no golden responses, and episodes are multi-turn"
     chosen = list(tasks[:4])
@@ -165,15 +159,14 @@ def _learn(shape: PretrainedConfig, groups: Sequence[TrajectoryGroup], config: C
             settings = OptimizerSettings(lr=_LR, weight_decay=0.0)
             engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)
             worker = PolicyWorker(engine, config.rollout.temperature)
-            longest = int(batch.num_tokens.max())
-            policy = Policy(LocalGroup(worker), PackSettings(max(longest, config.actor.max_tokens_per_pack)))
+            tokens_per_pack = max(int(batch.num_tokens.max()), config.actor.max_tokens_per_pack)
+            policy = Policy(LocalGroup(worker), PackSettings(tokens_per_pack))
             sharding = policy.shard_for_scoring(batch)
             old = policy.score(sharding)
             algorithm = replace(GRPO, kl=KLTerm())
             batch = with_advantages(replace(batch, old_logprobs=old), algorithm)
             advantages = batch.advantages
-            assert advantages is not None
-            if not advantages.any():
+            if advantages is None or not advantages.any():
                 raise ConfigError("golden and useless responses get the same reward, so all advantages are zero")
             grad_norm = policy.update(batch, algorithm)["actor/grad_norm"].value
             if not math.isfinite(grad_norm) or grad_norm == 0.0:
@@ -186,7 +179,7 @@ def _learn(shape: PretrainedConfig, groups: Sequence[TrajectoryGroup], config: C
 
 
 def check_memory(plan: Plan) -> str:
-    """Expected memory of a rank and an engine. Raises ConfigError with suggestions if it exceeds a GPU's."""
+    """Raises ConfigError with suggestions if a rank or an engine exceeds a GPU's."""
     rank, engine = plan.peak_gib(), sum(plan.engine().values()) / GIB
     summary = (
         f"{plan.policy.parameters / 1e6:.1f}M parameters; at most {rank:.2f} GiB per trainer rank, "

@@ -1,8 +1,7 @@
 """Replay a recorded training step: python -m verl.kit.replay RUN --step N
 
-RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. Weights are loaded
-from the newest checkpoint before the step, or from the initial model; the recorded updates from there to the step are
-replayed, and the step's metrics are compared (docs/replay.md).
+RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. The recorded updates
+from the newest checkpoint before the step are replayed, and the step's metrics are compared (docs/replay.md).
 Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
 """
 

@@ -73,7 +73,6 @@ class Recorder:
 
 
 def build_recorder(config: Config, folder: Path, device: str, total_steps: int) -> Recorder:
-    """The recorder of a run. total_steps: end of the schedules"""
     return Recorder(folder, flattened(asdict(abs_paths(config))), made_by(config, device, total_steps))
 
 
@@ -96,7 +95,6 @@ def record_path(run_folder: Path, step: int) -> Path:
 
 
 def recorded_steps(run_folder: Path) -> list[int]:
-    """The steps that have a record, in order."""
     return sorted(int(path.stem.removeprefix("step-")) for path in (run_folder / "records").glob("step-*.npz"))
 
 
@@ -108,15 +106,14 @@ _DAMAGES = (
 
 
 def read_record(path: Path) -> Record:
-    """The record at `path`. Raises DataError if there is none, if it is damaged or of another format."""
+    """Raises DataError if there is none, if it is damaged or of another format."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             header = json.loads(str(arrays[_HEADER]))
             if header["format"] != FORMAT:
                 raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
-            batch = TokenBatch(
-                **{name.removeprefix(_BATCH): arrays[name] for name in arrays.files if name.startswith(_BATCH)}
-            )
+            names = [name for name in arrays.files if name.startswith(_BATCH)]
+            batch = TokenBatch(**{name.removeprefix(_BATCH): arrays[name] for name in names})
             del header["format"]
             return Record(batch=batch, **header)
     except DataError:

@@ -1,4 +1,4 @@
-"""Replay of a training step from its record: no engine, tasks or reward; the same ranks, weights and arithmetic."""
+"""Replay of a training step from its record, by the same ranks, weights and arithmetic."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Replay:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """How to reach a step: the checkpoint to start from (None: the initial model), and the records after it."""
+    """The checkpoint to start from (None: the initial model), and the records after it."""
 
     start: Path | None
     records: Sequence[Path]  # the last is that of the step itself
 
 
 def plan_replay(folder: Path, step: int) -> ReplayPlan:
-    """The shortest replay of a step of the run in `folder`. Raises DataError if it needs a missing record."""
+    """The shortest replay. Raises DataError if it needs a missing record."""
     recorded = recorded_steps(folder)
     if step not in recorded:
         known = _ranges(recorded) if recorded else "none; trainer.record=true writes them"
@@ -88,7 +88,7 @@ def plan_replay(folder: Path, step: int) -> ReplayPlan:
 
 
 def replay(folder: Path, step: int) -> Replay:
-    """Replay a recorded step in new processes. Raises DataError or ConfigError if that is impossible."""
+    """In new processes. Raises DataError or ConfigError if that is impossible."""
     plan = plan_replay(folder, step)
     target = read_record(plan.records[-1])
     config = restored_config(target.settings)
@@ -98,11 +98,7 @@ def replay(folder: Path, step: int) -> Replay:
 
 
 def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Replay:
-    """Start the ranks and replay the records one after the other.
-
-    target: the last record. Logs a warning if the others have different settings, or if this machine and code differ
-    from those that made it: rounding may then differ.
-    """
+    """target: the last record. Logs a warning if settings, machine or code differ from its own: so may rounding."""
     device, total_steps = str(target.made_by["device"]), int(target.made_by["total_steps"])
     _log_differences("here", made_by(config, device, total_steps), target.made_by)
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
@@ -130,19 +126,15 @@ def replay_step(learner: Learner, record: Record) -> dict[str, float]:
 
 
 def _arithmetic(record: Record) -> dict[str, Any]:
-    """Settings that affect how a step is computed."""
     chosen = {key: value for key, value in record.settings.items() if key.startswith(_ARITHMETIC_KEYS)}
     return {**chosen, **record.made_by}
 
 
 def _log_differences(where: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    differences = [
-        f"{key} is {found.get(key)} {where}, but {wanted.get(key)} in the record"
-        for key in sorted({*found, *wanted})
-        if found.get(key) != wanted.get(key)
-    ]
-    if differences:
-        _log.warning("%s: the result may differ", "; ".join(differences))
+    keys = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    if keys:
+        shown = "; ".join(f"{key} is {found.get(key)} {where}, but {wanted.get(key)} in the record" for key in keys)
+        _log.warning("%s: the result may differ", shown)
 
 
 def _same(one: float, other: float | None) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import bm25s
 
@@ -14,12 +15,7 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG 
 
 
 class Bm25Retriever(Retriever):
-    """Ranks passages by BM25.
-
-    corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`
-
-    Raises DataError for an unreadable file or row, and for a corpus without any term.
-    """
+    """corpus: a file for verl.data.rows.read_rows, such as .jsonl.gz, of objects with `id` and `contents`"""
 
     def __init__(self, corpus: str) -> None:
         self._passages = list(read_corpus(corpus))
@@ -36,12 +32,8 @@ class Bm25Retriever(Retriever):
         """Passages that share no term with a query are left out, even if fewer than k remain."""
         rows, scores = self._index.retrieve(_tokenize(queries), k=min(k, len(self._passages)), show_progress=False)
         return [
-            [
-                Passage(self._passages[row].id, self._passages[row].contents, float(score))
-                for row, score in zip(rows_of_one, scores_of_one, strict=True)
-                if score > 0
-            ]
-            for rows_of_one, scores_of_one in zip(rows, scores, strict=True)
+            [replace(self._passages[row], score=float(score)) for row, score in zip(*ranked, strict=True) if score > 0]
+            for ranked in zip(rows, scores, strict=True)
         ]
 
 

@@ -14,11 +14,7 @@ from verl.net.endpoints import Endpoint, EndpointPool
 class HttpRetriever(EndpointPool):
     """Round robin over the servers; a server that fails is skipped. Retries are up to the caller.
 
-    urls:      full routes, such as http://127.0.0.1:8000/retrieve; one, or several that serve the same corpus
-    timeout_s: per request and server
-    health_timeout_s: time without any response, after which requests to a server fail
-
-    Raises ConfigError if there is no URL.
+    urls: full routes, such as http://127.0.0.1:8000/retrieve; one, or several that serve the same corpus
     """
 
     def __init__(self, urls: str | Sequence[str], timeout_s: float = 10.0, health_timeout_s: float = 30.0) -> None:

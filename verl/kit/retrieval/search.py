@@ -20,7 +20,7 @@ RETRIEVERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a corpus; the first line of `contents` is its title. Higher scores are better."""
+    """The first line of `contents` is its title. Higher scores are better."""
 
     id: str
     contents: str
@@ -69,7 +69,6 @@ class SearchTool:
         return format_passages(found) or "Nothing was found."
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError if the retriever's service does not answer."""
         await check_services([self._retriever])
 
     async def close(self) -> None:
@@ -78,8 +77,5 @@ class SearchTool:
 
 def format_passages(passages: Sequence[Passage]) -> str:
     """Search-R1's format, one line per passage: `Doc 1(Title: "Rome") Rome is ...`."""
-    lines = []
-    for number, passage in enumerate(passages, start=1):
-        title, _, text = passage.contents.partition("\n")
-        lines.append(f"Doc {number}(Title: {title}) {text}\n")
-    return "".join(lines)
+    parted = (passage.contents.partition("\n") for passage in passages)
+    return "".join(f"Doc {number}(Title: {title}) {text}\n" for number, (title, _, text) in enumerate(parted, start=1))

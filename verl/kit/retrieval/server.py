@@ -41,10 +41,11 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
         result: list[list[dict[str, Any]]] = []
         for query in queries:  # sequentially, so that the rest can be canceled
             (passages,) = await retriever.search([query], request.topk or topk)
-            documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
-            scored = zip(documents, passages, strict=True)
-            with_scores = [{"document": document, "score": passage.score} for document, passage in scored]
-            result.append(with_scores if request.return_scores else documents)
+            documents: list[dict[str, Any]] = [{"id": passage.id, "contents": passage.contents} for passage in passages]
+            if request.return_scores:
+                scored = zip(documents, passages, strict=True)
+                documents = [{"document": document, "score": passage.score} for document, passage in scored]
+            result.append(documents)
         return {"result": result}
 
     @app.get("/health")
@@ -55,7 +56,7 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if the corpus is unreadable or the address unavailable."""
+    """Serve until interrupted. Returns 2 if it cannot start."""
     parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     add_serving_arguments(parser, port=8000, max_body_mib=1)

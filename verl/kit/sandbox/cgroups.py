@@ -36,21 +36,17 @@ class Files:
     """One cgroup's files; purposes as in inside/cgroup.py."""
 
     folders: tuple[Path, ...]  # to create, outer ones first
-    settings: dict[Path, str]  # written once, if the file exists
+    no_swap: tuple[Path, str]  # set once, if the file exists
     opened: tuple[tuple[str, Path], ...]  # purpose, file
 
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Where cgroups can be created.
-
-    bases:   the folder of each hierarchy: a single one for version 2, those of HIERARCHIES for version 1
-    freezer: version 1 only: the folder of an additional version 2 hierarchy
-    """
+    """Where cgroups can be created."""
 
     version: int
-    bases: dict[str, Path]
-    freezer: Path | None = None
+    bases: dict[str, Path]  # the folder of each hierarchy: "unified" for version 2, else those of HIERARCHIES
+    freezer: Path | None = None  # version 1 only: the folder of an additional version 2 hierarchy
 
     @property
     def freezes(self) -> bool:
@@ -69,17 +65,11 @@ class Cgroups:
         if self.version == 2:
             folder = self.bases["unified"] / pool / name
             cell = folder / CELL
-            own = {
-                "join": "cgroup.procs",
-                "memory_max": "memory.max",
-                "memory_used": "memory.current",
-                "memory_events": "memory.events",
-                "reclaim": "memory.reclaim",
-                "processes_max": "pids.max",
-                "cpu_stat": "cpu.stat",
-            }
-            opened = [(purpose, folder / file) for purpose, file in own.items()]
-            return Files((folder, cell), {folder / "memory.swap.max": "0"}, (*opened, *_freezing(cell)))
+            opened = [("join", folder / "cgroup.procs"), ("memory_max", folder / "memory.max")]
+            opened += [("memory_used", folder / "memory.current"), ("memory_events", folder / "memory.events")]
+            opened += [("reclaim", folder / "memory.reclaim"), ("processes_max", folder / "pids.max")]
+            opened += [("cpu_stat", folder / "cpu.stat"), *_freezing(cell)]
+            return Files((folder, cell), (folder / "memory.swap.max", "0"), tuple(opened))
         memory, pids, cpuacct = (self.bases[each] / pool / name for each in HIERARCHIES)
         opened = [("join", each / "tasks") for each in (memory, pids, cpuacct)]  # faster than cgroup.procs
         opened += [("memory_max", memory / "memory.limit_in_bytes"), ("memory_used", memory / "memory.usage_in_bytes")]
@@ -88,7 +78,7 @@ class Cgroups:
         cells = [self.freezer / pool / name] if self.freezer else []
         opened += [each for cell in cells for each in _freezing(cell)]
         folders = dict.fromkeys((memory, pids, cpuacct, *cells))  # hierarchies may be mounted as one
-        return Files(tuple(folders), {memory / "memory.swappiness": "0"}, tuple(opened))
+        return Files(tuple(folders), (memory / "memory.swappiness", "0"), tuple(opened))
 
 
 def _open(file: Path) -> int:
@@ -112,14 +102,12 @@ class Group:
         try:
             for folder in files.folders:
                 folder.mkdir()
-            for file, text in files.settings.items():
-                if file.exists():
-                    file.write_text(text)
+            if files.no_swap[0].exists():
+                files.no_swap[0].write_text(files.no_swap[1])
             for purpose, file in files.opened:
-                if purpose == "reclaim" and not file.exists():  # before Linux 5.19
-                    continue
-                self.descriptors.append(_open(file))
-                self.purposes.append(purpose)
+                if purpose != "reclaim" or file.exists():  # since Linux 5.19
+                    self.descriptors.append(_open(file))
+                    self.purposes.append(purpose)
         except OSError:
             self.close()
             self.remove()
@@ -132,8 +120,7 @@ class Group:
 
     def remove(self) -> bool:
         """Remove the folders; False while a process is left in them."""
-        left = [folder for folder in reversed(self._files.folders) if not _remove(folder)]
-        return not left
+        return not [folder for folder in reversed(self._files.folders) if not _remove(folder)]
 
 
 class CgroupPool:
@@ -155,7 +142,6 @@ class CgroupPool:
         return self._groups[-1]
 
     def leave(self, group: Group) -> None:
-        """Remove it once its processes have exited."""
         self._left.append(group)
 
     def close(self) -> None:
@@ -173,7 +159,6 @@ class CgroupPool:
         self._name, self._groups, self._left = "", [], []
 
     def _remove(self, groups: list[Group]) -> bool:
-        """Remove groups; returns whether all are gone."""
         gone = [group for group in groups if group.remove()]
         for kept in (self._groups, self._left):
             kept[:] = [group for group in kept if group not in gone]
@@ -192,18 +177,18 @@ class CgroupPool:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Where this process can create cgroups with limits; None if nowhere. Removes leftovers of killed pools."""
+    """Where cgroups can be created; None if nowhere. Removes leftovers of killed pools."""
     try:
         mounts = _own_folders(proc)
     except OSError:  # a kernel without cgroups
         return None
     for top in {mounts[name][0] for name in ("unified", *HIERARCHIES) if name in mounts}:
         _remove_stale(top)
-    return next(filter(_works, (*_of_version_2(mounts), *_of_version_1(mounts))), None)
+    return next(filter(_works, _candidates(mounts)), None)
 
 
 def _own_folders(proc: Path) -> dict[str, tuple[Path, Path]]:
-    """Hierarchy (a version 1 controller, or "unified") -> its mount point, and this process's folder in it."""
+    """Controller of version 1, or "unified" -> its mount point, and this process's folder in it."""
     own = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -223,26 +208,19 @@ def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
-def _of_version_2(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
-    """Below or beside this process's cgroup: a cgroup with processes cannot have children with controllers."""
-    if "unified" in mounts:
-        top, own = mounts["unified"]
+def _candidates(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
+    """This process's cgroup or its parent's: one with processes has no children with controllers."""
+    top, own = mounts.get("unified", (None, None))
+    if own:
         for folder in (own, own.parent) if own != top else (own,):
             if _enable(folder):
                 yield Cgroups(2, {"unified": folder})
-
-
-def _of_version_1(mounts: dict[str, tuple[Path, Path]]) -> Iterator[Cgroups]:
     if mounts.keys() >= set(HIERARCHIES):
         bases = {name: mounts[name][1] for name in HIERARCHIES}
-        freezer = mounts["unified"][1] if "unified" in mounts else None
-        if freezer:
-            yield Cgroups(1, bases, freezer)
-        yield Cgroups(1, bases)
+        yield from (Cgroups(1, bases, freezer) for freezer in dict.fromkeys((own, None)))
 
 
 def _enable(folder: Path) -> bool:
-    """Enable the controllers for children of a folder; returns whether they are available."""
     try:
         if set(CONTROLLERS) <= set((folder / "cgroup.subtree_control").read_text().split()):
             return True
@@ -256,25 +234,16 @@ def _enable(folder: Path) -> bool:
 
 def _works(cgroups: Cgroups) -> bool:
     """Whether a process can join a cgroup created there."""
-    pool = CgroupPool(cgroups)
     try:
-        group = pool.make()
-    except OSError as error:
+        with contextlib.closing(CgroupPool(cgroups)) as pool, contextlib.closing(pool.make()) as group:
+            given = zip(group.purposes, group.descriptors, strict=True)
+            joins = [descriptor for purpose, descriptor in given if purpose in ("join", "cell")]
+            script = "".join(f"echo 0 >/proc/self/fd/{number} || exit 1\n" for number in joins)
+            command = ["/bin/sh", "-c", script]
+            done = subprocess.run(command, pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
         log.debug("cannot use %s: %s", cgroups, error)
-        pool.close()
         return False
-    try:
-        given = zip(group.purposes, group.descriptors, strict=True)
-        joins = [descriptor for purpose, descriptor in given if purpose in ("join", "cell")]
-        script = "".join(f"echo 0 >/proc/self/fd/{number} || exit 1\n" for number in joins)
-        command = ["/bin/sh", "-c", script]
-        done = subprocess.run(command, pass_fds=joins, capture_output=True, check=False, timeout=JOIN_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    finally:
-        group.close()
-        pool.leave(group)
-        pool.close()
     return done.returncode == 0
 
 

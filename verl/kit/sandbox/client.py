@@ -1,8 +1,4 @@
-"""A remote sandbox: one or more servers with SandboxFusion's HTTP protocol, ours or the original.
-
-Each request goes to the server with the fewest requests in flight. A server that fails is skipped with exponential
-backoff and must pass a health check before it gets requests again; its request is retried on another server.
-"""
+"""A remote sandbox: one or more servers with SandboxFusion's HTTP protocol, ours or the original."""
 
 from __future__ import annotations
 
@@ -33,13 +29,11 @@ class TooLargeError(DataError):
 
 
 class RemoteSandbox(EndpointPool):
-    """Load-balances over sandbox servers.
+    """Load-balances over sandbox servers. The request of a server that fails is retried on another one.
 
-    urls:         such as http://host:8080
     max_requests: in flight, over all servers; further ones are queued
     patience_s:   retry period before a ServiceDownError that lists the servers with their problems
     queue_s:      maximum queueing time on a server, in addition to the code's own limit
-    health_timeout_s: time without any response, to /v1/ping too, after which a server's requests go to another
     """
 
     def __init__(
@@ -98,7 +92,6 @@ class RemoteSandbox(EndpointPool):
         )
 
     async def session(self) -> RemoteSession:
-        """Cells that share variables; see `RemoteSession`."""
         return RemoteSession(self)
 
     async def run_cells(self, cells: Sequence[str], limits: Limits) -> RunJupyterResponse:
@@ -147,7 +140,6 @@ class RemoteSession:
         self._cells: list[str] = []
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
-        """Run the next cell, after a replay of all earlier ones."""
         cells = [*self._cells, code]
         started = time.monotonic()
         answer = await self._sandbox.run_cells(cells, limits or self._sandbox.limits)

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def check_isolation(isolation: str) -> None:
-    """Raises ConfigError if this machine does not support the isolation; warns if there is none."""
+    """Raises ConfigError if this machine does not support it; warns if there is none."""
     if isolation == "none":
         log.warning("sandbox.isolation=none: untrusted code has this user's permissions, including the network")
         return
@@ -67,16 +67,14 @@ def check_isolation(isolation: str) -> None:
 
 @dataclass(frozen=True)
 class Channel:
+    """To a supervisor, which exits with all of its processes when the socket is closed."""
+
     socket: socket.socket
     group: Group | None
 
-    def close(self) -> None:
-        """Terminates the supervisor and all of its processes."""
-        self.socket.close()
-
 
 class ForkServer:
-    """Started on demand and restarted after a crash. num_channels: channels in use, maintained by the pool"""
+    """Started on demand, restarted after a crash. num_channels: in use, maintained by the pool"""
 
     def __init__(self, isolation: Isolation, preload: Sequence[str], cgroups: CgroupPool | None) -> None:
         self._isolation = isolation
@@ -89,7 +87,7 @@ class ForkServer:
         self.num_channels = 0
 
     async def open(self) -> Channel:
-        """A non-blocking channel to an idle supervisor. Raises ServiceDownError if no server can be started."""
+        """A non-blocking channel to an idle supervisor. Raises ServiceDownError if none starts."""
         async with self._lock:
             if self._process and (ended := self._process.poll()) is not None:
                 cause = f"killed by {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
@@ -114,16 +112,15 @@ class ForkServer:
         self._idle.append(channel)
 
     def drop(self, channel: Channel) -> None:
-        """Terminate a supervisor that must not be reused."""
-        channel.close()
+        channel.socket.close()
         if channel.group and self._cgroups:
             self._cgroups.leave(channel.group)
 
     def replace(self, cause: str) -> None:
         """Terminate an unresponsive server; `open` restarts it."""
         if self._process:
-            number = self._process.pid
-            log.warning("sandbox fork server %d: %s (%s); restarting", number, cause, _stopped(number))
+            stopped = _stopped(self._process.pid)
+            log.warning("sandbox fork server %d: %s (%s); restarting", self._process.pid, cause, stopped)
         self.close()
 
     def close(self) -> None:
@@ -154,7 +151,6 @@ class ForkServer:
         return Channel(ours, group)
 
     def _hand_over(self, channel: socket.socket) -> bool:
-        """Whether a running fork server received it."""
         if self._control is None:
             return False
         try:
@@ -199,7 +195,6 @@ class ForkServer:
 
 
 def _stopped(ancestor: int) -> str:
-    """Lists the stopped processes in a process tree, for a message."""
     found = []
     with contextlib.suppress(psutil.Error):  # it has exited
         first = psutil.Process(ancestor)
@@ -260,7 +255,7 @@ def _in_bubblewrap(
 
 
 def _first_process(descriptor: int) -> int:
-    """The child pid from bubblewrap's --info-fd JSON; there is no EOF while others hold the write end."""
+    """From bubblewrap's --info-fd JSON, without EOF while others hold the write end."""
     text = b""
     while not text.rstrip().endswith(b"}"):
         part = os.read(descriptor, 4096)
@@ -297,6 +292,5 @@ def _prefix_inside() -> str:
 
 
 def _bound_folders() -> list[str]:
-    """The interpreter's folders outside of the system's."""
     folders = dict.fromkeys((_prefix_inside(), sys.base_prefix))
     return [folder for folder in folders if not Path(folder).is_relative_to("/usr") and not folder.startswith("/tmp")]

@@ -41,7 +41,6 @@ class LocalSandbox:
     workers:   fork servers and concurrent executions; further ones are queued, which does not count as their time
     isolation: "none" keeps resource limits and process cleanup, but gives no other guarantee
     preload:   modules imported before the fork; modules that are not installed are skipped
-    limits:    default limits of an execution
     require_cgroup: raise ConfigError if this machine has no cgroup to limit memory, processes and CPU time
     """
 
@@ -87,11 +86,10 @@ class LocalSandbox:
         raise ServiceDownError("sandbox", "its supervisor exited without an answer, twice in a row")
 
     async def session(self, files: Mapping[str, bytes] | None = None) -> LocalSession:
-        """A fresh interpreter with files in its working folder."""
         return LocalSession(self, files or {})
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError if this machine cannot confine executions, as in many containers."""
+        """Raises ServiceDownError if executions cannot be confined, as in many containers."""
         log.info("sandbox: limits are enforced by %s", self.cgroups or "polling: cannot create a cgroup here")
         if self._isolation == "none":
             return
@@ -102,7 +100,6 @@ class LocalSandbox:
             await trial.close()
 
     async def close(self) -> None:
-        """Terminate all processes, including sessions."""
         for server in self._servers:
             server.close()
         if self._cgroup_pool:
@@ -110,7 +107,7 @@ class LocalSandbox:
 
     @contextlib.asynccontextmanager
     async def converse(self) -> AsyncIterator[Conversation]:
-        """An idle supervisor of the least busy server; terminated after the block unless `over`."""
+        """A supervisor of the least busy server; terminated after the block unless `over`."""
         server = min(self._servers, key=lambda each: each.num_channels)
         server.num_channels += 1
         try:
@@ -132,7 +129,7 @@ class Conversation:
         self.over = False  # no state is left; the supervisor can be reused
 
     async def run(self, task: Mapping[str, Any], *inputs: bytes) -> Execution | None:
-        """Run a task, whose inputs and outputs bypass the supervisor's memory; None if the supervisor is lost."""
+        """Run a task; inputs and outputs bypass the supervisor's memory. None if it is lost."""
         with contextlib.ExitStack() as stack:
             outputs = [os.memfd_create("output") for _ in range(2)]
             for output in outputs:
@@ -161,7 +158,6 @@ class Conversation:
         return None
 
     async def send(self, task: Mapping[str, Any], *inputs: bytes, outputs: Sequence[int] = ()) -> None:
-        """Send a message that needs no answer."""
         frame = frames.encode(task)
         with contextlib.ExitStack() as stack:
             descriptors = [*map(frames.sealed, inputs)]
@@ -200,8 +196,10 @@ class LocalSession:
         _check_limits(bounds)
         async with self._lock, self._sandbox.slots:
             if self._conversation is None or not self._conversation.alive:
-                await self._begin(bounds)
-            assert self._conversation
+                await self._end()
+                request = _request("session", "", self._files, bounds)
+                self._conversation = await self._stack.enter_async_context(self._sandbox.converse())
+                await self._conversation.send({"limits": asdict(bounds)}, request, b"")
             try:
                 execution = await self._conversation.run({"code": code, "limits": asdict(bounds)})
             except BaseException:  # no caller is waiting any more
@@ -213,7 +211,7 @@ class LocalSession:
             return execution
 
     async def fetch(self, paths: Sequence[str]) -> Mapping[str, bytes]:
-        """Files of the working folder. Terminates the interpreter: files must not change while they are read."""
+        """Terminates the interpreter: files must not change while they are read."""
         names = _paths(paths, "fetch")
         async with self._lock:
             if self._conversation is None:
@@ -226,19 +224,12 @@ class LocalSession:
         async with self._lock:
             await self._end()
 
-    async def _begin(self, limits: Limits) -> None:
-        await self._end()
-        request = _request("session", "", self._files, limits)
-        self._conversation = await self._stack.enter_async_context(self._sandbox.converse())
-        await self._conversation.send({"limits": asdict(limits)}, request, b"")
-
     async def _end(self) -> None:
         self._conversation = None
         await self._stack.aclose()
 
 
 def _request(language: str, code: str, files: Mapping[str, bytes], limits: Limits) -> bytes:
-    """The request to the forked process. Raises DataError for invalid parts."""
     paths = {PurePosixPath(name) for name in _paths(files, "files")}
     _check_limits(limits)
     for path in paths:
@@ -258,7 +249,7 @@ def _check_limits(limits: Limits) -> None:
 
 
 def _paths(paths: Iterable[str], field: str) -> list[str]:
-    """The deduplicated paths, all in the working folder. Raises DataError for invalid file names."""
+    """The paths, each once. Raises DataError unless they lie in the working folder."""
     names = list(dict.fromkeys(paths))
     for name in names:
         path = PurePosixPath(name)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from verl.envs.sandbox import Execution, Limits, Status
+from verl.envs.sandbox import Limits, Status
 from verl.errors import DataError
 
 RUN_STATUS = {Status.FINISHED: "Finished", Status.ERROR: "Error", Status.TIMEOUT: "TimeLimitExceeded"}
@@ -48,8 +48,6 @@ class RunCodeResponse(BaseModel):
 
 
 class RunJupyterRequest(BaseModel):
-    """POST /run_jupyter: cells of one fresh interpreter."""
-
     cells: list[str] = Field(max_length=MAX_CELLS)
     cell_timeout: Seconds = 0.0  # per cell; 0: only the total applies
     total_timeout: Seconds = 45.0
@@ -79,7 +77,7 @@ class RunJupyterResponse(BaseModel):
 
 
 def limits_of(wall_s: float, memory_mib: int, default: Limits, largest: Limits) -> Limits:
-    """The limits of a request; the protocol has only these two. Raises DataError above the server's maximum."""
+    """The limits of a request. Raises DataError above the server's maximum."""
     memory_mib = memory_mib if memory_mib > 0 else default.memory_mib
     if wall_s > largest.wall_s:
         expected = f"at most {largest.wall_s:g} s on this server (--max-timeout-s)"
@@ -88,14 +86,3 @@ def limits_of(wall_s: float, memory_mib: int, default: Limits, largest: Limits) 
         expected = f"at most {largest.memory_mib} on this server (--max-memory-mib)"
         raise DataError(f"{memory_mib} MiB of memory", expected, field="memory_limit_MB")
     return replace(default, wall_s=wall_s, cpu_s=wall_s, memory_mib=memory_mib)
-
-
-def run_result(done: Execution) -> CommandRunResult:
-    """An execution in the protocol's format."""
-    return CommandRunResult(
-        status=RUN_STATUS[done.status],
-        execution_time=done.seconds,
-        return_code=done.return_code,
-        stdout=done.stdout,
-        stderr=done.stderr,
-    )

@@ -28,8 +28,6 @@ class _PythonOptions:
     print_last: also print the value of the last line, if that is an expression whose value is not None
     limits:     fields of verl.envs.sandbox.Limits; default: the sandbox's. `wall_s` should be below the deadline of
                 calls, so that partial output is returned
-
-    Raises ConfigError for unknown limits.
     """
 
     summary = "Runs Python code."
@@ -86,7 +84,7 @@ class PythonSession:
 
 
 def parse_limits(fields: Mapping[str, Any] | None) -> Limits | None:
-    """Limits with these fields; None for the sandbox's. Raises ConfigError for an invalid limit."""
+    """None for the sandbox's. Raises ConfigError for an invalid limit."""
     if fields is None:
         return None
     known = ", ".join(Limits.__slots__)
@@ -102,10 +100,10 @@ def parse_limits(fields: Mapping[str, Any] | None) -> Limits | None:
 
 
 def answer(execution: Execution) -> str:
-    """The printed output. Raises ToolError with the error message, ToolTimeoutError after a timeout."""
+    """The printed output. Raises ToolError, or ToolTimeoutError after a timeout."""
     if execution.status is Status.FINISHED:
         return execution.stdout
-    printed = "\n".join(part for part in (execution.stdout.rstrip(), execution.stderr.rstrip()) if part)
+    printed = "\n".join(filter(None, (execution.stdout.rstrip(), execution.stderr.rstrip())))
     if execution.status is Status.TIMEOUT:
         raise ToolTimeoutError(f"{printed}\nThe code was stopped after {execution.seconds:.1f} s.".lstrip())
     raise ToolError(printed or f"The code ended with exit code {execution.return_code}.")

@@ -30,7 +30,7 @@ LARGEST = Limits(wall_s=300.0, memory_mib=4096)
 
 
 def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
-    """The application; its shutdown closes the sandbox. largest: maximum wall time and memory of a request"""
+    """Its shutdown closes the sandbox. largest: maximum wall time and memory of a request"""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -59,17 +59,21 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
 
     @app.post("/run_code")
     async def run_code(request: protocol.RunCodeRequest) -> protocol.RunCodeResponse:
-        """Run one program."""
         limits = protocol.limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
             stdin, files = request.stdin or "", _files(request.files)
             done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
         except ServiceDownError as error:
             return protocol.RunCodeResponse(status="SandboxError", message=str(error))
-        status = "Success" if done.status is Status.FINISHED else "Failed"
-        return protocol.RunCodeResponse(
-            status=status, run_result=protocol.run_result(done), files=frames.pack_files(done.files)
+        result = protocol.CommandRunResult(
+            status=protocol.RUN_STATUS[done.status],
+            execution_time=done.seconds,
+            return_code=done.return_code,
+            stdout=done.stdout,
+            stderr=done.stderr,
         )
+        status = "Success" if done.status is Status.FINISHED else "Failed"
+        return protocol.RunCodeResponse(status=status, run_result=result, files=frames.pack_files(done.files))
 
     @app.post("/run_jupyter")
     async def run_jupyter(request: protocol.RunJupyterRequest) -> protocol.RunJupyterResponse:
@@ -114,11 +118,10 @@ async def _run_cells(
 
 
 def _cell(done: Execution) -> protocol.CellResult:
-    """A cell's result; a traceback goes to stderr and to `error`, for programs and for notebooks."""
-    failed = done.status is not Status.FINISHED
-    last = done.stderr.strip().rpartition("\n")[2]
-    name, _, value = last.partition(": ")
+    """A traceback goes to stderr and to `error`, for programs and for notebooks."""
+    name, _, value = done.stderr.strip().rpartition("\n")[2].partition(": ")
     error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": done.stderr.splitlines()}]
+    failed = done.status is not Status.FINISHED
     return protocol.CellResult(stdout=done.stdout, stderr=done.stderr, error=error if failed else [])
 
 
@@ -130,7 +133,7 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if the isolation or the address is not available."""
+    """Serve until interrupted. Returns 2 if it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m verl.kit.sandbox.server", description=__doc__)
     add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")

@@ -32,8 +32,6 @@ class ShellTool:
     """Bash in a per-episode folder, which starts with the files of the task (`extra["files"]`: path -> text).
 
     limits: fields of verl.envs.sandbox.Limits; default: the sandbox's. `file_mib` must hold the folder twice
-
-    Raises ConfigError for unknown limits.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Mapping[str, Any] | None = None) -> None:
@@ -54,8 +52,6 @@ class ShellTool:
 
 
 class Shell:
-    """One episode's folder, and the commands run in it."""
-
     def __init__(self, spec: ToolSpec, sandbox: Sandbox, limits: Limits | None, folder: bytes) -> None:
         self.spec = spec
         self.folder = folder  # a tar file

@@ -1,15 +1,10 @@
-"""HTTP serving with access control, size and concurrency limits, and timeouts.
-
-`Gate` accepts or rejects a request before it reaches the application, and cancels the application's work when the
-client disconnects. `BoundedProtocol` closes stalled connections. `serve` wraps an application in both.
-"""
+"""HTTP serving with access control, size and concurrency limits, and timeouts."""
 
 import argparse
 import asyncio
 import hmac
 import ipaddress
 import math
-import os
 import resource
 import secrets
 import socket
@@ -46,21 +41,15 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """Access control and limits of a server.
-
-    token_file:   file with the token; created (mode 0600) if missing
-    no_token:     accept requests without a token
-    allow_hosts:  accepted Host headers, besides localhost, this machine's name and any IP address
-    max_requests: concurrent requests; more are rejected with status 429
-    """
+    """Access control and limits of a server."""
 
     host: str
     port: int
-    token_file: Path | None = None
+    token_file: Path | None = None  # created (mode 0600) if missing
     no_token: bool = False
-    allow_hosts: Sequence[str] = ()
+    allow_hosts: Sequence[str] = ()  # Host headers, besides localhost, this machine's name and any IP address
     max_body_mib: int = 32
-    max_requests: int = 1024
+    max_requests: int = 1024  # concurrent ones; more are rejected with status 429
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_mib: int) -> None:
@@ -93,7 +82,7 @@ def serving_config(options: argparse.Namespace) -> ServingConfig:
 
 
 def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None) -> FastAPI:
-    """An application whose validation errors never echo the input, which may be huge or contain NaN."""
+    """Validation errors never echo the input, which may be huge or contain NaN."""
     app = FastAPI(title=title, lifespan=lifespan)
 
     @app.exception_handler(RequestValidationError)
@@ -105,7 +94,7 @@ def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManage
 
 
 class Gate:
-    """ASGI middleware: checks token, Host header, body size and concurrency; cancels abandoned requests."""
+    """ASGI middleware: checks token, Host, body size, concurrency; cancels abandoned requests."""
 
     def __init__(self, app: ASGIApp, config: ServingConfig, token: str | None) -> None:
         self._app = app
@@ -134,11 +123,10 @@ class Gate:
         host = headers.get("host", "")
         if not self._is_allowed(host):
             return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
-        if self._token is not None:
-            given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
-                return _refused(401, problem, {"www-authenticate": "Bearer"})
+        given = headers.get("authorization", "").encode()
+        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
+            return _refused(401, problem, {"www-authenticate": "Bearer"})
         if "transfer-encoding" in headers and "content-length" in headers:
             problem = "both a transfer encoding and a length: the end of the body is ambiguous"
             return _refused(400, problem, {"connection": "close"})
@@ -146,7 +134,7 @@ class Gate:
         return self._too_large() if int(length) > self._max_bytes else None
 
     def _is_allowed(self, header: str) -> bool:
-        """Protects against DNS rebinding: accepts our own names and any IP address, which cannot be rebound."""
+        """Against DNS rebinding: accepts our own names, and IP addresses, which cannot be rebound."""
         with suppress(ValueError):
             host = urlsplit(f"//{header}").hostname or ""
             return host in self._hosts or _is_address(host)
@@ -157,7 +145,7 @@ class Gate:
 
     @asynccontextmanager
     async def _body(self, receive: Receive) -> AsyncIterator[bytes | JSONResponse | None]:
-        """The body, or a rejection; None if the client disconnected. Its size is counted while it is in memory."""
+        """The body, counted meanwhile, or a rejection; None if the client disconnected."""
         body, more = bytearray(), True
         refused: JSONResponse | None = None
         try:
@@ -229,10 +217,7 @@ def _busy(problem: str) -> JSONResponse:
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with timeouts for sending a request and for reading its response.
-
-    If connections use half of the process's file descriptors, the oldest one without a complete request is closed.
-    """
+    """HTTP/1.1 with timeouts. At half of the descriptors, the oldest idle connection is closed."""
 
     _request_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -269,7 +254,7 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def handle_events(self) -> None:
-        """Rejects headers with bare LF line endings, which h11 accepts but a proxy may parse differently."""
+        """Rejects bare LF line endings, which h11 accepts but a proxy may parse differently."""
         if self.conn.their_state is h11.IDLE:
             head = self.conn.trailing_data[0].partition(b"\r\n\r\n")[0]
             if head.count(b"\n") > head.count(b"\r\n"):
@@ -300,7 +285,7 @@ def _restart(timer: asyncio.TimerHandle | None, new: asyncio.TimerHandle | None 
 
 
 def serve(app: ASGIApp, config: ServingConfig) -> int:
-    """Serve an ASGI application until interrupted. Returns 2, after an error on stderr, if it cannot start."""
+    """Serve until interrupted. Returns 2, after an error on stderr, if it cannot start."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family)
@@ -310,28 +295,29 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
         return 2
     with listening, suppress(KeyboardInterrupt):
         try:
-            token = find_token(config)
+            gate = Gate(app, config, find_token(config))
         except ConfigError as error:
             sys.stderr.write(f"error: {error}\n")
             return 2
         _raise_descriptor_limit()
         settings = uvicorn.Config(
-            Gate(app, config, token),
-            http=BoundedProtocol,
-            ws="none",
-            log_level="warning",
-            timeout_graceful_shutdown=SHUTDOWN_S,
+            gate, http=BoundedProtocol, ws="none", log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S
         )
         run_async(uvicorn.Server(settings).serve(sockets=[listening]), settings.get_loop_factory())
     return 0
 
 
 def find_token(config: ServingConfig) -> str | None:
-    """The clients' token: of the file, of the environment or, beyond loopback, a new one. Raises ConfigError."""
+    """Of the file, of the environment or, beyond loopback, a new one. Raises ConfigError."""
     if config.no_token:
         return None
-    if config.token_file is not None:
-        return _token_in(config.token_file)
+    if (file := config.token_file) is not None:
+        try:
+            if not file.exists():
+                _make_token(file)
+            return checked_token(file.read_text().strip(), f"--token-file {file}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file {file} cannot be used ({error}); name another file") from error
     if (given := service_token()) is not None:
         return given
     if config.host == "localhost" or (_is_address(config.host) and ipaddress.ip_address(config.host).is_loopback):
@@ -341,26 +327,13 @@ def find_token(config: ServingConfig) -> str | None:
     return token
 
 
-def _token_in(file: Path) -> str:
-    try:
-        if not file.exists():
-            _make_token(file)
-        return checked_token(file.read_text().strip(), f"--token-file {file}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file} cannot be used ({error}); name another file") from error
-
-
 def _make_token(file: Path) -> None:
-    """Created atomically; if another server creates it at the same time, that one's token is used."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    unfinished = Path(name)
-    try:
-        with os.fdopen(descriptor, "w") as new:
-            new.write(secrets.token_urlsafe(32) + "\n")
+    """Created atomically; a server that does so at the same time may win."""
+    with tempfile.NamedTemporaryFile("w", prefix=f".{file.name}-", dir=file.parent) as new:
+        new.write(secrets.token_urlsafe(32) + "\n")
+        new.flush()
         with suppress(FileExistsError):
-            file.hardlink_to(unfinished)
-    finally:
-        unfinished.unlink()
+            file.hardlink_to(new.name)
 
 
 def _is_address(host: str) -> bool:

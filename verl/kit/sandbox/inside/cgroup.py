@@ -79,7 +79,6 @@ class Cgroup:
 
 
 def _field(text: bytes, name: bytes) -> int:
-    """The value of a key in lines of `key value`."""
     for line in text.splitlines():
         key, _, value = line.partition(b" ")
         if key == name:

@@ -31,15 +31,11 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Jail:
-    """The confinement of executions, the same for all of a fork server.
-
-    user: uid of untrusted code, outside of its own user namespace
-    filter: the seccomp filter, in the kernel's format
-    """
+    """The confinement of executions, the same for all of a fork server."""
 
     isolated: bool
-    user: int
-    filter: bytes
+    user: int  # uid of untrusted code, outside of its own user namespace
+    filter: bytes  # of seccomp, in the kernel's format
     virtual_mib: int  # address space of the fork server, inherited by every child
 
 
@@ -132,7 +128,6 @@ def _bound(jail: Jail, limits: dict[str, Any]) -> None:
 
 
 def _set_limit(name: int, bound: int) -> None:
-    """Set soft and hard limit, capped by the current hard limit."""
     most = resource.getrlimit(name)[1]
     bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
     resource.setrlimit(name, (bound, bound))

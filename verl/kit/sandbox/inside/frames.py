@@ -1,4 +1,4 @@
-"""Messages between the pool and a supervisor: eight bytes with the length, then JSON, optionally with descriptors."""
+"""Messages to and from a supervisor: eight bytes with the length, then JSON, and descriptors."""
 
 import base64
 import fcntl
@@ -19,9 +19,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    message = json.loads(body)
-    assert isinstance(message, dict)
-    return message
+    return dict(json.loads(body))
 
 
 def pack_files(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -44,12 +42,10 @@ def sealed(data: bytes) -> int:
 
 
 def contents(descriptor: int) -> bytes:
-    """The content of a file, independent of its offset."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def send(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message; blocks until the frame is written."""
     channel.sendall(encode(message))
 
 

@@ -27,7 +27,7 @@ def run_program(code: str) -> int:
 
 
 def run_cells(channel: socket.socket) -> Never:
-    """Run the cells received on the channel in one namespace; answers each with its token and exit code."""
+    """Run cells in one namespace; answers each with its token and exit code."""
     namespace = _fresh_main()
     number = 0
     while request := frames.receive(channel)[0]:

@@ -24,15 +24,13 @@ class Usage:
 
 
 def cpu_s_of_ended() -> float:
-    """CPU time of exited descendants."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime
 
 
 def usage(*, isolated: bool) -> Usage:
-    """Visible usage. isolated: the network namespace is private; its unix sockets count with full buffers"""
-    cpu_s, kib, count = cpu_s_of_ended(), 0, 0
-    memory_mib = 0.0
+    """isolated: unix sockets of the private network namespace count with full buffers"""
+    cpu_s, memory_mib, count = cpu_s_of_ended(), 0.0, 0
     if isolated:
         num_sockets = len(Path("/proc/self/net/unix").read_text().splitlines()) - 1  # minus the header line
         with socket.socket(socket.AF_UNIX) as fresh:
@@ -42,12 +40,12 @@ def usage(*, isolated: bool) -> Usage:
         cpu_s += sum(int(ticks) for ticks in stat[11:15]) / TICKS  # utime, stime, and those of its reaped children
         with contextlib.suppress(OSError):  # it has exited
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            kib += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-    return Usage(cpu_s, memory_mib + kib / 1024, count)
+            memory_mib += next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), 0)
+    return Usage(cpu_s, memory_mib, count)
 
 
 def spare(pid: int) -> None:
-    """Let the OOM killer prefer untrusted code. Raises OSError if the minimum score was raised, as Ray does."""
+    """Let the OOM killer prefer untrusted code. Raises OSError for a raised minimum, as by Ray."""
     score = Path(f"/proc/{pid}/oom_score_adj")
     if int(score.read_text()) > MOST_OOM_SCORE:
         score.write_text(str(MOST_OOM_SCORE))
@@ -55,17 +53,13 @@ def spare(pid: int) -> None:
 
 def signal_all(number: int, *, isolated: bool) -> None:
     """Send a signal to all descendants: at once as init of a pid namespace, else one by one."""
-    if isolated:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, number)
-        return
-    for pid, _ in _below(os.getpid()):
+    for pid in [-1] if isolated else [pid for pid, _ in _below(os.getpid())]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def end_all(main: int, *, isolated: bool) -> int:
-    """Kill and reap all descendants, to which orphans are reparented; returns the wait status of `main`."""
+    """Kill and reap all descendants; returns the wait status of `main`."""
     status = 0
     while True:
         signal_all(signal.SIGKILL, isolated=isolated)
@@ -87,7 +81,7 @@ def reap_orphans(main: int) -> None:
 
 
 def _below(ancestor: int) -> Iterator[tuple[int, list[str]]]:
-    """Living descendants, each with the fields of /proc/PID/stat after the name: state, parent, ..."""
+    """Living descendants, with the fields of /proc/PID/stat after the name: state, parent, ..."""
     stats: dict[int, list[str]] = {}
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):

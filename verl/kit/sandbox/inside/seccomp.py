@@ -93,15 +93,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
 # fmt: on
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # machine: its AUDIT_ARCH, the column in ALLOWED
 
-NEW_NAMESPACES = (
-    kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWCGROUP
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-)
+NEW_NAMESPACES = sum(flag for name, flag in vars(kernel).items() if name.startswith("CLONE_NEW"))
 TYPE_BITS = 0xF  # of a socket's type, below SOCK_NONBLOCK and SOCK_CLOEXEC
 TTY_REQUESTS = (0x5412, 0x541C, 0x541D)  # TIOCSTI, TIOCLINUX, TIOCCONS: inject terminal input
 F_SETLEASE, F_NOTIFY = fcntl.F_SETLEASE, fcntl.F_NOTIFY  # blocks other openers of a file; watches a folder
@@ -188,7 +180,7 @@ def instructions(machine: str, *, counted: bool = True) -> Program:
 
 
 def _search(runs: Sequence[tuple[int, Program]]) -> Program:
-    """Find the run that a number lies in by halves: the kernel tries every number when the filter is installed."""
+    """By halves: the kernel tries every number when the filter is installed."""
     if len(runs) == 1:
         return runs[0][1]
     middle = len(runs) // 2
@@ -197,12 +189,11 @@ def _search(runs: Sequence[tuple[int, Program]]) -> Program:
 
 
 def program(machine: str = platform.machine(), *, counted: bool = True) -> bytes:
-    """The filter as the kernel reads it."""
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions(machine, counted=counted))
 
 
 def install(filter_: bytes) -> None:
-    """Filter this process and all it starts, for good. It must have given up its privileges before."""
+    """Filter this process and all it starts, for good, after it has given up its privileges."""
     buffer = ctypes.create_string_buffer(filter_, len(filter_))
     head = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(buffer))  # struct sock_fprog
     head_buffer = ctypes.create_string_buffer(head, len(head))

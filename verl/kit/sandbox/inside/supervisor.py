@@ -1,9 +1,8 @@
 """Starts untrusted code, monitors it, kills it and reports the outcome: consecutive executions, or one session.
 
 The answer goes through a socket that the code's processes never hold. With isolation this process is init of its own
-pid namespace: no process inside can signal or trace it, and they die with it. The code's process is a fork of this one
-and could read its memory: so no code, input or output enters this memory, and a supervisor where some had to (for a
-session, or for fetched files) is not reused.
+pid namespace: no process inside can signal or trace it, and they die with it. The code's process is a fork of this one:
+no code, input or output enters its memory, or else (a session, fetched files) it is not reused.
 """
 
 import contextlib
@@ -40,7 +39,6 @@ class Output:
         self.begin(-1)
 
     def begin(self, file: int) -> None:
-        """Redirect subsequent output to this empty file."""
         self.file, self.room = file, self.bound
 
     def move(self) -> bool:
@@ -52,11 +50,6 @@ class Output:
             return False
         self.room -= moved if target == self.file else 0
         return moved > 0
-
-    def move_all(self) -> None:
-        for _ in range(self.bound // CHUNK + 2):  # bounded: a persistent writer cannot block us
-            if not self.move():
-                break
 
 
 @dataclass(frozen=True)
@@ -86,12 +79,8 @@ class Child:
         self.over: End | None = None  # set if a session ended between its cells
         self.cells: socket.socket | None = None
         self.token = self.received = b""
-        given = [stdin]
-        outputs = []
-        for _ in range(2):
-            reads, writes = os.pipe()
-            given.append(writes)
-            outputs.append(Output(reads, limits["output_kib"] * 1024))
+        pipes = [os.pipe() for _ in range(2)]
+        given = [stdin, *(writes for _, writes in pipes)]
         if session:
             self.cells, theirs = socket.socketpair()
             self.cells.setblocking(False)
@@ -114,11 +103,11 @@ class Child:
         os.close(reported)
         if cgroup and session:
             cgroup.take(self.pid)
-        self.outputs = outputs
+        self.outputs = [Output(reads, limits["output_kib"] * 1024) for reads, _ in pipes]
         self.descriptor = os.pidfd_open(self.pid)
 
     def watch(self, limits: dict[str, Any], files: Sequence[int]) -> dict[str, Any]:
-        """Monitor the code until it exits, answers or exceeds a limit; its output goes to the files."""
+        """Wait until the code exits, answers or exceeds a limit; its output goes to the files."""
         for output, file in zip(self.outputs, files, strict=True):
             output.begin(file)
         started = time.monotonic()
@@ -130,7 +119,8 @@ class Child:
             wait_status = self.end()
             code = os.waitstatus_to_exitcode(wait_status) if end.status == "exit" else None
         for output, file in zip(self.outputs, files, strict=True):
-            output.move_all()
+            chunks = range(output.bound // CHUNK + 2)  # bounded: a persistent writer cannot block us
+            all(output.move() for _ in chunks)
             os.close(file)
         by_code = "finished" if code == 0 else "error"
         return {
@@ -144,7 +134,7 @@ class Child:
         }
 
     def ask(self, code: str, patience_s: float) -> None:
-        """Send a session its next cell, with a token that must precede the answer to authenticate it."""
+        """Send a session its next cell, with a token that authenticates the answer."""
         assert self.cells
         self.token, self.received = os.urandom(8).hex().encode(), b""
         self.cpu_before = self.cpu_s()
@@ -179,7 +169,6 @@ class Child:
         return status
 
     def close(self) -> None:
-        """Kill it and close all descriptors."""
         self.end()
         for descriptor in (self.descriptor, *(output.descriptor for output in self.outputs)):
             os.close(descriptor)
@@ -189,36 +178,26 @@ class Child:
         return self.cgroup.cpu_s() if self.cgroup else processes.usage(isolated=self.isolated).cpu_s
 
     def excess(self, limits: dict[str, Any]) -> End | None:
-        """The limit exceeded by all processes together, if any."""
-        if self.cgroup:  # which enforces the other limits
-            if self.cgroup.out_of_memory():
-                return _too_much_memory(self.limits)
-            return _too_long(limits) if self.cgroup.cpu_s() - self.cpu_before > limits["cpu_s"] else None
-        used = processes.usage(isolated=self.isolated)
-        if used.cpu_s - self.cpu_before > limits["cpu_s"]:
-            return _too_long(limits)
-        if used.memory_mib > limits["memory_mib"]:
+        if self.cgroup and self.cgroup.out_of_memory():
+            return _too_much_memory(self.limits)
+        used = None if self.cgroup else processes.usage(isolated=self.isolated)  # a cgroup enforces the other limits
+        if (used.cpu_s if used else self.cpu_s()) - self.cpu_before > limits["cpu_s"]:
+            return End("timeout", reason=f"more than {limits['cpu_s']:g} s of CPU time")
+        if used and used.memory_mib > limits["memory_mib"]:
             return _too_much_memory(limits)
-        if used.processes > limits["processes"]:
+        if used and used.processes > limits["processes"]:
             return End("error", reason=f"more than {limits['processes']} processes")
         return None
 
-    def pause(self) -> None:
-        """Stop all processes of a session between its cells."""
+    def pause(self, *, on: bool) -> None:
+        """Stop all processes of a session between its cells, or let them continue."""
         if self.cgroup and self.cgroup.freezes:
-            self.cgroup.freeze(on=True)
+            self.cgroup.freeze(on)
         else:
-            processes.signal_all(signal.SIGSTOP, isolated=self.isolated)
-
-    def resume(self) -> None:
-        """Let the session continue with the next cell."""
-        if self.cgroup and self.cgroup.freezes:
-            self.cgroup.freeze(on=False)
-        else:
-            processes.signal_all(signal.SIGCONT, isolated=self.isolated)
+            processes.signal_all(signal.SIGSTOP if on else signal.SIGCONT, isolated=self.isolated)
 
     def wait_paused(self) -> None:
-        """Wait for the owner. Code can undo SIGSTOP: without a freezer it is killed if it continues to run."""
+        """Wait for the owner. Code can undo SIGSTOP: it is killed if it continues to run."""
         if self.cgroup and self.cgroup.freezes:
             return
         self.cpu_before = self.cpu_s()
@@ -228,16 +207,11 @@ class Child:
                 self.end()
 
 
-def _too_long(limits: dict[str, Any]) -> End:
-    return End("timeout", reason=f"more than {limits['cpu_s']:g} s of CPU time")
-
-
 def _too_much_memory(limits: dict[str, Any]) -> End:
     return End("error", reason=f"more than {limits['memory_mib']} MiB of memory")
 
 
 def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
-    """Forward its output until it ends."""
     owner, wakes = child.post.owner, child.post.wakes
     outputs = {output.descriptor: output for output in child.outputs}
     poll = select.poll()
@@ -275,7 +249,7 @@ def _wait(child: Child, limits: dict[str, Any], deadline: float) -> End:
 
 
 def supervise(owner: socket.socket, jail: Jail) -> None:
-    """Serve the owner of the other end until it is closed. Reports if this machine does not support confinement."""
+    """Serve the owner of the other end until it is closed."""
     mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY) if jail.isolated else -1
     wakes = _wake_at_ends()
     try:
@@ -331,15 +305,15 @@ def _serve_cells(child: Child, owner: socket.socket, work: Path, file_mib: int) 
             child.end()
             frames.send(owner, _collect(work, task["fetch"], file_mib))
             continue
-        child.resume()
+        child.pause(on=False)
         child.ask(task["code"], task["limits"]["wall_s"])
         frames.send(owner, child.watch(task["limits"], files))
-        child.pause()
+        child.pause(on=True)
 
 
 @contextlib.contextmanager
 def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
-    """The working folder, inside a folder for all files that the code writes; both are removed afterwards."""
+    """The working folder, inside a folder for all files that the code writes."""
     if jail.isolated:
         scratch = Path("/tmp")
         _mount_scratch(limits["file_mib"])
@@ -360,7 +334,7 @@ def _scratch(jail: Jail, limits: dict[str, Any]) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """In a separate process: file names of one execution must not stay in memory that the next one inherits."""
+    """In a separate process: file names must not stay in memory that the next execution inherits."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -379,7 +353,7 @@ def _mount_scratch(file_mib: int) -> None:
 
 
 def _collect(work: Path, names: list[str], file_mib: int) -> dict[str, Any]:
-    """Requested files, and the names of those beyond the total size limit. No process runs any more."""
+    """Requested files, and the names of those beyond the total size limit."""
     found, too_large, room = {}, [], file_mib * MIB
     for name in names:
         with contextlib.suppress(OSError):  # missing, a symlink loop, an invalid name

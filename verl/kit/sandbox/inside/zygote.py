@@ -27,7 +27,6 @@ PRELOAD = (
     "math", "cmath", "random", "statistics", "fractions", "decimal", "datetime", "re", "string", "json", "copy",
     "typing", "subprocess", "tempfile", "concurrent.futures.thread", "multiprocessing",
 )  # fmt: skip
-UNPRIVILEGED_UID = "65534"
 FILES = {
     "/etc/passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp/work:/bin/bash\n",
     "/etc/group": "root:x:0:\nuser:x:1000:\n",
@@ -36,7 +35,7 @@ FILES = {
 
 
 def main() -> None:
-    """Serve until the pool closes its end. Arguments: JSON of `isolated`, `counted`, `preload` and `bound`."""
+    """Serve until the pool closes its end. Argument: JSON, see ForkServer."""
     settings = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):  # already done by an owner that is root
         processes.spare(os.getpid())
@@ -67,11 +66,9 @@ def _preload(names: Sequence[str]) -> None:
 
 
 def _finish_root(bound: Sequence[str]) -> None:
-    """Write small files that programs expect, make parents of bound folders accessible, then remount read-only.
+    """Write files that programs expect, make parents of bound folders accessible, remount read-only.
 
-    Our own modules are loaded; their mount is removed because it reveals a path of the host.
-
-    Supervisors start with an independent copy of these mounts.
+    The mount of our own modules, loaded by now, reveals a path of the host. Supervisors start with copies of mounts.
     """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.unmount(str(Path(__file__).parent))
@@ -89,16 +86,11 @@ def _finish_root(bound: Sequence[str]) -> None:
 
 def _make_jail(isolated: bool, counted: bool) -> Jail:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    user = -1
-    if isolated:
-        mapped = [line.split()[0] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-        user = int(UNPRIVILEGED_UID) if UNPRIVILEGED_UID in mapped else 0
-    return Jail(
-        isolated=isolated,
-        user=user,
-        filter=seccomp.program(counted=counted) if isolated else b"",
-        virtual_mib=pages * resource.getpagesize() // MIB + 1,
-    )
+    virtual_mib = pages * resource.getpagesize() // MIB + 1
+    if not isolated:
+        return Jail(isolated=False, user=-1, filter=b"", virtual_mib=virtual_mib)
+    users = [int(line.split()[0]) for line in Path("/proc/self/uid_map").read_text().splitlines()]  # 0, unprivileged
+    return Jail(isolated=True, user=max(users), filter=seccomp.program(counted=counted), virtual_mib=virtual_mib)
 
 
 def _serve(control: socket.socket, jail: Jail) -> None:
