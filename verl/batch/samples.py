@@ -77,13 +77,8 @@ def sample_from_completion(
 ) -> Sample:
     """The sample of a prompt and its completion."""
     token_ids = _flat([prompt_ids, completion.token_ids], np.int32)
-    return Sample(
-        token_ids=token_ids,
-        action_mask=np.arange(len(token_ids)) >= len(prompt_ids),
-        rollout_logprobs=_flat([completion.logprobs], np.float32),
-        group=group_id,
-        reward=reward,
-    )
+    mask, logprobs = np.arange(len(token_ids)) >= len(prompt_ids), _flat([completion.logprobs], np.float32)
+    return Sample(token_ids=token_ids, action_mask=mask, rollout_logprobs=logprobs, group=group_id, reward=reward)
 
 
 def batch_of(samples: Sequence[Sample], baselines: Floats | None = None) -> TokenBatch:

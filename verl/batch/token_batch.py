@@ -117,13 +117,8 @@ class TokenBatch:
 
     def tokens_alone(self) -> TokenBatch:
         """The tokens and what is trained of them: all that scoring needs."""
-        return TokenBatch(
-            token_ids=self.token_ids,
-            action_mask=self.action_mask,
-            num_tokens=self.num_tokens,
-            num_trained=self.num_trained,
-            groups=self.groups,
-        )
+        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups")
+        return TokenBatch(**{name: getattr(self, name) for name in names})
 
 
 def _bounds(counts: Ints) -> Ints:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -130,13 +131,7 @@ class _Episode:
     """One attempt at an episode. Raises ServiceDownError and JudgeError for failures that are not the policy's."""
 
     def __init__(
-        self,
-        runner: EpisodeRunner,
-        engine: Generator,
-        sampling: Sampling,
-        task: Task,
-        index: int,
-        seed: int | None,
+        self, runner: EpisodeRunner, engine: Generator, sampling: Sampling, task: Task, index: int, seed: int | None
     ) -> None:
         self._envs, self._observations, self._limits = runner.envs, runner.observations, runner.limits
         self._engine, self._sampling = engine, sampling
@@ -154,7 +149,8 @@ class _Episode:
         self._env_s = 0.0  # environment time so far
 
     async def run(self) -> Trajectory:
-        env = self._guarded_make()
+        with _attributed("the factory"):
+            env = self._envs(self._task)
         try:
             stop_reason = await self._run_turns(env)
             score = await self._verdict(env)
@@ -291,7 +287,8 @@ class _Episode:
         limit_s = self._limits.judge_s
         try:
             async with EnvTimer(limit_s).running():
-                score = await _guarded(env.judge(), "judge")
+                with _attributed("judge"):
+                    score = await env.judge()
         except TimeoutError as error:
             raise JudgeError(f"the environment: judge exceeded env.turn_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
@@ -309,20 +306,13 @@ class _Episode:
         clock = EnvTimer(min(self._limits.turn_s, left_s))
         try:
             async with clock.running():
-                return await _guarded(answer, method)
+                with _attributed(method):
+                    return await answer
         except TimeoutError as error:
             late = StopReason.TURN_TIMEOUT if self._limits.turn_s < left_s else StopReason.EPISODE_TIMEOUT
             raise _LateError(late) from error
         finally:
             self._env_s += clock.seconds
-
-    def _guarded_make(self) -> Env:
-        try:
-            return self._envs(self._task)
-        except VerlError:
-            raise
-        except Exception as error:
-            raise _broken("the factory", error) from error
 
 
 def _until(stops: Sequence[str], text: str) -> str:
@@ -347,18 +337,15 @@ def _of_type(kind: type[_T], value: object, method: str) -> _T:
     return value
 
 
-async def _guarded(step: Awaitable[_T], method: str) -> _T:
+@contextmanager
+def _attributed(method: str) -> Iterator[None]:
     """An exception of the environment becomes a ServiceDownError, which ends one episode and not the training step."""
     try:
-        return await step
+        yield
     except VerlError:
         raise
     except Exception as error:
-        raise _broken(method, error) from error
-
-
-def _broken(method: str, error: Exception) -> ServiceDownError:
-    return ServiceDownError("the environment", f"{method} raised {type(error).__name__}: {error}")
+        raise ServiceDownError("the environment", f"{method} raised {type(error).__name__}: {error}") from error
 
 
 async def _close(env: Env) -> None:

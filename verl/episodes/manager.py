@@ -121,8 +121,8 @@ class RolloutManager:
                 left -= 1
         self.depth.update(step, waited, self.clock())
         collected.check()
-        if faults := self._faults(collected):
-            _log.warning("%s", self._format_faults(step, collected, faults))
+        if faults := self._checked_faults(collected, step):
+            _log.warning("%s", faults)
         if self.algorithm.max_resample_rounds > 1 and len(collected.fresh) < wanted:
             counts = (step + 1, len(collected.fresh), wanted, collected.resample_rounds)
             _log.warning("step %d: %d of %d groups after %d resample rounds", *counts)
@@ -239,26 +239,18 @@ class RolloutManager:
         if kept is not None:
             self._used.append(_Used(kept, slot.policy_version))
         if len(collected.drawn) >= wanted:  # fewer are not representative
-            self._check_faults(collected, step)
+            self._checked_faults(collected, step)
         return kept is not None
 
-    def _check_faults(self, collected: StepGroups, step: int) -> None:
-        faults, limit = self._faults(collected), self.settings.max_fault_share
-        if len(faults) > limit * self._num_requested(collected):
-            message = self._format_faults(step, collected, faults)
+    def _checked_faults(self, collected: StepGroups, step: int) -> str:
+        """The number of faults and the first ones; empty without any. Raises RewardFaultError for too many."""
+        faults = [fault for group in collected.drawn for fault in group.faults]
+        total = len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
+        shown, limit = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), self.settings.max_fault_share
+        message = f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
+        if len(faults) > limit * total:
             raise RewardFaultError(f"{message}\nMore than reward.max_fault_share={limit:g}: fix the cause and resume")
-
-    def _num_requested(self, collected: StepGroups) -> int:
-        return len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
-
-    @staticmethod
-    def _faults(collected: StepGroups) -> list[str]:
-        return [fault for group in collected.drawn for fault in group.faults]
-
-    def _format_faults(self, step: int, collected: StepGroups, faults: Sequence[str]) -> str:
-        shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
-        total = self._num_requested(collected)
-        return f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
+        return message if faults else ""
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as plain JSON: the stream's cursor, prompts not yet trained on, lookahead depth."""

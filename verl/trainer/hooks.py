@@ -74,11 +74,9 @@ class NoWatch:
     triggered: Mapping[str, Any] = field(default_factory=dict)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[object]:
-        """No alarm."""
         return ()
 
     def state(self) -> dict[str, Any]:
-        """Empty."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -81,9 +81,8 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
             end = 0
         buckets[-1].append(TensorSlice(tuple(names[key]), shape, end))
         end += prod(shape)
-    return [
-        BucketLayout(number, dtype, tuple(slices), _whole_rows(slices, dtype)) for number, slices in enumerate(buckets)
-    ]
+    sized = ((tuple(slices), _whole_rows(slices, dtype)) for slices in buckets)
+    return [BucketLayout(number, dtype, *each) for number, each in enumerate(sized)]
 
 
 def all_names(layouts: Iterable[BucketLayout]) -> list[str]:
@@ -123,8 +122,7 @@ class Receiver:
         Raises EngineError if the checksum differs, or if no handle is meant for this device.
         """
         for handle in handles:
-            flat = handle.take(layout, self)
-            if flat is not None:
+            if (flat := handle.take(layout, self)) is not None:
                 if digest(flat) != handle.digest:
                     names = all_names([layout])
                     raise EngineError(f"checksum mismatch in weight bucket {layout.number} ({names[0]} .. {names[-1]})")

@@ -80,8 +80,7 @@ def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
 
 def head_size(config: PretrainedConfig) -> int:
     """Width of one attention head; all heads together may be wider or narrower than the hidden states."""
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def hf_named_parameters(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:

@@ -90,8 +90,7 @@ def packing_gap(config: PretrainedConfig) -> float:
         model = random_model(config)
         policy = PackedPolicy(model.train())
         decoder_layers(policy)
-        samples = [_sample(_PROMPT, response, 0) for response in _RESPONSES]
-        samples.append(_sample(_PROMPT[:1], _PROMPT[::-1], 1))
+        samples = [*(_sample(_PROMPT, each, 0) for each in _RESPONSES), _sample(_PROMPT[:1], _PROMPT[::-1], 1)]
         batch = batch_of(samples)
         packed = pack(make_units(batch, share_prefix=True, max_tokens=1000), batch)
         with torch.no_grad():
@@ -147,7 +146,6 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
     kept = sorted(kinds.values()) if len(kinds) > 1 else list(range(min(2, layers)))
     by_layer = {name: [each[number] for number in kept] for name, each in by_layer.items()}
     wanted = {**sizes, **by_layer, **changes, "num_hidden_layers": len(kept)}
-    known = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
-    return type(config).from_dict(
-        {**before, **{name: value for name, value in known.items() if before.get(name) is not None}}
-    )
+    named = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
+    known = {name: value for name, value in named.items() if before.get(name) is not None}
+    return type(config).from_dict({**before, **known})

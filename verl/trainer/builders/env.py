@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -194,15 +194,10 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
     health_timeout_s: time without answer after which a server counts as dead; below the deadline of a call
     """
     limits = Limits(wall_s=config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib)
+    make: Callable[..., Sandbox] = resolve("sandbox", "remote" if config.urls else "local", SANDBOXES)
     if config.urls:
-        make = resolve("sandbox", "remote", SANDBOXES)
-        remote: Sandbox = make(
-            config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s
-        )
-        return remote
-    make = resolve("sandbox", "local", SANDBOXES)
-    local: Sandbox = make(_workers(config), config.isolation, limits=limits, require_cgroup=config.require_cgroup)
-    return local
+        return make(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
+    return make(_workers(config), config.isolation, limits=limits, require_cgroup=config.require_cgroup)
 
 
 def _workers(config: SandboxConfig) -> int:
@@ -243,12 +238,10 @@ def _build_envs(
 
 def _check_inline_tool(tool_call_format: InlineFormat, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
     """Raises ConfigError if the one tool that the format can call is missing."""
-    for tool in tools:
-        if tool.spec.name == tool_call_format.tool and tool_call_format.argument in tool.spec.parameters.get(
-            "properties", {}
-        ):
-            return
-    offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
+    arguments = {tool.spec.name: tuple(tool.spec.parameters.get("properties", {})) for tool in tools}
+    if tool_call_format.argument in arguments.get(tool_call_format.tool, ()):
+        return
+    offered = ", ".join(f"{tool}({', '.join(names)})" for tool, names in arguments.items())
     raise ConfigError(
         f"env.tool_call_format={name} calls only {tool_call_format.tool}({tool_call_format.argument}), but env.tools "
         f"offers {offered}; add it, or select another with env.tool_call_format_options={{tool: .., argument: ..}}"
