@@ -75,7 +75,6 @@ def _logprobs(turns: Sequence[Turn], observed: Sequence[bool]) -> Iterator[Seque
 def sample_from_completion(
     prompt_ids: Sequence[int], completion: Completion, group_id: int = 0, reward: float = 0.0
 ) -> Sample:
-    """The sample of a prompt and its completion."""
     token_ids = _flat([prompt_ids, completion.token_ids], np.int32)
     mask, logprobs = np.arange(len(token_ids)) >= len(prompt_ids), _flat([completion.logprobs], np.float32)
     return Sample(token_ids=token_ids, action_mask=mask, rollout_logprobs=logprobs, group=group_id, reward=reward)

@@ -138,7 +138,6 @@ def _runs(rows: Ints) -> list[tuple[int, int]]:
 
 
 def _ranges(runs: Sequence[tuple[int, int]], bounds: Ints) -> list[tuple[int, int]]:
-    """Where the runs lie in a flat array."""
     return [(int(bounds[first]), int(bounds[after])) for first, after in runs]
 
 

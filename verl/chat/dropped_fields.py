@@ -112,6 +112,5 @@ def _is_used(render: Render, role: str, key: str, value: Any) -> bool:
 
 
 def tool_fault(lacking: Sequence[str], where: str) -> str:
-    """Error message for tools that are not listed."""
     shown = ", ".join(lacking[:3]) + (", .." if len(lacking) > 3 else "")
     return f"{where} does not list tools, so the policy would not know {shown}; {_TOOL_HINT}"

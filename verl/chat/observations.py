@@ -99,7 +99,6 @@ class SharedPrompt(ObservationTokenizer):
         return []
 
     def prompt_ids(self, initial: Observation) -> Sequence[int]:
-        """See ObservationTokenizer."""
         for seen, token_ids in self._known:
             if seen == initial:
                 return token_ids

@@ -100,7 +100,7 @@ class ChatTemplate:
         Raises DataError if the template rejects the messages, ConfigError if it is invalid or does not terminate.
         """
         where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
-        given, schemas = [as_openai(message) for message in messages], [function_schema(tool) for tool in tools]
+        given, schemas = list(map(as_openai, messages)), list(map(function_schema, tools))
         render = partial(
             self.tokenizer.apply_chat_template,
             tools=schemas or None,

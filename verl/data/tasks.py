@@ -154,12 +154,9 @@ class TaskSet(Sequence[Task]):
 
 @dataclass(frozen=True, slots=True)
 class TaskCursor:
-    """Position of a stream: the number of tasks drawn from each file, and a hash of the stream's settings.
+    """Position of a stream; `asdict` of it can be stored as JSON."""
 
-    JSON round trip: TaskCursor(**json.loads(json.dumps(asdict(cursor)))) is the same cursor.
-    """
-
-    drawn: Sequence[int]
+    drawn: Sequence[int]  # tasks drawn from each file
     made_of: str  # hash of files, rows, weights and seed
 
 
@@ -218,7 +215,6 @@ class TaskStream:
         return self._sets[file][int(self._order(file, epoch)[position])]
 
     def _due(self, drawn: Sequence[int]) -> int:
-        """The file whose next draw is due first."""
         due = [(count + 1) / weight for count, weight in zip(drawn, self._weights, strict=True)]
         return due.index(min(due))
 

@@ -3,9 +3,8 @@
 Observations and responses are appended to the ledger (`Turn`) and never changed, truncated or tokenized again.
 Every resource has a limit; reaching one ends the episode, and `Trajectory.stop_reason` names it. An environment that
 judges is asked for its verdict at the end, whatever the stop reason.
-The clock runs only while the environment works. Time spent waiting for the engine or for a free slot of a tool depends
-on the load and is not charged to the episode; a lost engine has its own timeout (`trainer.call_timeout_s`), and so has
-a tool call that waits for a slot (`env.tool_timeout_s`).
+The clock runs only while the environment works: waiting for the engine or for a slot of a tool depends on the load, and
+has timeouts of its own (`trainer.call_timeout_s`, `env.tool_timeout_s`).
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ class EpisodeRunner:
 
     @property
     def chat(self) -> ChatTemplate:
-        """The tokenizer and its chat template."""
         return self.observations.chat
 
     def for_group(self) -> EpisodeRunner:
@@ -94,7 +92,6 @@ class EpisodeRunner:
         await check_services([self.envs, self.sandbox])
 
     async def close(self) -> None:
-        """Close the environments' shared resources."""
         await self.envs.close()
         if self.sandbox is not None:
             await self.sandbox.close()

@@ -36,8 +36,6 @@ class RewardFaultError(VerlError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RolloutManagerConfig:
-    """Batch size and lookahead."""
-
     prompts_per_step: int
     rollouts_per_prompt: int
     max_staleness: int = 0  # max lag of a sample's oldest token behind the policy, in weight versions

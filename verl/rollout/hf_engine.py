@@ -33,8 +33,6 @@ MAX_BATCH = 256  # default number of completions per batch
 
 
 class _Request(NamedTuple):
-    """One call of `generate`."""
-
     prompt_ids: Sequence[int]
     sampling: Sampling
     future: asyncio.Future[tuple[Completion, ...]]
@@ -119,7 +117,6 @@ class HFEngine(SingleEngine):
         await self._in_use.acquire()
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Copy the weights in by name."""
         own = dict(self._named_parameters())
         try:
             for name, view in layout.named(self._receiver.receive(layout, handles)):
@@ -130,7 +127,6 @@ class HFEngine(SingleEngine):
             raise
 
     async def end_weights(self, version: int) -> None:
-        """Accept requests again."""
         self._version = version
         self._in_use.release()
 

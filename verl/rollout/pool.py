@@ -171,7 +171,6 @@ class EnginePool:
 
     @property
     def lost(self) -> Sequence[int]:
-        """Ranks of lost engines that are not yet replaced."""
         return sorted(self._lost)
 
     async def replace_lost(self) -> EngineSubset | None:
@@ -229,7 +228,6 @@ class EnginePool:
         await self._all.end_weights(version)
 
     def _admit(self) -> None:
-        """Admit requests to all engines that have the new weights."""
         self._ready |= self._synced - self._lost.keys()
         self._synced.clear()
         self._open.set()
@@ -267,8 +265,8 @@ class EnginePool:
             except _ReplacedError:
                 return []
 
-        answers = await asyncio.gather(*(answer(rank, args) for rank, args in calls.items() if rank not in self._lost))
-        return list(chain.from_iterable(answers))
+        asked = (answer(rank, args) for rank, args in calls.items() if rank not in self._lost)
+        return list(chain.from_iterable(await asyncio.gather(*asked)))
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,6 @@ class EngineSubset:
 
 
 def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
-    """Sampling parameters for the rest of a response."""
     if not pieces:
         return sampling
     seed = None if sampling.seed is None else sampling.seed + len(pieces) * _SEEDS_BETWEEN_PIECES
@@ -310,7 +307,6 @@ def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:
-    """Consecutive pieces as one completion."""
     *_, last = pieces
     if len(pieces) == 1:
         return last

@@ -53,8 +53,6 @@ _starting = threading.Lock()  # vLLM is configured by environment variables, whi
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """vLLM's start-up settings."""
-
     model_path: str  # a folder, or a name on the hub
     max_model_len: int  # prompt plus response tokens
     dtype: str = "bfloat16"  # dtype of weights (also during weight sync), activations and KV cache
@@ -137,15 +135,14 @@ class VLLMEngine(SingleEngine):
         return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
 
     async def interrupt(self) -> None:
-        """Abort all running requests; they return their partial output."""
         self._interrupted |= self._running
         await self._unless_dead(self._llm.abort([*self._running]))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Check the names and pause generation: running requests wait and continue with the new weights.
 
-        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing or unknown name raises an
-        EngineError and keeps the old weights in use. A failure after this check makes the engine unusable.
+        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A failure after this check makes
+        the engine unusable.
         """
         _compare(all_names(layouts), self._weight_names)
         if self._asleep:
@@ -155,7 +152,6 @@ class VLLMEngine(SingleEngine):
             await self._call_workers(WeightReceiver.begin_weights.__name__)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Load one bucket. Raises EngineError on a checksum mismatch."""
         async with self._all_or_nothing():
             shared = [self._shared(layout, each) if isinstance(each, InMemory) else each for each in handles]
             await self._call_workers(WeightReceiver.load_bucket.__name__, pickle.dumps((layout, shared)))
@@ -372,7 +368,6 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
-    """Fields of vLLM's AsyncEngineArgs."""
     return {
         "model": settings.model_path,
         "tokenizer": settings.tokenizer_path,

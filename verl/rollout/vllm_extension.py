@@ -51,7 +51,6 @@ class WeightReceiver:
         return os.getpid()
 
     def weight_names(self) -> list[str]:
-        """Names of all weights of this worker's model."""
         return sorted(checkpoint_names(self.model_runner.get_model()))
 
     def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:

@@ -84,7 +84,6 @@ class ScoringPool:
 
     @property
     def pids(self) -> list[int]:
-        """The running scoring processes."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:

@@ -118,8 +118,8 @@ class ScoringProcess:
             raise LimitExceededError(f"the reward needs more than {memory_mib} MiB (reward.memory_mib)")
         if kind == "raised":
             raise RewardError(value)
-        score: Score = value
-        return score
+        assert isinstance(value, Score)
+        return value
 
     @property
     def cause_of_death(self) -> str | None:

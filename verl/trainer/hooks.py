@@ -1,7 +1,4 @@
-"""What the kit adds to a training run, where it is installed: every tool is a folder of verl/kit, loaded by name.
-
-The path imports no tool. A tool that a setting asks for and that is missing is a ConfigError; the others are left out.
-"""
+"""What the kit adds to a training run, where it is installed: every tool is a folder of verl/kit, loaded by name."""
 
 from __future__ import annotations
 

@@ -168,10 +168,7 @@ class TrainingRun:
             await asyncio.gather(task, stop_requested, return_exceptions=True)
 
     def _take_snapshot(self, unlogged: Mapping[str, float] | None = None) -> None:
-        """Copy the controller's state between two steps: the next step draws tasks before it is complete.
-
-        unlogged: the step's metrics, if its validation is still to come
-        """
+        """Copy the state between two steps: the next step draws tasks before it is complete. unlogged: see `_state`"""
         if self.settings.save_on_signal:
             self.snapshot = json.loads(json.dumps(self._state(unlogged)))
 

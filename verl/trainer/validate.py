@@ -28,7 +28,6 @@ class Validator:
 
     @property
     def greedy(self) -> GroupRollout:
-        """The same rollout with greedy decoding."""
         return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
     async def run(self) -> dict[str, float]:

@@ -19,8 +19,6 @@ from verl.workers.logprobs import token_logprobs
 
 
 class PolicyOutput(NamedTuple):
-    """Log-prob and entropy of each trained token."""
-
     logprobs: Tensor  # [A]
     entropy: Tensor | None  # [A], if requested
 

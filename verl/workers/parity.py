@@ -81,10 +81,8 @@ def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
 
 
 def packing_gap(config: PretrainedConfig) -> float:
-    """Max abs difference, in nats, between the log-probs of a random model in a pack and on single sequences.
-
-    The pack is computed in training mode, so dropout is detected as well.
-    """
+    """Max abs difference, in nats, between the log-probs of a random model in a pack and on single sequences. The pack
+    is computed in training mode, so dropout is detected as well."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = random_model(config)

@@ -140,9 +140,8 @@ def _store(context: WorkerContext, timeout: timedelta) -> TCPStore:
 
 def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
     """Set threads and seeds, join the process group, build the device mesh."""
-    torch.manual_seed(spec.seed + context.rank)
-    np.random.seed(spec.seed + context.rank)
-    random.seed(spec.seed + context.rank)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(spec.seed + context.rank)
     if spec.device == "cpu":
         torch.set_num_threads(spec.num_threads)
     else:

@@ -38,7 +38,6 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 def needs_reference(algorithm: Algorithm) -> bool:
-    """Whether the algorithm needs a reference model."""
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
@@ -46,7 +45,6 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     """The preset with its overrides. Raises ConfigError for an override without effect on the preset.
 
     max_response_length: tokens; default of aggregation_length
-    max_staleness: rollout.max_staleness
     """
     algorithm = load_preset(config.name)
     if config.adv_estimator is not None:

@@ -43,10 +43,7 @@ _TURNS_WITHOUT_CALL = 8
 
 
 def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
-    """The runner of episodes. Raises ConfigError for invalid names and options.
-
-    Close it in the event loop that uses it.
-    """
+    """The runner of episodes, to be closed in the event loop that uses it. ConfigError for invalid names and options"""
     env, sandbox, health_timeout_s = config.env, config.sandbox, config.trainer.health_timeout_s
     tool_call_format = build_format(env.tool_call_format, env.tool_call_format_options, config.data.prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
@@ -134,10 +131,7 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
 
 
 def build_format(name: str | None, options: Mapping[str, Any], prompt_template: str | None) -> ToolCallFormat:
-    """The tool-call format with its prompt template; None: the plain one, and the format's own template.
-
-    Raises ConfigError for invalid ones.
-    """
+    """The tool-call format with its prompt template; None: the plain one, and the format's own template."""
     if name is None:
         return PlainFormat()
     template = {} if prompt_template is None else {"prompt_template": prompt_template}

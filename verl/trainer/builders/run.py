@@ -204,7 +204,6 @@ def build_trainer(
     timer: PhaseTimer,
     meter: Meter | None = None,
 ) -> PPOTrainer:
-    """The trainer over running workers. The weight sync check uses the first training prompts."""
     algorithm, chat = inputs.algorithm, inputs.episode_runner.chat
     engine = EnginePool(
         workers.engines,
@@ -225,7 +224,6 @@ def build_trainer(
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Sampling parameters of training rollouts."""
     if config.rollout.truncated:
         _log.warning(
             "rollout.top_p, top_k or repetition_penalty: responses are sampled off-policy, from a truncated "
@@ -236,7 +234,6 @@ def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
 
 
 def build_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Sampling parameters of any command."""
     length, rollout = config.data.max_response_length, config.rollout
     truncation = {name: getattr(rollout, name) for name in TRUNCATION}
     return Sampling(length, rollout.temperature, stop_token_ids=stop_token_ids, **truncation)
@@ -279,10 +276,7 @@ def load_chat_template(config: ModelConfig) -> ChatTemplate:
 
 
 def end_tokens(model: str) -> tuple[int, ...]:
-    """The eos_token_id entries of a model's generation config; empty if it has none.
-
-    Raises ConfigError for an unreadable generation config.
-    """
+    """The eos_token_id entries of a model's generation config; empty if it has none. ConfigError if it is unreadable"""
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except Exception as error:  # a damaged file may raise anything
@@ -295,10 +289,7 @@ def end_tokens(model: str) -> tuple[int, ...]:
 def load_tasks(
     config: Config, prompt_ids: PromptIds
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
-    """(training sets, validation sets by name, row report per file).
-
-    prompt_ids: task -> prompt tokens before truncation
-    """
+    """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
     policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     names = [Path(source).stem for source in data.val_files]
@@ -311,7 +302,6 @@ def load_tasks(
 
 
 def rollout_settings(config: Config) -> RolloutManagerConfig:
-    """Batch size, group size and staleness limits of rollouts."""
     return RolloutManagerConfig(
         prompts_per_step=config.data.train_batch_size,
         rollouts_per_prompt=config.rollout.n,

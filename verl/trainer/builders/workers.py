@@ -218,7 +218,6 @@ def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayo
 
 
 def engine_dtype(config: Config) -> str:
-    """The compute dtype of the engines."""
     return config.model.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
