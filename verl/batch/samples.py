@@ -82,12 +82,11 @@ def sample_from_completion(
 
 def batch_of(samples: Sequence[Sample], baselines: Floats | None = None) -> TokenBatch:
     """The samples as flat arrays. baselines: [B] reward of the greedy response to each sample's prompt"""
-    num_tokens = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
     num_trained = np.array([len(sample.rollout_logprobs) for sample in samples], dtype=np.int64)
     return TokenBatch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
         action_mask=_flat([sample.action_mask for sample in samples], np.bool_),
-        num_tokens=num_tokens,
+        num_tokens=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
         num_trained=num_trained,
         groups=np.array([sample.group for sample in samples], dtype=np.int64),
         rollout_logprobs=_flat([sample.rollout_logprobs for sample in samples], np.float32),

@@ -274,7 +274,11 @@ class _Episode:
         self.uses += result.tool_uses
         self._tools += result.tools
         if result.reward is not None:
-            self._turns[-1] = replace(self._turns[-1], reward=_checked(result.reward))
+            try:
+                self._turns[-1] = replace(self._turns[-1], reward=finite_number(result.reward))
+            except ValueError as error:
+                problem = f"step returned reward {result.reward!r}, not a finite number"
+                raise ServiceDownError("the environment", problem) from error
         return result
 
     async def _verdict(self, env: Env) -> Score | None:
@@ -317,13 +321,6 @@ def _until(stops: Sequence[str], text: str) -> str:
     the text after the stop string is ignored. Whitespace is kept, because answers depend on it."""
     end = max((text.rfind(stop) + len(stop) for stop in stops if stop in text), default=len(text))
     return text[:end] if text[end:].strip() else text
-
-
-def _checked(reward: float) -> float:
-    try:
-        return finite_number(reward)
-    except ValueError as error:
-        raise ServiceDownError("the environment", f"step returned reward {reward!r}, not a finite number") from error
 
 
 def _of_type(kind: type[_T], value: object, method: str) -> _T:

@@ -162,9 +162,10 @@ class RolloutManager:
         """Start `count` prompts: first those left by an interrupted run, then the next of the stream."""
         draws = [self._pending.pop(0) if self._pending else self._next_draw(attempt) for _ in range(count)]
         tasks = [self.tasks.at(draw.drawn) for draw in draws]
+        lengths = [sum(len(message.content) for message in task.prompt) for task in tasks]  # in characters
         started: list[_Slot] = []
         # Longest first: the engine starts them in this order, and a long prompt at the end would delay the step.
-        for draw, task in sorted(zip(draws, tasks, strict=True), key=lambda pair: -prompt_length(pair[1])):
+        for _, draw, task in sorted(zip(lengths, draws, tasks, strict=True), key=lambda each: -each[0]):
             work = asyncio.ensure_future(self._roll(task, version, self._seed(draw)))
             work.add_done_callback(self._on_done)
             started.append(_Slot(draw, version, work))
@@ -277,8 +278,3 @@ def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:
             f"algorithm.name={algorithm.name} supports only one reward per episode; choose gigpo or ppo, or let the "
             "environment return one score at the end (`judge`)"
         )
-
-
-def prompt_length(task: Task) -> int:
-    """Characters of all messages: an estimate of the prompt length before tokenization."""
-    return sum(len(message.content) for message in task.prompt)

@@ -39,7 +39,6 @@ from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
 
 _log = logging.getLogger(__name__)
-_GIB = 2**30
 _T = TypeVar("_T")
 COMMAND = "main_ppo"
 
@@ -239,10 +238,8 @@ class TrainingRun:
         return next(iter((*totals, *scores)), None)
 
     def _memory(self) -> dict[str, float]:
-        now = {
-            "memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)),
-            "memory/driver_gib": psutil.Process().memory_info().rss / _GIB,
-        }
+        driver = psutil.Process().memory_info().rss / 2**30
+        now = {"memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)), "memory/driver_gib": driver}
         self.peaks = {name: max(value, self.peaks.get(name, 0.0)) for name, value in now.items()}
         return now
 

@@ -60,5 +60,6 @@ class Validator:
         reached = [score.total >= most - _TOLERANCE for score, most in highest if most is not None]
         if reached:
             means["exact"] = sum(reached) / len(reached)
-        faults = sum(len(group.faults) for group in groups)
-        return {**means, **({"faults": faults} if faults else {})}
+        if faults := sum(len(group.faults) for group in groups):
+            means["faults"] = faults
+        return means

@@ -68,10 +68,9 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
     """
     named = list(named)  # keeps the tensors alive: the id of a freed one could be reused
     names: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
-        shapes[id(tensor)] = tuple(tensor.shape)
+    shapes = {id(tensor): tuple(tensor.shape) for _, tensor in named}
     room = bucket_bytes // dtype.itemsize
     buckets: list[list[TensorSlice]] = [[]]
     end = 0

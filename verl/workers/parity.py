@@ -131,13 +131,8 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
         raise ConfigError(f"{config.model_type} is multimodal, and only text models are supported")
     heads = min(2, config.num_attention_heads)
     grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
-    sizes = {
-        "hidden_size": heads * head_size(config),
-        "intermediate_size": 64,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 1 if grouped else heads,
-        "max_window_layers": 1,
-    }
+    sizes = {"hidden_size": heads * head_size(config), "intermediate_size": 64, "max_window_layers": 1}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1 if grouped else heads}
     before, layers = config.to_dict(), config.num_hidden_layers
     by_layer = {name: each for name, each in before.items() if isinstance(each, list) and len(each) == layers}
     kinds = dict(zip(zip(*by_layer.values(), strict=True), range(layers), strict=False))

@@ -154,8 +154,7 @@ def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
         world_size=context.size,
         timeout=timeout,
     )
-    per_node = spec.ranks_per_node
-    if per_node is None or per_node >= context.size:
+    if (per_node := spec.ranks_per_node) is None or per_node >= context.size:
         return init_device_mesh(spec.device, (context.size,))
     names = ("replicate", "shard")
     return init_device_mesh(spec.device, (context.size // per_node, per_node), mesh_dim_names=names)

@@ -104,11 +104,10 @@ def _with_advantage(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
 def _bind_options(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
     """The functions of the preset with the configured hyperparameters bound."""
     keys = {name: f"algorithm.{name}" for name in _SETTINGS if getattr(config, name) is not None}
-    settings = {name: getattr(config, name) for name in keys}
+    settings = {name: getattr(config, name) for name in keys} | config.options
     for name in config.options:
         if name in _SETTINGS:
             raise ConfigError(f"algorithm.options.{name}: use the key algorithm.{name}")
-    settings |= config.options
     keys |= {name: f"algorithm.options.{name}" for name in config.options}
     functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
     accepted = {name: _settings_of(function) for name, function in functions.items() if function is not None}

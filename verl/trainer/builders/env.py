@@ -219,12 +219,9 @@ def _build_envs(
     limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls)
     # Waiting for a free sandbox does not count against the deadline of a call.
     code_limits = replace(limits, max_concurrent=min(limits.max_concurrent, max_runs))
-    tools: list[Tool | EpisodeTool] = []
-    tool_limits: dict[str, ToolLimits] = {}
-    for each in env.tools:
-        built = build_tools([each], sandbox)
-        tools += built
-        tool_limits |= {tool.spec.name: code_limits for tool in built} if _runs_code(each) else {}
+    built = [(build_tools([each], sandbox), _runs_code(each)) for each in env.tools]
+    tools = [tool for made, _ in built for tool in made]
+    tool_limits = {tool.spec.name: code_limits for made, runs_code in built if runs_code for tool in made}
     if isinstance(tool_call_format, InlineFormat):
         _check_inline_tool(tool_call_format, env.tool_call_format, tools)
     return ToolEnvFactory(tools, ToolRunner(limits, tool_limits))
