@@ -9,6 +9,7 @@ import io
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from verl.tracking.tracker import Run, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.builders.run import build_trainer, load_inputs
 from verl.trainer.builders.workers import start_workers
-from verl.trainer.loop import TrainingRun, TrainingRunConfig
+from verl.trainer.loop import TrainingRun
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.validate import Validator
 from verl.utils.reward_score.rewards import build_rewards
@@ -64,12 +65,8 @@ def local_fit(
     total_steps = config.trainer.total_training_steps
     assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
     return TrainingRun(
-        settings=TrainingRunConfig(
-            total_steps=total_steps,
-            save_freq=config.trainer.save_freq,
-            on_collapse=config.trainer.on_collapse,
-            record=recorder is not None,
-        ),
+        settings=replace(config.trainer, test_freq=0, record=recorder is not None),
+        total_steps=total_steps,
         trainer=trainer,
         validator=Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
         online_eval=None,

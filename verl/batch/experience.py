@@ -33,15 +33,14 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
         policy_A, ref_A = torch.from_numpy(sampling_logprobs(batch)), torch.from_numpy(batch.ref_logprobs)
         rewards_A = apply_kl_penalty(rewards_A, policy_A, ref_A, algorithm.kl.coefficient, algorithm.kl.estimator)
     baselines = batch.baselines if algorithm.greedy_baseline else None
-    estimate = algorithm.advantage(
-        AdvantageInputs(
-            per_sample(rewards_A, batch),
-            torch.from_numpy(batch.groups),
-            None if batch.values is None else per_sample(torch.from_numpy(batch.values), batch),
-            None if baselines is None else torch.from_numpy(baselines),
-            turns_of(batch) if algorithm.needs_turns else None,
-        )
+    inputs = AdvantageInputs(
+        per_sample(rewards_A, batch),
+        torch.from_numpy(batch.groups),
+        None if batch.values is None else per_sample(torch.from_numpy(batch.values), batch),
+        None if baselines is None else torch.from_numpy(baselines),
+        turns_of(batch) if algorithm.needs_turns else None,
     )
+    estimate = algorithm.advantage(inputs)
     returns = None if batch.values is None or estimate.returns is None else _flat(estimate.returns)
     return replace(batch, advantages=_flat(estimate.advantages), returns=returns)
 
@@ -69,10 +68,9 @@ def turns_of(batch: TokenBatch) -> list[Turns]:
     A state is the prompt group and the observation tokens between a turn and the previous one.
     """
     states: dict[tuple[int, bytes], int] = {}
-    samples = zip(batch.groups.tolist(), pairwise(batch.bounds.tokens.tolist()), strict=True)
-    return [
-        _turns(batch.token_ids[low:high], batch.action_mask[low:high], group, states) for group, (low, high) in samples
-    ]
+    ranges = [slice(low, high) for low, high in pairwise(batch.bounds.tokens.tolist())]
+    samples = zip(ranges, batch.groups.tolist(), strict=True)
+    return [_turns(batch.token_ids[each], batch.action_mask[each], group, states) for each, group in samples]
 
 
 def _turns(token_ids: Ints, mask: Bools, group: int, states: dict[tuple[int, bytes], int]) -> Turns:

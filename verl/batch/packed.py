@@ -48,7 +48,6 @@ class PackedBatch:
     sampled_weight: float = 0.0
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same pack on another device."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)}
         return replace(self, **moved)

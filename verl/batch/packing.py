@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -160,15 +160,8 @@ class Sharding:
 
 def _renumbered(packs: Sequence[Sequence[Unit]]) -> list[list[Unit]]:
     """The units with rows counted from 0 in their order, which is that of the shard's samples."""
-    first = 0
-    renumbered: list[list[Unit]] = []
-    for units in packs:
-        renumbered.append([])
-        for unit in units:
-            after = first + len(unit.samples)
-            renumbered[-1].append(Unit(tuple(range(first, after)), unit.prefix, unit.num_tokens))
-            first = after
-    return renumbered
+    numbers = count()
+    return [[unit._replace(samples=tuple(islice(numbers, len(unit.samples)))) for unit in units] for units in packs]
 
 
 def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:

@@ -75,25 +75,18 @@ def _logprobs(turns: Sequence[Turn], observed: Sequence[bool]) -> Iterator[Seque
 def sample_from_completion(
     prompt_ids: Sequence[int], completion: Completion, group_id: int = 0, reward: float = 0.0
 ) -> Sample:
-    """The sample of a prompt and its completion."""
     token_ids = _flat([prompt_ids, completion.token_ids], np.int32)
-    return Sample(
-        token_ids=token_ids,
-        action_mask=np.arange(len(token_ids)) >= len(prompt_ids),
-        rollout_logprobs=_flat([completion.logprobs], np.float32),
-        group=group_id,
-        reward=reward,
-    )
+    mask, logprobs = np.arange(len(token_ids)) >= len(prompt_ids), _flat([completion.logprobs], np.float32)
+    return Sample(token_ids=token_ids, action_mask=mask, rollout_logprobs=logprobs, group=group_id, reward=reward)
 
 
 def batch_of(samples: Sequence[Sample], baselines: Floats | None = None) -> TokenBatch:
     """The samples as flat arrays. baselines: [B] reward of the greedy response to each sample's prompt"""
-    num_tokens = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
     num_trained = np.array([len(sample.rollout_logprobs) for sample in samples], dtype=np.int64)
     return TokenBatch(
         token_ids=_flat([sample.token_ids for sample in samples], np.int32),
         action_mask=_flat([sample.action_mask for sample in samples], np.bool_),
-        num_tokens=num_tokens,
+        num_tokens=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
         num_trained=num_trained,
         groups=np.array([sample.group for sample in samples], dtype=np.int64),
         rollout_logprobs=_flat([sample.rollout_logprobs for sample in samples], np.float32),

@@ -117,13 +117,8 @@ class TokenBatch:
 
     def tokens_alone(self) -> TokenBatch:
         """The tokens and what is trained of them: all that scoring needs."""
-        return TokenBatch(
-            token_ids=self.token_ids,
-            action_mask=self.action_mask,
-            num_tokens=self.num_tokens,
-            num_trained=self.num_trained,
-            groups=self.groups,
-        )
+        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups")
+        return TokenBatch(**{name: getattr(self, name) for name in names})
 
 
 def _bounds(counts: Ints) -> Ints:
@@ -143,7 +138,6 @@ def _runs(rows: Ints) -> list[tuple[int, int]]:
 
 
 def _ranges(runs: Sequence[tuple[int, int]], bounds: Ints) -> list[tuple[int, int]]:
-    """Where the runs lie in a flat array."""
     return [(int(bounds[first]), int(bounds[after])) for first, after in runs]
 
 

@@ -35,6 +35,5 @@ def check_growth(text: str, source: Sequence[Any], where: str) -> None:
     where: the template's owner, for the message
     """
     if len(text) > FREE_CHARS and len(text) > FREE_CHARS + GROWTH * (given := len(json.dumps(source))):
-        raise ConfigError(
-            f"{where} renders {len(text)} characters from {given}; set model.tokenizer_path to another tokenizer"
-        )
+        problem = f"{where} renders {len(text)} characters from {given}"
+        raise ConfigError(f"{problem}; set model.tokenizer_path to another tokenizer")

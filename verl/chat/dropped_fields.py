@@ -79,18 +79,13 @@ def _left_out(message: Message, field: str) -> DataError:
 
 def _marked(message: Message, mark: str) -> Message:
     """The message with unique markers for its content and for the names and arguments of its calls."""
-    calls = tuple(
-        replace(
-            call,
-            name=f"{mark}Call{number}Name",
-            arguments={
-                f"{mark}Call{number}Key{place}End": f"{mark}Call{number}Value{place}End"
-                for place in range(len(call.arguments))
-            },
-        )
-        for number, call in enumerate(message.tool_calls)
-    )
-    return replace(message, content=f"{mark}Content" if message.content.strip() else message.content, tool_calls=calls)
+    calls = []
+    for number, call in enumerate(message.tool_calls):
+        own = f"{mark}Call{number}"
+        arguments = {f"{own}Key{place}End": f"{own}Value{place}End" for place in range(len(call.arguments))}
+        calls.append(replace(call, name=f"{own}Name", arguments=arguments))
+    content = f"{mark}Content" if message.content.strip() else message.content
+    return replace(message, content=content, tool_calls=tuple(calls))
 
 
 def _is_used(render: Render, role: str, key: str, value: Any) -> bool:
@@ -112,6 +107,5 @@ def _is_used(render: Render, role: str, key: str, value: Any) -> bool:
 
 
 def tool_fault(lacking: Sequence[str], where: str) -> str:
-    """Error message for tools that are not listed."""
     shown = ", ".join(lacking[:3]) + (", .." if len(lacking) > 3 else "")
     return f"{where} does not list tools, so the policy would not know {shown}; {_TOOL_HINT}"

@@ -53,8 +53,7 @@ class ObservationTokenizer:
 
     def written(self, token_ids: Sequence[int]) -> str:
         """The response text without its end token, but with special tokens, which some formats use."""
-        text: str = self.chat.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids)
-        return text
+        return str(self.chat.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids))
 
     def ended(self, token_ids: Sequence[int]) -> bool:
         """Whether the policy ended its turn, rather than pausing at a stop string."""
@@ -82,14 +81,11 @@ class ObservationTokenizer:
     def _shortened(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
         """Truncate at token boundaries to `max_observation_tokens`, not counting the gap marker."""
         room = self.max_observation_tokens
-        tail = {Cut.HEAD: 0, Cut.TAIL: room, Cut.MIDDLE: room // 2}
-        match self.cut:
-            case Cut.REFUSE:
-                return _TOO_LONG
-            case kind:
-                head_end = spans[room - tail[kind]][0]
-                tail_start = spans[len(spans) - tail[kind]][0] if tail[kind] else len(text)
-                return text[:head_end] + _GAP + text[tail_start:]
+        if self.cut is Cut.REFUSE:
+            return _TOO_LONG
+        tail = {Cut.HEAD: 0, Cut.TAIL: room, Cut.MIDDLE: room // 2}[self.cut]
+        tail_start = spans[len(spans) - tail][0] if tail else len(text)
+        return text[: spans[room - tail][0]] + _GAP + text[tail_start:]
 
 
 class SharedPrompt(ObservationTokenizer):
@@ -103,7 +99,6 @@ class SharedPrompt(ObservationTokenizer):
         return []
 
     def prompt_ids(self, initial: Observation) -> Sequence[int]:
-        """See ObservationTokenizer."""
         for seen, token_ids in self._known:
             if seen == initial:
                 return token_ids

@@ -55,8 +55,7 @@ class ChatTemplate:
     @property
     def end_token_id(self) -> int:
         """The end-of-turn token appended to turns that the policy did not end itself."""
-        end: int = self.tokenizer.eos_token_id
-        return end
+        return int(self.tokenizer.eos_token_id)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -101,7 +100,7 @@ class ChatTemplate:
         Raises DataError if the template rejects the messages, ConfigError if it is invalid or does not terminate.
         """
         where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
-        given, schemas = [as_openai(message) for message in messages], [function_schema(tool) for tool in tools]
+        given, schemas = list(map(as_openai, messages)), list(map(function_schema, tools))
         render = partial(
             self.tokenizer.apply_chat_template,
             tools=schemas or None,
@@ -169,13 +168,12 @@ class ChatTemplate:
     @property
     def opens_thought(self) -> bool:
         """Whether the chat template itself opens a thought, so that responses begin inside it."""
-        prompt: str = self.tokenizer.decode(self.prompt_ids((_QUESTION,)))
+        prompt = str(self.tokenizer.decode(self.prompt_ids((_QUESTION,))))
         return prompt.rstrip().endswith("<think>")
 
     def continuation_ids(self, text: str) -> tuple[int, ...]:
         """A text that continues the assistant's turn; special-token strings in it are encoded as plain text."""
-        encoded = self.tokenizer(utf8(text), add_special_tokens=False, split_special_tokens=True)
-        return tuple(encoded["input_ids"])
+        return tuple(self.tokenizer(utf8(text), add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
@@ -201,8 +199,7 @@ class ChatTemplate:
     def response_text(self, token_ids: Sequence[int]) -> str:
         """The response text, without special tokens and without the end token."""
         ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
-        text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True))
 
 
 def _rendered(render: Callable[[Sequence[Mapping[str, Any]]], str], given: Sequence[Mapping[str, Any]]) -> str:

@@ -82,12 +82,10 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
     if value is None:
         return ()
     tools = tuple(_tool(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_TOOL}]")))
-    names: set[str] = set()
-    for number, tool in enumerate(tools):
-        if tool.name in names:
-            problem = f"repeats the name {tool.name!r}"
-            raise DataError(problem, "one schema per name", field=f"{field}[{number}]")
-        names.add(tool.name)
+    names = [tool.name for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise DataError(f"repeats the name {name!r}", "one schema per name", field=f"{field}[{number}]")
     return tools
 
 
@@ -107,17 +105,16 @@ def as_openai(message: Message) -> dict[str, Any]:
     """
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls and not message.calls_in_content:
-        made["tool_calls"] = [_call_as_openai(call) for call in message.tool_calls]
+        made["tool_calls"] = [
+            ({} if call.id is None else {"id": call.id})
+            | {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     if message.tool is not None:
         made["name"] = message.tool
     return made | dict(message.template_fields)
-
-
-def _call_as_openai(call: ToolCall) -> dict[str, Any]:
-    identity = {} if call.id is None else {"id": call.id}
-    return {**identity, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
 
 
 def _message(value: Any, field: str) -> Message:
@@ -154,11 +151,7 @@ def _content(value: Any, field: str) -> str:
         return value
     if isinstance(value, list | tuple):
         return "\n".join(_part(each, f"{field}[{number}]") for number, each in enumerate(value))
-    raise DataError(
-        "is missing" if value is None else f"is of type {type(value).__name__}",
-        "a text, or a list of {type: text, text}",
-        field=field,
-    )
+    raise _wrong_type(value, "a text, or a list of {type: text, text}", field)
 
 
 def _part(value: Any, field: str) -> str:
@@ -249,9 +242,13 @@ def _from_json(text: str, field: str, expected: str) -> Any:
 
 def _object(value: Any, field: str, expected: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        problem = "is missing" if value is None else f"is of type {type(value).__name__}"
-        raise DataError(problem, expected, field=field)
+        raise _wrong_type(value, expected, field)
     return value
+
+
+def _wrong_type(value: Any, expected: str, field: str) -> DataError:
+    problem = "is missing" if value is None else f"is of type {type(value).__name__}"
+    return DataError(problem, expected, field=field)
 
 
 def _check_type(given: Mapping[str, Any], field: str) -> None:
@@ -269,7 +266,5 @@ def _only(given: Mapping[str, Any], known: Sequence[str], field: str, expected: 
 def read_text(value: Any, field: str) -> str:
     """A text that is not empty. Raises DataError."""
     if not isinstance(value, str) or not value:
-        kind = f"is of type {type(value).__name__}"
-        problem = "is missing" if value is None else "is empty" if value == "" else kind
-        raise DataError(problem, "a text", field=field)
+        raise DataError("is empty", "a text", field=field) if value == "" else _wrong_type(value, "a text", field)
     return value

@@ -71,7 +71,6 @@ class TrainTasks:
         return trace.digest in self._known or (trace.env, trace.task) in self._known
 
     def write(self, path: Path) -> None:
-        """One line per task, written atomically."""
         write_jsonl(path, (each._asdict() for each in self.traces))
 
     @classmethod

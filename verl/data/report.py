@@ -33,12 +33,10 @@ class RowReport:
 
     @property
     def num_used(self) -> int:
-        """Number of used rows."""
         return self.num_rows - self.num_dropped
 
     @property
     def num_dropped(self) -> int:
-        """Number of rows that are not used, for any reason."""
         return len(self.bad) + self.dropped.total()
 
     def add_bad(self, error: DataError, max_bad_share: float) -> None:

@@ -51,9 +51,8 @@ def read_rows(source: str) -> Iterator[Any]:
     try:
         yield from map(_shallow, readers[suffix](path))
     except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow raises ValueErrors
-        raise DataError(
-            f"cannot be read as {suffix[1:]} ({_one_line(error)})", hint="Write or copy it again", file=source
-        ) from error
+        problem = f"cannot be read as {suffix[1:]} ({_one_line(error)})"
+        raise DataError(problem, hint="Write or copy it again", file=source) from error
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
@@ -86,11 +85,10 @@ def _read_json(path: Path) -> Iterator[Any]:
     """Yields the elements of a JSON list, decoded one at a time to save memory."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
-        text, position, ended = file.read(_CHUNK_CHARS), 0, False
-        position = _after_blanks(text, 0)
-        if text[position : position + 1] != "[":
+        text, ended = file.read(_CHUNK_CHARS), False
+        position = _after_blanks(text, 0) + 1
+        if text[position - 1 : position] != "[":
             raise ValueError("it does not start with [")
-        position += 1
         while True:
             position = _after_blanks(text, position)
             if text[position : position + 1] == "]":
@@ -157,21 +155,11 @@ def _read_csv(path: Path) -> Iterator[Any]:
 
 
 def _read_dataset(source: str) -> Iterator[Any]:
-    if os.path.isdir(source):  # noqa: PTH112  Path.is_dir raises if the name is too long
-        yield from _streamed(source, source)
-        return
-    if os.path.exists(source) or not _HUB_NAME.fullmatch(source):  # noqa: PTH110  as above
-        raise DataError(
-            "is neither a data file nor a data set's name",
-            f"{_FORMATS}, a folder, or owner/name[:split]",
-            "Check it",
-            file=source,
-        )
-    name, _, split = source.partition(":")
-    yield from _streamed(source, name, split or "train")
-
-
-def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
+    is_folder = os.path.isdir(source)  # noqa: PTH112  Path.is_dir raises if the name is too long
+    if not is_folder and (os.path.exists(source) or not _HUB_NAME.fullmatch(source)):  # noqa: PTH110  as above
+        expected = f"{_FORMATS}, a folder, or owner/name[:split]"
+        raise DataError("is neither a data file nor a data set's name", expected, "Check it", file=source)
+    name, _, split = (source, "", "") if is_folder else source.partition(":")
     try:
         import datasets  # heavy, and not needed for files
     except ImportError as error:
@@ -184,11 +172,10 @@ def _streamed(source: str, name: str, split: str = "train") -> Iterator[Any]:
         if os.path.isfile(os.path.join(name, "state.json")):  # noqa: PTH113, PTH118  as above
             yield from datasets.load_from_disk(name)
         else:
-            yield from datasets.load_dataset(name, split=split, streaming=True)
+            yield from datasets.load_dataset(name, split=split or "train", streaming=True)
     except Exception as error:  # network errors depend on the HTTP client of datasets
-        raise DataError(
-            f"cannot be loaded ({_one_line(error)})", hint="Check the name, the files and the network", file=source
-        ) from error
+        hint = "Check the name, the files and the network"
+        raise DataError(f"cannot be loaded ({_one_line(error)})", hint=hint, file=source) from error
 
 
 @contextmanager
@@ -197,18 +184,16 @@ def _disk_errors(directory: str | None) -> Iterator[None]:
         yield
     except OSError as error:
         place = directory or tempfile.gettempdir()
-        raise DataError(
-            f"cannot store the rows in {place} ({error})", hint="Free some space or point TMPDIR to a larger disk"
-        ) from error
+        hint = "Free some space or point TMPDIR to a larger disk"
+        raise DataError(f"cannot store the rows in {place} ({error})", hint=hint) from error
 
 
 def _encoded(row: Any) -> bytes:
     try:
         return json.dumps(row, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"has a value that JSON cannot store ({_one_line(error)})", "texts, numbers, booleans, lists and objects"
-        ) from error
+        expected = "texts, numbers, booleans, lists and objects"
+        raise DataError(f"has a value that JSON cannot store ({_one_line(error)})", expected) from error
 
 
 class RowStore:

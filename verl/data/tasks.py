@@ -56,8 +56,7 @@ def unlisted_call(task: Task) -> DataError | None:
 
     The policy cannot know such a tool. ToolRL trains on these rows nevertheless.
     """
-    tools = listed_tools(task.prompt)
-    if tools is None:
+    if (tools := listed_tools(task.prompt)) is None:
         return None
     for call in _gold_calls(task):
         if call["name"].strip() not in tools:
@@ -97,9 +96,8 @@ def _answer(reward_model: Mapping[str, Any]) -> str:
     try:
         return json.dumps(truth, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"cannot be written as JSON ({error})", "a text, or another JSON value", field=GROUND_TRUTH
-        ) from error
+        problem = f"cannot be written as JSON ({error})"
+        raise DataError(problem, "a text, or another JSON value", field=GROUND_TRUTH) from error
 
 
 def _gold_calls(task: Task) -> list[dict[str, Any]]:
@@ -141,8 +139,7 @@ class TaskSet(Sequence[Task]):
             except DataError as error:
                 self.report.add_bad(error.at(file=self.source, row=number), max_bad_share)
                 continue
-            unlisted = unlisted_call(task)
-            if unlisted is not None:
+            if (unlisted := unlisted_call(task)) is not None:
                 self.report.unlisted.append(unlisted.at(file=self.source, row=number))
             yield task
 
@@ -157,12 +154,9 @@ class TaskSet(Sequence[Task]):
 
 @dataclass(frozen=True, slots=True)
 class TaskCursor:
-    """Position of a stream: the number of tasks drawn from each file, and a hash of the stream's settings.
+    """Position of a stream; `asdict` of it can be stored as JSON."""
 
-    JSON round trip: TaskCursor(**json.loads(json.dumps(asdict(cursor)))) is the same cursor.
-    """
-
-    drawn: Sequence[int]
+    drawn: Sequence[int]  # tasks drawn from each file
     made_of: str  # hash of files, rows, weights and seed
 
 
@@ -188,11 +182,9 @@ class TaskStream:
         """
         if not sets:
             raise ConfigError("data.train_files names no file")
-        self._sets = sets
+        self._sets, self._seed, self._shuffle = sets, seed, shuffle
         self._rows = tuple(len(tasks) for tasks in sets)
         self._weights = tuple(weights or self._rows)
-        self._seed = seed
-        self._shuffle = shuffle
         self._orders: dict[int, tuple[int, Any]] = {}  # file -> (epoch, permutation)
         names = [tasks[0].id for tasks in sets]
         self._made_of = hashlib.sha256(repr((names, self._rows, self._weights, seed)).encode()).hexdigest()[:16]
@@ -220,19 +212,18 @@ class TaskStream:
         """The next task after this number of draws from each file."""
         file = self._due(drawn)
         epoch, position = divmod(drawn[file], self._rows[file])
-        task: Task = self._sets[file][int(self._order(file, epoch)[position])]
-        return task
+        return self._sets[file][int(self._order(file, epoch)[position])]
 
     def _due(self, drawn: Sequence[int]) -> int:
-        """The file whose next draw is due first."""
         due = [(count + 1) / weight for count, weight in zip(drawn, self._weights, strict=True)]
         return due.index(min(due))
 
     def _order(self, file: int, epoch: int) -> Any:
         if file not in self._orders or self._orders[file][0] != epoch:
-            generator = np.random.default_rng((self._seed, file, epoch))
             order = np.arange(self._rows[file])
-            self._orders[file] = (epoch, generator.permutation(order) if self._shuffle else order)
+            if self._shuffle:
+                order = np.random.default_rng((self._seed, file, epoch)).permutation(order)
+            self._orders[file] = (epoch, order)
         return self._orders[file][1]
 
     @property

@@ -74,13 +74,13 @@ class StepGroups:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of filters and overlong penalty; empty if the algorithm has neither."""
-        drawn = max(1, self._num_rollouts(self.drawn))
-        kept = self._num_rollouts(self.fresh)
+        drawn = max(1, _num_rollouts(self.drawn))
         metrics = {}
         if self.algorithm.filters:
             names = [name_of(each) for each in self.algorithm.filters]
             shares = {f"filter/{name}": self.dropped[name] / drawn for name in names}
-            metrics = {"filter/kept": kept / drawn, **shares, "filter/resample_rounds": float(self.resample_rounds)}
+            kept = _num_rollouts(self.fresh) / drawn
+            metrics = {"filter/kept": kept, **shares, "filter/resample_rounds": float(self.resample_rounds)}
         if self.algorithm.overlong is not None:
             lengths = [num_written(each) for group in self.drawn for each in group.trajectories]
             metrics["reward/overlong_penalty"] = sum(map(self.algorithm.overlong.penalty, lengths)) / drawn
@@ -95,13 +95,12 @@ class StepGroups:
             "staleness/reused": len(self.reused) / len(self.kept),
         }
 
-    @staticmethod
-    def _num_rollouts(groups: Sequence[TrajectoryGroup]) -> int:
-        return sum(len(group.trajectories) for group in groups)
+
+def _num_rollouts(groups: Sequence[TrajectoryGroup]) -> int:
+    return sum(len(group.trajectories) for group in groups)
 
 
 def apply_overlong_penalty(group: TrajectoryGroup, overlong: Overlong | None) -> TrajectoryGroup:
-    """The group with the overlong penalty added to its rewards."""
     if overlong is None:
         return group
     pairs = zip(group.rewards, group.trajectories, strict=True)

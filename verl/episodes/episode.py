@@ -3,9 +3,8 @@
 Observations and responses are appended to the ledger (`Turn`) and never changed, truncated or tokenized again.
 Every resource has a limit; reaching one ends the episode, and `Trajectory.stop_reason` names it. An environment that
 judges is asked for its verdict at the end, whatever the stop reason.
-The clock runs only while the environment works. Time spent waiting for the engine or for a free slot of a tool depends
-on the load and is not charged to the episode; a lost engine has its own timeout (`trainer.call_timeout_s`), and so has
-a tool call that waits for a slot (`env.tool_timeout_s`).
+The clock runs only while the environment works: waiting for the engine or for a slot of a tool depends on the load, and
+has timeouts of its own (`trainer.call_timeout_s`, `env.tool_timeout_s`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -79,7 +79,6 @@ class EpisodeRunner:
 
     @property
     def chat(self) -> ChatTemplate:
-        """The tokenizer and its chat template."""
         return self.observations.chat
 
     def for_group(self) -> EpisodeRunner:
@@ -93,7 +92,6 @@ class EpisodeRunner:
         await check_services([self.envs, self.sandbox])
 
     async def close(self) -> None:
-        """Close the environments' shared resources."""
         await self.envs.close()
         if self.sandbox is not None:
             await self.sandbox.close()
@@ -130,13 +128,7 @@ class _Episode:
     """One attempt at an episode. Raises ServiceDownError and JudgeError for failures that are not the policy's."""
 
     def __init__(
-        self,
-        runner: EpisodeRunner,
-        engine: Generator,
-        sampling: Sampling,
-        task: Task,
-        index: int,
-        seed: int | None,
+        self, runner: EpisodeRunner, engine: Generator, sampling: Sampling, task: Task, index: int, seed: int | None
     ) -> None:
         self._envs, self._observations, self._limits = runner.envs, runner.observations, runner.limits
         self._engine, self._sampling = engine, sampling
@@ -154,7 +146,8 @@ class _Episode:
         self._env_s = 0.0  # environment time so far
 
     async def run(self) -> Trajectory:
-        env = self._guarded_make()
+        with _attributed("the factory"):
+            env = self._envs(self._task)
         try:
             stop_reason = await self._run_turns(env)
             score = await self._verdict(env)
@@ -281,7 +274,11 @@ class _Episode:
         self.uses += result.tool_uses
         self._tools += result.tools
         if result.reward is not None:
-            self._turns[-1] = replace(self._turns[-1], reward=_checked(result.reward))
+            try:
+                self._turns[-1] = replace(self._turns[-1], reward=finite_number(result.reward))
+            except ValueError as error:
+                problem = f"step returned reward {result.reward!r}, not a finite number"
+                raise ServiceDownError("the environment", problem) from error
         return result
 
     async def _verdict(self, env: Env) -> Score | None:
@@ -291,7 +288,8 @@ class _Episode:
         limit_s = self._limits.judge_s
         try:
             async with EnvTimer(limit_s).running():
-                score = await _guarded(env.judge(), "judge")
+                with _attributed("judge"):
+                    score = await env.judge()
         except TimeoutError as error:
             raise JudgeError(f"the environment: judge exceeded env.turn_timeout_s={limit_s:g}") from error
         except ServiceDownError as error:
@@ -309,20 +307,13 @@ class _Episode:
         clock = EnvTimer(min(self._limits.turn_s, left_s))
         try:
             async with clock.running():
-                return await _guarded(answer, method)
+                with _attributed(method):
+                    return await answer
         except TimeoutError as error:
             late = StopReason.TURN_TIMEOUT if self._limits.turn_s < left_s else StopReason.EPISODE_TIMEOUT
             raise _LateError(late) from error
         finally:
             self._env_s += clock.seconds
-
-    def _guarded_make(self) -> Env:
-        try:
-            return self._envs(self._task)
-        except VerlError:
-            raise
-        except Exception as error:
-            raise _broken("the factory", error) from error
 
 
 def _until(stops: Sequence[str], text: str) -> str:
@@ -330,13 +321,6 @@ def _until(stops: Sequence[str], text: str) -> str:
     the text after the stop string is ignored. Whitespace is kept, because answers depend on it."""
     end = max((text.rfind(stop) + len(stop) for stop in stops if stop in text), default=len(text))
     return text[:end] if text[end:].strip() else text
-
-
-def _checked(reward: float) -> float:
-    try:
-        return finite_number(reward)
-    except ValueError as error:
-        raise ServiceDownError("the environment", f"step returned reward {reward!r}, not a finite number") from error
 
 
 def _of_type(kind: type[_T], value: object, method: str) -> _T:
@@ -347,18 +331,15 @@ def _of_type(kind: type[_T], value: object, method: str) -> _T:
     return value
 
 
-async def _guarded(step: Awaitable[_T], method: str) -> _T:
+@contextmanager
+def _attributed(method: str) -> Iterator[None]:
     """An exception of the environment becomes a ServiceDownError, which ends one episode and not the training step."""
     try:
-        return await step
+        yield
     except VerlError:
         raise
     except Exception as error:
-        raise _broken(method, error) from error
-
-
-def _broken(method: str, error: Exception) -> ServiceDownError:
-    return ServiceDownError("the environment", f"{method} raised {type(error).__name__}: {error}")
+        raise ServiceDownError("the environment", f"{method} raised {type(error).__name__}: {error}") from error
 
 
 async def _close(env: Env) -> None:

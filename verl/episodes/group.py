@@ -11,8 +11,6 @@ from verl.rollout.joined import JoinedRequests
 from verl.scoring.pool import Fault, Scorer
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
-_Judged = tuple[Trajectory, Score] | Fault
-
 
 @dataclass(frozen=True)
 class GroupRollout:
@@ -29,10 +27,8 @@ class GroupRollout:
         # A joined request ends with its longest response, so episodes with a next turn do not wait for one another.
         engine = JoinedRequests(self.engine) if runner.limits.max_turns == 1 else self.engine
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
-        started = (runner.run(engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds))
-        judged = await asyncio.gather(
-            *(self._judge(task, index, episode, step) for index, episode in enumerate(started))
-        )
+        started = [runner.run(engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)]
+        judged = await asyncio.gather(*(self._judge(task, *numbered, step) for numbered in enumerate(started)))
         scored = [each for each in judged if not isinstance(each, Fault)]
         return TrajectoryGroup(
             task,
@@ -47,7 +43,9 @@ class GroupRollout:
         """Close the episodes' shared resources; the engine and the scorer belong to the caller."""
         await self.episode_runner.close()
 
-    async def _judge(self, task: Task, index: int, started: Awaitable[Trajectory | Fault], step: int) -> _Judged:
+    async def _judge(
+        self, task: Task, index: int, started: Awaitable[Trajectory | Fault], step: int
+    ) -> tuple[Trajectory, Score] | Fault:
         try:
             episode = await started
         except LostRequestError as error:

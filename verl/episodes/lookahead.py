@@ -45,23 +45,20 @@ class LookaheadController:
                 self._decide(step, self._waited / max(self._elapsed, 1e-9))
 
     def _decide(self, step: int, fraction: float) -> None:
-        args = (step + 1, 100 * fraction)
-        if self._fraction_before is not None and fraction > max(_STARVED, _HELPED * self._fraction_before):
+        before, self._fraction_before = self._fraction_before, None
+        if before is not None and fraction > max(_STARVED, _HELPED * before):
             self.steps_ahead -= 1
             self._measure_from(step + _PAUSE)
-            self._fraction_before = None
-            _log.warning("step %d: trainer still waits for rollouts %.0f %% of its time: %s", *args, self._describe())
+            waits = "still waits"
         elif fraction > _STARVED and self.steps_ahead < self.max_steps_ahead:
             self.steps_ahead += 1
             self._measure_from(step + self.steps_ahead + 1)
-            self._fraction_before = fraction
-            _log.warning("step %d: trainer waits for rollouts %.0f %% of its time: %s", *args, self._describe())
+            self._fraction_before, waits = fraction, "waits"
         else:
             self._measure_from(step + 1)
-            self._fraction_before = None
-
-    def _describe(self) -> str:
-        return f"prompts are now prefetched {self.steps_ahead} of at most {self.max_steps_ahead} steps ahead"
+            return
+        depth = f"prompts are now prefetched {self.steps_ahead} of at most {self.max_steps_ahead} steps ahead"
+        _log.warning("step %d: trainer %s for rollouts %.0f %% of its time: %s", step + 1, waits, 100 * fraction, depth)
 
     def _measure_from(self, step: int) -> None:
         self._first, self._waited, self._elapsed = step, 0.0, 0.0

@@ -36,8 +36,6 @@ class RewardFaultError(VerlError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RolloutManagerConfig:
-    """Batch size and lookahead."""
-
     prompts_per_step: int
     rollouts_per_prompt: int
     max_staleness: int = 0  # max lag of a sample's oldest token behind the policy, in weight versions
@@ -121,8 +119,8 @@ class RolloutManager:
                 left -= 1
         self.depth.update(step, waited, self.clock())
         collected.check()
-        if faults := self._faults(collected):
-            _log.warning("%s", self._format_faults(step, collected, faults))
+        if faults := self._checked_faults(collected, step):
+            _log.warning("%s", faults)
         if self.algorithm.max_resample_rounds > 1 and len(collected.fresh) < wanted:
             counts = (step + 1, len(collected.fresh), wanted, collected.resample_rounds)
             _log.warning("step %d: %d of %d groups after %d resample rounds", *counts)
@@ -164,9 +162,10 @@ class RolloutManager:
         """Start `count` prompts: first those left by an interrupted run, then the next of the stream."""
         draws = [self._pending.pop(0) if self._pending else self._next_draw(attempt) for _ in range(count)]
         tasks = [self.tasks.at(draw.drawn) for draw in draws]
+        lengths = [sum(len(message.content) for message in task.prompt) for task in tasks]  # in characters
         started: list[_Slot] = []
         # Longest first: the engine starts them in this order, and a long prompt at the end would delay the step.
-        for draw, task in sorted(zip(draws, tasks, strict=True), key=lambda pair: -prompt_length(pair[1])):
+        for _, draw, task in sorted(zip(lengths, draws, tasks, strict=True), key=lambda each: -each[0]):
             work = asyncio.ensure_future(self._roll(task, version, self._seed(draw)))
             work.add_done_callback(self._on_done)
             started.append(_Slot(draw, version, work))
@@ -239,26 +238,18 @@ class RolloutManager:
         if kept is not None:
             self._used.append(_Used(kept, slot.policy_version))
         if len(collected.drawn) >= wanted:  # fewer are not representative
-            self._check_faults(collected, step)
+            self._checked_faults(collected, step)
         return kept is not None
 
-    def _check_faults(self, collected: StepGroups, step: int) -> None:
-        faults, limit = self._faults(collected), self.settings.max_fault_share
-        if len(faults) > limit * self._num_requested(collected):
-            message = self._format_faults(step, collected, faults)
+    def _checked_faults(self, collected: StepGroups, step: int) -> str:
+        """The number of faults and the first ones; empty without any. Raises RewardFaultError for too many."""
+        faults = [fault for group in collected.drawn for fault in group.faults]
+        total = len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
+        shown, limit = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), self.settings.max_fault_share
+        message = f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
+        if len(faults) > limit * total:
             raise RewardFaultError(f"{message}\nMore than reward.max_fault_share={limit:g}: fix the cause and resume")
-
-    def _num_requested(self, collected: StepGroups) -> int:
-        return len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
-
-    @staticmethod
-    def _faults(collected: StepGroups) -> list[str]:
-        return [fault for group in collected.drawn for fault in group.faults]
-
-    def _format_faults(self, step: int, collected: StepGroups, faults: Sequence[str]) -> str:
-        shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS])
-        total = self._num_requested(collected)
-        return f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
+        return message if faults else ""
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as plain JSON: the stream's cursor, prompts not yet trained on, lookahead depth."""
@@ -287,8 +278,3 @@ def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:
             f"algorithm.name={algorithm.name} supports only one reward per episode; choose gigpo or ppo, or let the "
             "environment return one score at the end (`judge`)"
         )
-
-
-def prompt_length(task: Task) -> int:
-    """Characters of all messages: an estimate of the prompt length before tokenization."""
-    return sum(len(message.content) for message in task.prompt)

@@ -13,11 +13,7 @@ if TYPE_CHECKING:  # some engines do not need torch
     from verl.transfer.bucket import BucketHandle, BucketLayout
 
 
-TRUNCATION = (
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-)  # options that truncate or change the model's distribution
+TRUNCATION = ("top_p", "top_k", "repetition_penalty")  # options that truncate or change the model's distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +50,8 @@ class WeightTarget(Protocol):
         the old weights, unless the names match the model's parameters exactly."""
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Load one bucket of weights from one of the handles, whose memory may be reused afterwards.
-
-        Raises EngineError on a checksum mismatch; the engine is then unusable.
-        """
+        """Load one bucket of weights from one of the handles, whose memory may be reused afterwards. Raises EngineError
+        on a checksum mismatch; the engine is then unusable."""
 
     async def end_weights(self, version: int) -> None:
         """All buckets have arrived: completions carry `version` from now on."""
@@ -70,10 +64,8 @@ class Generator(Protocol):
     """What episodes need of an engine."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        """Returns `sampling.n` completions; concurrent calls are batched.
-
-        Log-probs refer to the sampling distribution, i.e. after temperature and truncation.
-        """
+        """Returns `sampling.n` completions; concurrent calls are batched. Log-probs refer to the sampling distribution,
+        i.e. after temperature and truncation."""
 
 
 class RolloutEngine(Generator, WeightTarget, Protocol):
@@ -86,10 +78,8 @@ class RolloutEngine(Generator, WeightTarget, Protocol):
         """Hold requests after a weight sync in the block until its end, so that `probe` runs before them."""
 
     async def replace_lost(self) -> WeightTarget | None:
-        """Restart engines whose process was lost, and return those; they need weights. None if none was lost.
-
-        Raises EngineError if an engine keeps being lost.
-        """
+        """Restart engines whose process was lost, and return those; they need weights. None if none was lost. Raises
+        EngineError if an engine keeps being lost."""
 
     def losses(self) -> dict[str, float]:
         """Metrics of lost engines since the last call."""

@@ -20,11 +20,10 @@ def finite_number(value: object) -> float:
 
 def finite_score(score: object) -> Score:
     """The score with all numbers as floats. Raises ValueError if one is not finite."""
-    problem = f"{score!r} is not a Score of finite numbers"
-    if not isinstance(score, Score) or not isinstance(score.parts, Mapping):
-        raise ValueError(problem)
     try:
-        parts = {name: finite_number(value) for name, value in score.parts.items()}
-        return replace(score, total=finite_number(score.total), parts=parts)
-    except ValueError as error:
-        raise ValueError(problem) from error
+        if isinstance(score, Score) and isinstance(score.parts, Mapping):
+            parts = {name: finite_number(value) for name, value in score.parts.items()}
+            return replace(score, total=finite_number(score.total), parts=parts)
+    except ValueError:
+        pass
+    raise ValueError(f"{score!r} is not a Score of finite numbers")

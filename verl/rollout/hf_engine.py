@@ -33,18 +33,13 @@ MAX_BATCH = 256  # default number of completions per batch
 
 
 class _Request(NamedTuple):
-    """One call of `generate`."""
-
     prompt_ids: Sequence[int]
     sampling: Sampling
     future: asyncio.Future[tuple[Completion, ...]]
 
 
 class HFEngine(SingleEngine):
-    """Generates with a transformers model that it owns.
-
-    tokenizer: needed only for stop strings
-    """
+    """Generates with a transformers model that it owns. tokenizer: needed only for stop strings"""
 
     def __init__(self, model: PreTrainedModel, max_batch: int = MAX_BATCH, tokenizer: Any = None) -> None:
         self._model = model.eval()
@@ -94,7 +89,7 @@ class HFEngine(SingleEngine):
             remaining = iter(completions)
             for request in batch:
                 its_own = tuple(islice(remaining, request.sampling.n))
-                if not request.future.done():  # the caller may have been cancelled
+                if not request.future.done():  # the caller may have been canceled
                     request.future.set_result(its_own)
 
     def _next_batch(self) -> list[_Request]:
@@ -122,7 +117,6 @@ class HFEngine(SingleEngine):
         await self._in_use.acquire()
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Copy the weights in by name."""
         own = dict(self._named_parameters())
         try:
             for name, view in layout.named(self._receiver.receive(layout, handles)):
@@ -133,7 +127,6 @@ class HFEngine(SingleEngine):
             raise
 
     async def end_weights(self, version: int) -> None:
-        """Accept requests again."""
         self._version = version
         self._in_use.release()
 
@@ -148,7 +141,10 @@ class HFEngine(SingleEngine):
         device = self._model.device
         ids_BL = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask_BL = (torch.arange(longest)[None] >= pads_B[:, None]).long()
-        generators = [_generator(sampling.seed) for sampling in samplings]
+        generators = [  # of its own for a seeded completion, else torch's default one
+            torch.default_generator if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
+            for sampling in samplings
+        ]
         tokens: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         reasons: list[FinishReason | None] = [None] * len(prompts)
@@ -184,13 +180,10 @@ class HFEngine(SingleEngine):
 
     def _finished(self, tokens: list[int], sampling: Sampling) -> FinishReason | None:
         """Stop-string tokens are kept, including any text of the last one after the stop string."""
-        if tokens[-1] in sampling.stop_token_ids or any(self._ends(tokens, stop) for stop in sampling.stop_strings):
+        ended = any(stop in self._tokenizer.decode(tokens[-reach(stop) :]) for stop in sampling.stop_strings)
+        if ended or tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
-
-    def _ends(self, tokens: list[int], stop: str) -> bool:
-        """Whether the text of the last tokens contains `stop`."""
-        return stop in self._tokenizer.decode(tokens[-reach(stop) :])
 
 
 def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None) -> HFEngine:
@@ -204,18 +197,11 @@ def _processors(sampling: Sampling) -> list[LogitsProcessor]:
     made: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1.0:
         made.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.temperature == 0.0:
-        return made
-    if sampling.top_k != -1:
+    if sampling.temperature != 0.0 and sampling.top_k != -1:
         made.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
+    if sampling.temperature != 0.0 and sampling.top_p < 1.0:
         made.append(TopPLogitsWarper(sampling.top_p))
     return made
-
-
-def _generator(seed: int | None) -> torch.Generator:
-    """A dedicated generator for a seeded completion, torch's default one otherwise."""
-    return torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
 
 
 def _draw(logits_V: Tensor, sampling: Sampling, seen: Sequence[int], generator: torch.Generator) -> tuple[int, float]:

@@ -28,8 +28,8 @@ class JoinedRequests(Generator):
             samplings: list[Sampling] = []
             self._waiting[key] = samplings, asyncio.create_task(self._send(*key, samplings))
         samplings, sent = self._waiting[key]
+        place = len(samplings)
         samplings.append(sampling)
-        place = len(samplings) - 1
         return ((await sent)[place],)
 
     async def _send(

@@ -73,9 +73,7 @@ class EnginePool:
         self._paused = False  # requests stay blocked after the weight sync
         self._landed = asyncio.Event()  # a request has finished
         self.version: int | None = None  # weight version of the last weight sync
-        self.restore: Callable[[], Awaitable[None]] | None = (
-            None  # calls `replace_lost` and syncs weights when possible
-        )
+        self.restore: Callable[[], Awaitable[None]] | None = None  # calls `replace_lost`, syncs weights when possible
         self.num_remade = self.num_retried = 0  # engines, requests; since the last call of `losses`
         self._ready = set(range(workers.size))  # engines that accept requests
         self._usable = asyncio.Event()  # set if an engine is ready, or if none ever will be
@@ -100,8 +98,7 @@ class EnginePool:
             (piece,) = await self._request((*prompt_ids, *written), _rest(sampling, pieces))
             if written:
                 piece = self._stopped(written, piece, sampling.stop_strings)
-            interrupted = piece.finish_reason is FinishReason.ABORT and not self._open.is_set()
-            if not interrupted:
+            if piece.finish_reason is not FinishReason.ABORT or self._open.is_set():
                 return joined([*pieces, piece])
             if self._on_weight_sync is OnWeightSync.CONTINUE and piece.token_ids:
                 pieces.append(piece)
@@ -114,17 +111,15 @@ class EnginePool:
         end = tokens_to_stop(self._decode, written, piece.token_ids, stops)
         if end is None:
             return piece
-        return replace(
-            piece, token_ids=piece.token_ids[:end], logprobs=piece.logprobs[:end], finish_reason=FinishReason.STOP
-        )
+        token_ids, logprobs = piece.token_ids[:end], piece.logprobs[:end]
+        return replace(piece, token_ids=token_ids, logprobs=logprobs, finish_reason=FinishReason.STOP)
 
     async def _request(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         for _ in range(_ATTEMPTS):
             rank = await self._choose()
             self._in_flight[rank] += sampling.n
             try:
-                completions: tuple[Completion, ...] = await self._submit(rank, Method("generate"), prompt_ids, sampling)
-                return completions
+                return tuple(await self._submit(rank, Method("generate"), prompt_ids, sampling))
             except _ReplacedError as error:
                 cause = error.__cause__
                 self.num_retried += 1
@@ -176,7 +171,6 @@ class EnginePool:
 
     @property
     def lost(self) -> Sequence[int]:
-        """Ranks of lost engines that are not yet replaced."""
         return sorted(self._lost)
 
     async def replace_lost(self) -> EngineSubset | None:
@@ -188,11 +182,9 @@ class EnginePool:
     async def _make(self, rank: int) -> None:
         assert self._remake is not None
         while rank in self._lost:
-            cause = self._lost[rank]
             if self._in_a_row[rank] == _MAX_REMAKES:
-                raise EngineError(
-                    f"an engine was lost {_MAX_REMAKES + 1} times within one step; last cause: {cause}"
-                ) from cause
+                cause, times = self._lost[rank], _MAX_REMAKES + 1
+                raise EngineError(f"an engine was lost {times} times within one step; last cause: {cause}") from cause
             self._in_a_row[rank] += 1
             self.num_remade += 1
             try:
@@ -217,19 +209,16 @@ class EnginePool:
         """Wait until no response is in flight, then start the weight sync; new requests wait until its end."""
         self._open.clear()
         try:
-            await self._wait_until_quiet()
+            while any(self._in_flight):
+                self._landed.clear()
+                if self._on_weight_sync is not OnWeightSync.FINISH:
+                    await self.interrupt()  # repeatedly, because a request may still be on its way to an engine
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._landed.wait(), _INTERRUPT_AGAIN_S)
             await self._all.begin_weights(layouts)
         except BaseException:
             self._open.set()  # requests run on the old weights, or raise if there are none
             raise
-
-    async def _wait_until_quiet(self) -> None:
-        while any(self._in_flight):
-            self._landed.clear()
-            if self._on_weight_sync is not OnWeightSync.FINISH:
-                await self.interrupt()  # repeatedly, because a request may still be on its way to an engine
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._landed.wait(), _INTERRUPT_AGAIN_S)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         """Offers may be references (`WorkerGroup.call_ref`), so that they go directly to the engines."""
@@ -239,7 +228,6 @@ class EnginePool:
         await self._all.end_weights(version)
 
     def _admit(self) -> None:
-        """Admit requests to all engines that have the new weights."""
         self._ready |= self._synced - self._lost.keys()
         self._synced.clear()
         self._open.set()
@@ -277,8 +265,8 @@ class EnginePool:
             except _ReplacedError:
                 return []
 
-        answers = await asyncio.gather(*(answer(rank, args) for rank, args in calls.items() if rank not in self._lost))
-        return list(chain.from_iterable(answers))
+        asked = (answer(rank, args) for rank, args in calls.items() if rank not in self._lost)
+        return list(chain.from_iterable(await asyncio.gather(*asked)))
 
 
 @dataclass(frozen=True)
@@ -311,7 +299,6 @@ class EngineSubset:
 
 
 def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
-    """Sampling parameters for the rest of a response."""
     if not pieces:
         return sampling
     seed = None if sampling.seed is None else sampling.seed + len(pieces) * _SEEDS_BETWEEN_PIECES
@@ -320,7 +307,6 @@ def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:
 
 
 def joined(pieces: Sequence[Completion]) -> Completion:
-    """Consecutive pieces as one completion."""
     *_, last = pieces
     if len(pieces) == 1:
         return last

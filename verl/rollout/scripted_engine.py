@@ -39,7 +39,6 @@ class ScriptedEngine(SingleEngine):
         """No-op: there are no weights."""
 
     async def end_weights(self, version: int) -> None:
-        """Records the version."""
         self._version = version
 
     async def sleep(self) -> None:

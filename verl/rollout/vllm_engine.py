@@ -26,7 +26,7 @@ import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling, SingleEngine
-from verl.rollout.vllm_extension import WeightReceiver
+from verl.rollout.vllm_extension import WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.system.packages import SET_UP
 from verl.system.scratch import variables
@@ -53,8 +53,6 @@ _starting = threading.Lock()  # vLLM is configured by environment variables, whi
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """vLLM's start-up settings."""
-
     model_path: str  # a folder, or a name on the hub
     max_model_len: int  # prompt plus response tokens
     dtype: str = "bfloat16"  # dtype of weights (also during weight sync), activations and KV cache
@@ -127,7 +125,8 @@ class VLLMEngine(SingleEngine):
         Log-probs refer to the sampling temperature; at temperature 0, to temperature 1. A response ends only at
         `stop_token_ids` and `stop_strings`, whose tokens it keeps, or at `max_model_len`. Seeds are ignored on CPU.
         """
-        version = self._usable_version()
+        if (version := self._version) is None:
+            raise EngineError("the engine released its weights in sleep mode; sync weights before generating")
         self._check_prompt(prompt_ids)
         greedy = sampling.temperature == 0.0  # vLLM rejects n > 1 here; the completions would be identical
         params = self._sampling_params(replace(sampling, n=1) if greedy else sampling)
@@ -136,15 +135,14 @@ class VLLMEngine(SingleEngine):
         return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
 
     async def interrupt(self) -> None:
-        """Abort all running requests; they return their partial output."""
         self._interrupted |= self._running
         await self._unless_dead(self._llm.abort([*self._running]))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Check the names and pause generation: running requests wait and continue with the new weights.
 
-        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A missing or unknown name raises an
-        EngineError and keeps the old weights in use. A failure after this check makes the engine unusable.
+        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A failure after this check makes
+        the engine unusable.
         """
         _compare(all_names(layouts), self._weight_names)
         if self._asleep:
@@ -154,7 +152,6 @@ class VLLMEngine(SingleEngine):
             await self._call_workers(WeightReceiver.begin_weights.__name__)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Load one bucket. Raises EngineError on a checksum mismatch."""
         async with self._all_or_nothing():
             shared = [self._shared(layout, each) if isinstance(each, InMemory) else each for each in handles]
             await self._call_workers(WeightReceiver.load_bucket.__name__, pickle.dumps((layout, shared)))
@@ -162,9 +159,8 @@ class VLLMEngine(SingleEngine):
     async def end_weights(self, version: int) -> None:
         """All buckets have arrived: resume generation with the new weights."""
         async with self._all_or_nothing():
-            answers: list[list[str]] = await self._call_workers(WeightReceiver.end_weights.__name__)
-            left_out = sorted({name for names in answers for name in names})
-            if left_out:
+            answers = await self._call_workers(WeightReceiver.end_weights.__name__)
+            if left_out := sorted({name for names in answers for name in names}):
                 raise EngineError(f"vLLM did not load {_some(left_out)}")
             if self._asleep:
                 await self._unless_dead(self._llm.wake_up(["kv_cache"]))
@@ -180,10 +176,7 @@ class VLLMEngine(SingleEngine):
         await self._call_workers(method, rendezvous.host, rendezvous.port, first, rendezvous.size)
 
     async def sleep(self) -> None:
-        """Release the KV cache and the weights on the GPU until new weights are loaded. Aborts running requests.
-
-        No-op on CPU.
-        """
+        """Release the KV cache and weights on the GPU until new weights arrive; aborts requests. No-op on CPU."""
         if not self._on_cpu:
             await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
             self._version, self._asleep = None, True
@@ -224,12 +217,11 @@ class VLLMEngine(SingleEngine):
     async def _call_workers(self, method: str, *args: str | int | bytes) -> list[Any]:
         """Calls a method on all workers. Raises EngineError with the worker's error."""
         try:
-            answers: list[Any] = await self._unless_dead(self._llm.collective_rpc(method, args=args))
+            return list(await self._unless_dead(self._llm.collective_rpc(method, args=args)))
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(f"{method} failed in a vLLM worker: {error}") from error
-        return answers
 
     async def _request(self, prompt_ids: list[int], params: SamplingParams) -> RequestOutput:
         """The final output of one request; vLLM aborts it if the caller is canceled."""
@@ -256,7 +248,6 @@ class VLLMEngine(SingleEngine):
 
         if sampling.stop_strings and self._settings.tokenizer_path is None:
             raise ConfigError("stop strings need the engine's tokenizer; set its tokenizer_path")
-        seed = None if self._on_cpu else sampling.seed  # seeds can crash the CPU engine (generators cannot skip)
         try:
             return SamplingParams(
                 n=sampling.n,
@@ -271,7 +262,7 @@ class VLLMEngine(SingleEngine):
                 detokenize=bool(sampling.stop_strings),
                 skip_special_tokens=False,  # a stop string may be a special token
                 ignore_eos=True,  # the caller sets the stop tokens
-                seed=seed,
+                seed=None if self._on_cpu else sampling.seed,  # can crash the CPU engine (generators cannot skip)
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
         except (ValueError, VLLMValidationError) as error:  # a ValueError in 0.24 only
@@ -293,11 +284,6 @@ class VLLMEngine(SingleEngine):
                 "Use the tokenizer that belongs to the model",
             )
 
-    def _usable_version(self) -> int:
-        if self._version is None:
-            raise EngineError("the engine released its weights in sleep mode; sync weights before generating")
-        return self._version
-
     async def _unless_dead(self, work: Awaitable[Result]) -> Result:
         """The result of `work`; raises EngineError as soon as a vLLM process dies.
 
@@ -316,15 +302,14 @@ class VLLMEngine(SingleEngine):
             await asyncio.wait([self._end], timeout=2 * WATCH_S)  # the watch sets the cause
             raise self._end_error() from error
         except EngineGenerateError as error:
-            raise EngineError(
-                f"vLLM failed on a request: {error.__cause__!r}{_tail(Path(self._folder.name))}"
-            ) from error
+            tail = _tail(Path(self._folder.name))
+            raise EngineError(f"vLLM failed on a request: {error.__cause__!r}{tail}") from error
         finally:
             task.cancel()
 
     async def _watch_processes(self) -> None:
         stops = StopWatch(self._settings.health_timeout_s)
-        while not (self._llm.errored or any(map(_gone, self._processes))):
+        while not self._llm.errored and all(is_alive(process.pid) for process in self._processes):
             for pid in stops.lost(statuses(process.pid for process in self._processes)):
                 self._stop(f"vLLM process {pid} {stops.reason}; restart the engine")
             await asyncio.sleep(WATCH_S)
@@ -383,7 +368,6 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
-    """Fields of vLLM's AsyncEngineArgs."""
     return {
         "model": settings.model_path,
         "tokenizer": settings.tokenizer_path,
@@ -409,10 +393,21 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
 
 
 def _log_variables(settings: VLLMSettings, folder: Path) -> dict[str, str]:
-    """Environment variables that vLLM reads on import, here and in its processes."""
-    log_config = folder / "logging.json"
-    log_config.write_text(json.dumps(_log_config(folder, settings.log_level)))
-    return {"VLLM_LOGGING_LEVEL": settings.log_level, "VLLM_LOGGING_CONFIG_PATH": str(log_config)}
+    """Environment variables that vLLM reads on import, here and in its processes.
+
+    The processes log to one file: only its last lines matter, and only when vLLM fails.
+    """
+    level, path = settings.log_level, folder / "logging.json"
+    handler = {"class": "logging.FileHandler", "filename": str(folder / "vllm.log"), "formatter": "line"}
+    log_config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"file": handler},
+        "loggers": {"vllm": {"handlers": ["file"], "level": level, "propagate": False}},
+    }
+    path.write_text(json.dumps(log_config))
+    return {"VLLM_LOGGING_LEVEL": level, "VLLM_LOGGING_CONFIG_PATH": str(path)}
 
 
 def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> dict[str, str]:
@@ -442,18 +437,6 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> di
     return variables
 
 
-def _log_config(folder: Path, level: str) -> dict[str, object]:
-    """Log vLLM's processes to one file: only its last lines matter, and only when it fails."""
-    handler = {"class": "logging.FileHandler", "filename": str(folder / "vllm.log"), "formatter": "line"}
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(processName)s %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"file": handler},
-        "loggers": {"vllm": {"handlers": ["file"], "level": level, "propagate": False}},
-    }
-
-
 def _tail(folder: Path) -> str:
     """The last lines of vLLM's log, to append to an error message."""
     log = folder / "vllm.log"
@@ -464,8 +447,7 @@ def _tail(folder: Path) -> str:
 def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    on_cpu: bool = current_platform.is_cpu()
-    return on_cpu
+    return bool(current_platform.is_cpu())
 
 
 def _between_here_and(workers: Iterable[int]) -> list[psutil.Process]:
@@ -473,13 +455,6 @@ def _between_here_and(workers: Iterable[int]) -> list[psutil.Process]:
     chain = {process for pid in workers for process in (psutil.Process(pid), *psutil.Process(pid).parents())}
     here = psutil.Process()
     return list(chain - {here, *here.parents()})
-
-
-def _gone(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _compare(sent: Iterable[str], needed: Iterable[str]) -> None:

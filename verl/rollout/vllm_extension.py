@@ -51,7 +51,6 @@ class WeightReceiver:
         return os.getpid()
 
     def weight_names(self) -> list[str]:
-        """Names of all weights of this worker's model."""
         return sorted(checkpoint_names(self.model_runner.get_model()))
 
     def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:
@@ -96,14 +95,14 @@ class WeightReceiver:
 
 
 def _end_with(owner: int, *own: int) -> None:
-    while _lives(owner):
+    while is_alive(owner):
         time.sleep(_LOOK_S)
     for pid in reversed(own):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process is alive; a zombie counts as dead (PID 1 of many containers does not reap its children)."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)

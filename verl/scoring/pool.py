@@ -17,14 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from verl.rollout.finite import finite_score
-from verl.scoring.process import (
-    Call,
-    LimitExceededError,
-    ProcessDiedError,
-    RewardError,
-    ScoringLimits,
-    ScoringProcess,
-)
+from verl.scoring.process import Call, LimitExceededError, ProcessDiedError, RewardError, ScoringLimits, ScoringProcess
 from verl.types import Score, Task, ToolUse, Trajectory
 from verl.utils.reward_score.base import Reward
 
@@ -82,17 +75,15 @@ class ScoringPool:
         self, name: str, options: Mapping[str, Any], num_workers: int, limits: ScoringLimits | None = None
     ) -> None:
         """name, options: the default reward, for tasks that name none. Every process builds it for itself."""
-        limits = limits or ScoringLimits()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._closed = threading.Event()
-        made_of = (name, json.dumps(dict(options)), limits)
+        made_of = (name, json.dumps(dict(options)), limits or ScoringLimits())
         self._workers = [_Worker(made_of, self._jobs, self._closed) for _ in range(num_workers)]
         for worker in self._workers:
             worker.start()
 
     @property
     def pids(self) -> list[int]:
-        """The running scoring processes."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     async def score(self, trajectory: Trajectory, task: Task, step: int) -> Score | Fault:
@@ -107,7 +98,8 @@ class ScoringPool:
         self._closed.set()
         for worker in self._workers:
             self._jobs.put(None)
-            worker.end_process()
+            if (process := worker.process) is not None:  # its thread may drop it meanwhile
+                process.kill()
         for worker in self._workers:
             worker.join(_CLOSE_S)
         while not self._jobs.empty():
@@ -142,22 +134,15 @@ class _Worker(threading.Thread):
                 except queue.Empty:
                     self._replace_dead()
                     continue
-                if taken is not None and taken[0].set_running_or_notify_cancel():
-                    self._do(*taken)
+                if taken is None or not taken[0].set_running_or_notify_cancel():
+                    continue
+                job, call = taken
+                try:
+                    job.set_result(self._score(call))
+                except BaseException as error:  # noqa: BLE001  raised in the caller
+                    job.set_exception(error)
         finally:
             self._drop_process()
-
-    def end_process(self) -> None:
-        """Kill the process, from any thread."""
-        process = self.process
-        if process is not None:
-            process.kill()
-
-    def _do(self, job: Future[Score | Fault], call: Call) -> None:
-        try:
-            job.set_result(self._score(call))
-        except BaseException as error:  # noqa: BLE001  raised in the caller
-            job.set_exception(error)
 
     def _score(self, call: Call) -> Score | Fault:
         try:
@@ -190,9 +175,11 @@ class _Worker(threading.Thread):
                 raise
 
     def _score_empty(self, call: Call, exceeded: str) -> Score | Fault:
+        """The score of the episode with empty responses, which every reward can score quickly."""
         trajectory, task, step = call
+        turns = (replace(turn, message=replace(turn.message, content="", tool_calls=())) for turn in trajectory.turns)
         try:
-            score = self._score_twice((_emptied(trajectory), task, step))
+            score = self._score_twice((replace(trajectory, turns=tuple(turns)), task, step))
         except (RewardError, ProcessDiedError, LimitExceededError) as error:
             return _fault(call, f"{exceeded}; scoring an empty response failed too: {error}")
         return replace(score, exceeded=exceeded)
@@ -234,9 +221,3 @@ class _Worker(threading.Thread):
 def _fault(call: Call, problem: str) -> Fault:
     trajectory, task, _ = call
     return Fault(task.id, trajectory.index, problem)
-
-
-def _emptied(trajectory: Trajectory) -> Trajectory:
-    """The episode with empty responses, which every reward can score quickly."""
-    turns = tuple(replace(turn, message=replace(turn.message, content="", tool_calls=())) for turn in trajectory.turns)
-    return replace(trajectory, turns=turns)

@@ -107,7 +107,9 @@ class ScoringProcess:
         self._calls += 1
         try:
             self._channel.send((self._calls, call))
-            kind, value = self._answer()
+            number = 0
+            while number != self._calls:
+                number, kind, value = self._channel.recv()
         except (EOFError, OSError):
             raise self._cause() from None
         finally:
@@ -116,8 +118,8 @@ class ScoringProcess:
             raise LimitExceededError(f"the reward needs more than {memory_mib} MiB (reward.memory_mib)")
         if kind == "raised":
             raise RewardError(value)
-        score: Score = value
-        return score
+        assert isinstance(value, Score)
+        return value
 
     @property
     def cause_of_death(self) -> str | None:
@@ -140,12 +142,6 @@ class ScoringProcess:
         with self._lock:
             self._spent_s, self._allowed_s = 0.0, allowed_s
 
-    def _answer(self) -> tuple[str, Any]:
-        while True:
-            number, kind, value = self._channel.recv()
-            if number == self._calls:
-                return kind, value
-
     def _watch(self) -> None:
         halted_s = 0.0
         while not wait([self._process.sentinel], _TICK_S):
@@ -153,9 +149,12 @@ class ScoringProcess:
                 halted_s += _TICK_S
                 if halted_s > self._limits.health_timeout_s:
                     self._give_up(ProcessDiedError(f"was stopped for {halted_s:g} s and then killed", crashed=False))
-            else:
-                halted_s = 0.0
-                self._tick()
+                continue
+            halted_s = 0.0
+            with self._lock:
+                self._spent_s += _TICK_S
+                if self._spent_s > self._allowed_s:
+                    self._give_up(self._overrun)
         self._process.join()
         self._kill_group()  # its children
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as ours:
@@ -166,12 +165,6 @@ class ScoringProcess:
             return psutil.Process(self.pid).status() in _HALTED
         except (psutil.Error, OSError):  # out of file descriptors: the clock keeps running
             return False
-
-    def _tick(self) -> None:
-        with self._lock:
-            self._spent_s += _TICK_S
-            if self._spent_s > self._allowed_s:
-                self._give_up(self._overrun)
 
     def _give_up(self, verdict: Exception) -> None:
         self._verdict = self._verdict or verdict

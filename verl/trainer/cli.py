@@ -62,7 +62,7 @@ def run_cli(
 
     def on_signal(number: int) -> None:
         deadline.start(signal_code(number))
-        console.print(f"\n{_prefix(number)}shutting down (a few seconds); {_second_signal(number)} to force")
+        _announce(console, number, "shutting down (a few seconds)", "to force")
 
     try:
         settings, options = _parse(argv, known)
@@ -76,8 +76,7 @@ def run_cli(
                 return 0
             return run(CliArgs(config, options), console)
     except ModuleNotFoundError as error:
-        problem = missing_package(error)
-        if problem is None:
+        if (problem := missing_package(error)) is None:
             raise
         console.print(f"[bold red]ConfigError[/]: {escape(problem)}", soft_wrap=True)
         return 2
@@ -95,21 +94,15 @@ def run_cli(
 
 def announce_checkpoint(console: Console) -> Callable[[int], None]:
     """The callback that reports a signal to a run with trainer.save_on_signal."""
-
-    def announce(number: int) -> None:
-        console.print(
-            f"\n{_prefix(number)}saving a checkpoint, then shutting down; {_second_signal(number)} to skip it"
-        )
-
-    return announce
+    return lambda number: _announce(console, number, "saving a checkpoint, then shutting down", "to skip it")
 
 
-def _prefix(number: int) -> str:
-    return "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
-
-
-def _second_signal(number: int) -> str:
-    return "press Ctrl-C again" if number == signal.SIGINT else "send a second signal"
+def _announce(console: Console, number: int, action: str, effect: str) -> None:
+    """effect: of a second signal"""
+    if number == signal.SIGINT:
+        console.print(f"\n{action}; press Ctrl-C again {effect}")
+    else:
+        console.print(f"\n{signal.Signals(number).name}: {action}; send a second signal {effect}")
 
 
 def _print_failure(console: Console, error: Exception) -> None:

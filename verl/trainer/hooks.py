@@ -1,7 +1,4 @@
-"""What the kit adds to a training run, where it is installed: every tool is a folder of verl/kit, loaded by name.
-
-The path imports no tool. A tool that a setting asks for and that is missing is a ConfigError; the others are left out.
-"""
+"""What the kit adds to a training run, where it is installed: every tool is a folder of verl/kit, loaded by name."""
 
 from __future__ import annotations
 
@@ -74,11 +71,9 @@ class NoWatch:
     triggered: Mapping[str, Any] = field(default_factory=dict)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[object]:
-        """No alarm."""
         return ()
 
     def state(self) -> dict[str, Any]:
-        """Empty."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -17,8 +17,6 @@ from verl.trainer.policy import Critic, Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The batch arithmetic of a step."""
-
     minibatches_per_step: int = 1
     epochs: int = 1  # passes over the mini-batches
     critic_warmup: int = 0  # initial steps that update only the critic
@@ -102,7 +100,6 @@ class Learner:
         return metrics
 
     def _current_algorithm(self) -> Algorithm:
-        """The algorithm with the current KL coefficient."""
         if self.kl_control is None:
             return self.algorithm
         return replace(self.algorithm, kl=replace(self.algorithm.kl, coefficient=self.kl_control.coefficient))

@@ -22,6 +22,7 @@ from verl.checkpoint.crash import crash_reported, describe_resume
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.manifest import Checkpoint
 from verl.checkpoint.state import Saved
+from verl.config.schema import TrainerConfig
 from verl.data.overlap import TRAIN_TASKS, TrainTasks
 from verl.errors import DataError, VerlError
 from verl.single_controller.group import WorkerGroup
@@ -38,7 +39,6 @@ from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
 
 _log = logging.getLogger(__name__)
-_GIB = 2**30
 _T = TypeVar("_T")
 COMMAND = "main_ppo"
 
@@ -51,24 +51,12 @@ class StopRequestedError(Exception):
     """A signal has requested a shutdown, and no update is in progress."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRunConfig:
-    """Number of steps, and the intervals of validation and checkpoints."""
-
-    total_steps: int
-    test_freq: int = 0  # 0: only before and after training
-    save_freq: int = 0  # 0: only at the end
-    val_before_train: bool = True
-    on_collapse: str = "warn"  # stop | rollback
-    save_on_signal: bool = False
-    record: bool = False
-
-
 @dataclass(kw_only=True)
 class TrainingRun:
     """The loop around the training step. The first and last validation are kept for the table at the end."""
 
-    settings: TrainingRunConfig
+    settings: TrainerConfig
+    total_steps: int
     trainer: PPOTrainer
     validator: Validator
     online_eval: OnlineEval | None
@@ -115,9 +103,9 @@ class TrainingRun:
 
     async def _run(self) -> Path:
         last = self._resume()
-        if self.trainer.step >= self.settings.total_steps and self.unlogged is None:
+        if self.trainer.step >= self.total_steps and self.unlogged is None:
             assert last is not None
-            _log.warning("%s already has all %d steps: nothing left to train", last, self.settings.total_steps)
+            _log.warning("%s already has all %d steps: nothing left to train", last, self.total_steps)
             return last
         async with self.trainer.weight_sync.ranks:
             await self.trainer.sync_weights()
@@ -126,7 +114,7 @@ class TrainingRun:
             self.before = await self._run_interruptibly(self._validate)
             self.trackers.log(0, self.before)
         save_pending = False  # a checkpoint was due while a collapse rule was triggered
-        while self.trainer.step < self.settings.total_steps or self.unlogged is not None:
+        while self.trainer.step < self.total_steps or self.unlogged is not None:
             if self.unlogged is None:
                 self._take_snapshot()
                 result = await self._run_interruptibly(self.trainer.train_step)
@@ -142,7 +130,7 @@ class TrainingRun:
                     continue
             else:
                 metrics, self.unlogged = dict(self.unlogged), None
-            step, done = self.trainer.step, self.trainer.step == self.settings.total_steps
+            step, done = self.trainer.step, self.trainer.step == self.total_steps
             tested = done or _due(step, self.settings.test_freq)
             if tested:
                 self._take_snapshot(unlogged=metrics)
@@ -179,10 +167,7 @@ class TrainingRun:
             await asyncio.gather(task, stop_requested, return_exceptions=True)
 
     def _take_snapshot(self, unlogged: Mapping[str, float] | None = None) -> None:
-        """Copy the controller's state between two steps: the next step draws tasks before it is complete.
-
-        unlogged: the step's metrics, if its validation is still to come
-        """
+        """Copy the state between two steps: the next step draws tasks before it is complete. unlogged: see `_state`"""
         if self.settings.save_on_signal:
             self.snapshot = json.loads(json.dumps(self._state(unlogged)))
 
@@ -204,10 +189,9 @@ class TrainingRun:
 
     def _describe_progress(self) -> str:
         """Step and phase of a failure, and how to resume."""
-        phase, step, total = self.display.running, self.trainer.step, self.settings.total_steps
-        inside = self.trainer.learning or phase == "rollout"
-        moment = f"in step {step + 1}" if inside else f"after step {step}"
-        return f"It failed {moment} of {total}, {phase}. {describe_resume(self.store)}"
+        phase, step = self.display.running, self.trainer.step
+        moment = f"in step {step + 1}" if self.trainer.learning or phase == "rollout" else f"after step {step}"
+        return f"It failed {moment} of {self.total_steps}, {phase}. {describe_resume(self.store)}"
 
     async def _handle_collapse(self, alarms: Sequence[object], metrics: Mapping[str, float]) -> bool:
         """Apply trainer.on_collapse. Returns whether the run was rolled back.
@@ -254,10 +238,8 @@ class TrainingRun:
         return next(iter((*totals, *scores)), None)
 
     def _memory(self) -> dict[str, float]:
-        now = {
-            "memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)),
-            "memory/driver_gib": psutil.Process().memory_info().rss / _GIB,
-        }
+        driver = psutil.Process().memory_info().rss / 2**30
+        now = {"memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)), "memory/driver_gib": driver}
         self.peaks = {name: max(value, self.peaks.get(name, 0.0)) for name, value in now.items()}
         return now
 
@@ -288,9 +270,7 @@ class TrainingRun:
     def _resume(self) -> Path | None:
         """Load the saved checkpoint, if there is one."""
         if self.saved is None:
-            self.trackers.restore(-1, {})
-            self.transcripts.truncate_after(-1)
-            self._truncate_records(-1)
+            self._truncate_after(-1, {})
             return None
         self._load_checkpoint(self.saved)
         return self.saved.path
@@ -301,13 +281,14 @@ class TrainingRun:
         self.workers.call(TrainingRank.load, saved.path)
         self.trainer.restore(state["trainer"])
         self.watch.restore(state["watch"])
-        self.trackers.restore(self.trainer.step, state["trackers"])
-        self.transcripts.truncate_after(self.trainer.step)
-        self._truncate_records(self.trainer.step)
+        self._truncate_after(self.trainer.step, state["trackers"])
         self.before, self.after = state["before"], state["after"]
         self.unlogged = state.get("unlogged")  # missing in older checkpoints
 
-    def _truncate_records(self, step: int) -> None:
+    def _truncate_after(self, step: int, trackers: dict[str, Any]) -> None:
+        """Drop what later steps have written. trackers: their state at this step"""
+        self.trackers.restore(step, trackers)
+        self.transcripts.truncate_after(step)
         if self.recorder is not None:
             self.recorder.truncate_after(step)
 

@@ -34,7 +34,6 @@ groups, the cost of a group with nonzero advantages, and advice. The same comman
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
     if "--probe" in argv:
         return run_cli(argv, _PROBE_HELP, PROBE, _probe, known=("--probe",))
     return run_cli(argv, __doc__ or "", EVAL, _evaluate, known=("--probe",))

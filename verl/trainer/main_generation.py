@@ -20,7 +20,6 @@ from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, ru
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
     chatting = "--chat" in argv
     command = CHAT if chatting else GENERATE
 

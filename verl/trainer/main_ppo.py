@@ -22,7 +22,6 @@ from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, ru
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
 
     def run(args: CliArgs, console: Console) -> int:
         config = args.config

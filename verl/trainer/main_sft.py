@@ -20,8 +20,6 @@ from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
-
     def run(args: CliArgs, console: Console) -> int:
         config = args.config
         check_model(config.model)
@@ -51,11 +49,9 @@ def _train(config: Config, console: Console, folder: Path) -> int:
     from verl.system.files import replacing
     from verl.trainer.hooks import needed_tool
 
-    console.print(
-        f"a step: {config.data.train_batch_size} responses, one optimizer step; "
-        f"packs of at most {config.actor.max_tokens_per_pack} tokens",
-        markup=False,
-    )
+    batch, pack = config.data.train_batch_size, config.actor.max_tokens_per_pack
+    step = f"a step: {batch} responses, one optimizer step; packs of at most {pack} tokens"
+    console.print(step, markup=False)
     with needed_tool("sft")(config, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")

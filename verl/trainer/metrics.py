@@ -31,6 +31,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
             metrics |= _reward_means(f"reward/{source}", members)
     responses = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = [num_written(trajectory) for trajectory in responses]
+    clipped = sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in responses)
     paid = any(turn.reward is not None for trajectory in responses for turn in trajectory.turns)
     return {
         **metrics,
@@ -38,8 +39,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "reward/zero_variance_groups": sum(len(set(group.returns)) == 1 for group in groups) / len(groups),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": max(lengths),
-        "response_length/clip_ratio": sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in responses)
-        / len(responses),
+        "response_length/clip_ratio": clipped / len(responses),
     }
 
 
@@ -56,16 +56,12 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     if not made and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in responses):
         return {}
     correct = [trajectory for trajectory, score in judged if score.parts.get("correct", 0.0) > 0]
+    rates = {"usage_rate": responses, **({"usage_rate_correct": correct} if correct else {})}
     return {
         "tools/turns_mean": sum(len(trajectory.turns) for trajectory in responses) / len(responses),
         "tools/calls_mean": len(uses) / len(responses),
-        "tools/usage_rate": sum(bool(trajectory.tool_uses) for trajectory in responses) / len(responses),
+        **{f"tools/{name}": sum(bool(each.tool_uses) for each in of) / len(of) for name, of in rates.items()},
         "tools/parse_errors_mean": num_malformed / len(responses),
-        **(
-            {"tools/usage_rate_correct": sum(bool(each.tool_uses) for each in correct) / len(correct)}
-            if correct
-            else {}
-        ),
         **{f"tools/{status}": sum(use.status is status for use in made) / len(made) for status in ToolStatus if made},
         **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(made).items()},
     }

@@ -23,8 +23,6 @@ from verl.workers.policy_worker import PolicyWorker
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """How samples are packed."""
-
     max_tokens_per_pack: int = 16384
     share_prefix: bool = True
 
@@ -63,7 +61,7 @@ class Policy(ShardedModel):
         """One optimizer step. Samples with zero advantage count in the loss's denominators, but are not computed.
 
         The metrics are token means over the computed samples; without any, only loss, grad_norm and lr.
-        compare_engine: whether they include those of the difference between engine and trainer
+        compare_engine: see `PolicyWorker.update`
         """
         weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
         computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))

@@ -21,8 +21,6 @@ from verl.types import TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepResult:
-    """One training step."""
-
     metrics: Metrics
     groups: Sequence[TrajectoryGroup]  # all groups of the step, those that filters dropped too
     batch: TokenBatch  # as collected; with settings, weights and step number it determines the update
@@ -100,7 +98,6 @@ class PPOTrainer:
         return {"step": self.step, "kl_coefficient": coefficient, "rollouts": self.rollouts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self.step = state["step"]
         self.rollouts.restore(state["rollouts"])
         if self.learner.kl_control is not None and state["kl_coefficient"] is not None:

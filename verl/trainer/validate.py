@@ -28,7 +28,6 @@ class Validator:
 
     @property
     def greedy(self) -> GroupRollout:
-        """The same rollout with greedy decoding."""
         return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
     async def run(self) -> dict[str, float]:
@@ -61,5 +60,6 @@ class Validator:
         reached = [score.total >= most - _TOLERANCE for score, most in highest if most is not None]
         if reached:
             means["exact"] = sum(reached) / len(reached)
-        faults = sum(len(group.faults) for group in groups)
-        return {**means, **({"faults": faults} if faults else {})}
+        if faults := sum(len(group.faults) for group in groups):
+            means["faults"] = faults
+        return means

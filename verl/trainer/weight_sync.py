@@ -110,16 +110,11 @@ class WeightSync:
 
     async def _canary(self, engines: WeightTarget, version: int) -> list[Tensor]:
         """[A] each, abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
-        written = [
-            (prompt, completions[0])
-            for prompt in self.probes
-            for completions in await engines.probe(prompt, self.sampling)
-        ]
-        stale = {completion.weight_version for _, completion in written} - {version}
-        if stale:
-            raise StaleEngineError(
-                f"weight sync check failed at version {version}: the engine answers with version {sorted(stale)}"
-            )
+        answers = [(prompt, await engines.probe(prompt, self.sampling)) for prompt in self.probes]
+        written = [(prompt, completions[0]) for prompt, each in answers for completions in each]
+        if stale := {completion.weight_version for _, completion in written} - {version}:
+            problem = f"the engine answers with version {sorted(stale)}"
+            raise StaleEngineError(f"weight sync check failed at version {version}: {problem}")
         if not written:
             return []
         batch = batch_of([sample_from_completion(prompt, completion) for prompt, completion in written])

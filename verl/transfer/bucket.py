@@ -68,10 +68,9 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
     """
     named = list(named)  # keeps the tensors alive: the id of a freed one could be reused
     names: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
-        shapes[id(tensor)] = tuple(tensor.shape)
+    shapes = {id(tensor): tuple(tensor.shape) for _, tensor in named}
     room = bucket_bytes // dtype.itemsize
     buckets: list[list[TensorSlice]] = [[]]
     end = 0
@@ -81,9 +80,8 @@ def plan(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: 
             end = 0
         buckets[-1].append(TensorSlice(tuple(names[key]), shape, end))
         end += prod(shape)
-    return [
-        BucketLayout(number, dtype, tuple(slices), _whole_rows(slices, dtype)) for number, slices in enumerate(buckets)
-    ]
+    sized = ((tuple(slices), _whole_rows(slices, dtype)) for slices in buckets)
+    return [BucketLayout(number, dtype, *each) for number, each in enumerate(sized)]
 
 
 def all_names(layouts: Iterable[BucketLayout]) -> list[str]:
@@ -123,8 +121,7 @@ class Receiver:
         Raises EngineError if the checksum differs, or if no handle is meant for this device.
         """
         for handle in handles:
-            flat = handle.take(layout, self)
-            if flat is not None:
+            if (flat := handle.take(layout, self)) is not None:
                 if digest(flat) != handle.digest:
                     names = all_names([layout])
                     raise EngineError(f"checksum mismatch in weight bucket {layout.number} ({names[0]} .. {names[-1]})")

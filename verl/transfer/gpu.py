@@ -121,5 +121,4 @@ class NcclBroadcast:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Identifies a GPU across processes."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -47,12 +47,10 @@ class SharedFile:
 
     def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         file = (self.owner, self.num_bytes)
-        known, memory = receiver.kept.get(self.path, (None, None))
-        if known != file:
-            memory = map_file(self.path, self.num_bytes)
-            receiver.kept[self.path] = (file, memory)
-        flat: Tensor = memory[: layout.num_bytes].view(layout.dtype)
-        return flat
+        if self.path not in receiver.kept or receiver.kept[self.path][0] != file:
+            receiver.kept[self.path] = (file, map_file(self.path, self.num_bytes))
+        memory: Tensor = receiver.kept[self.path][1]
+        return memory[: layout.num_bytes].view(layout.dtype)
 
 
 class SharedMemory:

@@ -33,6 +33,7 @@ _HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
 _UNLIMITED = -1  # flash attention: no window bound on this side
 # Options of transformers' layers that do not change the attention of a pack.
 _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions"})
+_PLAIN = (bool, int, float, str)  # values that an error shows
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None, tuple[int, int]], Tensor]
 
@@ -61,18 +62,14 @@ def packed_attention(
     refused |= {"dropout": dropout} if dropout else {}
     refused |= {"is_causal": False} if not getattr(module, "is_causal", True) else {}
     if refused:
+        shown = (f"{name}={each}" if isinstance(each, _PLAIN) else name for name, each in refused.items())
         raise ConfigError(
-            f"{type(module).__name__} needs {', '.join(map(_format_option, refused.items()))}: training supports only "
-            "causal attention, with or without a sliding window (docs/training.md)"
+            f"{type(module).__name__} needs {', '.join(shown)}: training supports only causal attention, with or "
+            "without a sliding window (docs/training.md)"
         )
     half = query.dtype in (torch.bfloat16, torch.float16)
     compute = by_varlen if query.device.type == "cuda" and half else by_segments
     return compute(query, key, value, tuple(segments), scaling, sliding_window), None
-
-
-def _format_option(option: tuple[str, Any]) -> str:
-    name, value = option
-    return f"{name}={value}" if isinstance(value, bool | int | float | str) else name
 
 
 def register() -> None:
@@ -146,13 +143,8 @@ def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPl
     def ends(lengths: Tensor) -> Tensor:
         return nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-    return VarlenPlan(
-        torch.cat(keys).to(device),
-        ends(query_lengths),
-        ends(key_lengths),
-        int(query_lengths.max()),
-        int(key_lengths.max()),
-    )
+    longest = int(query_lengths.max()), int(key_lengths.max())
+    return VarlenPlan(torch.cat(keys).to(device), ends(query_lengths), ends(key_lengths), *longest)
 
 
 def flash_attention(

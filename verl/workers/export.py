@@ -17,15 +17,8 @@ from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy
 
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
-_COPIED_FILES = [
-    *_TOKENIZER_FILES,
-    "tokenizer_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-]
+_FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
+_TEMPLATE_FILES = ["chat_template.jinja", "chat_template.json"]
 
 
 def export_hf(
@@ -51,7 +44,7 @@ def export_hf(
         folder.mkdir(parents=True, exist_ok=True)
         _write_model(policy.model, weights, folder, dtype)
         _copy(model, ["generation_config.json"], folder)
-        _copy(tokenizer or model, _COPIED_FILES, folder)
+        _copy(tokenizer or model, [*_TOKENIZER_FILES, *_FURTHER_FILES, *_TEMPLATE_FILES], folder)
     except OSError as error:
         raise unwritable(folder, error) from error
     except SafetensorError as error:

@@ -68,8 +68,6 @@ PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, Mapping[str, PackMetric]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """One optimizer step."""
-
     loss: float
     grad_norm: float  # before clipping
     lr: float

@@ -19,8 +19,6 @@ from verl.workers.logprobs import token_logprobs
 
 
 class PolicyOutput(NamedTuple):
-    """Log-prob and entropy of each trained token."""
-
     logprobs: Tensor  # [A]
     entropy: Tensor | None  # [A], if requested
 
@@ -80,8 +78,7 @@ def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
 
 def head_size(config: PretrainedConfig) -> int:
     """Width of one attention head; all heads together may be wider or narrower than the hidden states."""
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def hf_named_parameters(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:

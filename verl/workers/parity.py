@@ -81,17 +81,14 @@ def _check_rope(config: PretrainedConfig, longest: int, refused: str) -> None:
 
 
 def packing_gap(config: PretrainedConfig) -> float:
-    """Max abs difference, in nats, between the log-probs of a random model in a pack and on single sequences.
-
-    The pack is computed in training mode, so dropout is detected as well.
-    """
+    """Max abs difference, in nats, between the log-probs of a random model in a pack and on single sequences. The pack
+    is computed in training mode, so dropout is detected as well."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = random_model(config)
         policy = PackedPolicy(model.train())
         decoder_layers(policy)
-        samples = [_sample(_PROMPT, response, 0) for response in _RESPONSES]
-        samples.append(_sample(_PROMPT[:1], _PROMPT[::-1], 1))
+        samples = [*(_sample(_PROMPT, each, 0) for each in _RESPONSES), _sample(_PROMPT[:1], _PROMPT[::-1], 1)]
         batch = batch_of(samples)
         packed = pack(make_units(batch, share_prefix=True, max_tokens=1000), batch)
         with torch.no_grad():
@@ -134,20 +131,14 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
         raise ConfigError(f"{config.model_type} is multimodal, and only text models are supported")
     heads = min(2, config.num_attention_heads)
     grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
-    sizes = {
-        "hidden_size": heads * head_size(config),
-        "intermediate_size": 64,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 1 if grouped else heads,
-        "max_window_layers": 1,
-    }
+    sizes = {"hidden_size": heads * head_size(config), "intermediate_size": 64, "max_window_layers": 1}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1 if grouped else heads}
     before, layers = config.to_dict(), config.num_hidden_layers
     by_layer = {name: each for name, each in before.items() if isinstance(each, list) and len(each) == layers}
     kinds = dict(zip(zip(*by_layer.values(), strict=True), range(layers), strict=False))
     kept = sorted(kinds.values()) if len(kinds) > 1 else list(range(min(2, layers)))
     by_layer = {name: [each[number] for number in kept] for name, each in by_layer.items()}
     wanted = {**sizes, **by_layer, **changes, "num_hidden_layers": len(kept)}
-    known = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
-    return type(config).from_dict(
-        {**before, **{name: value for name, value in known.items() if before.get(name) is not None}}
-    )
+    named = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
+    known = {name: value for name, value in named.items() if before.get(name) is not None}
+    return type(config).from_dict({**before, **known})

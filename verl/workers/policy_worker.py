@@ -44,7 +44,6 @@ class PolicyWorker:
         detached; ref_logprobs and selected are there if the algorithm uses them.
         compare_engine: whether to measure the difference between engine and trainer
         """
-
         loss = partial(policy_loss, algorithm=algorithm, temperature=self.temperature, compare_engine=compare_engine)
         return self.engine.update(shard.packed(), loss)
 
@@ -53,10 +52,7 @@ class PolicyWorker:
         return self.engine.update(shard.packed(), sft_loss)
 
     def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> Sequence[BucketLayout]:
-        """Prepare weight sync in `dtype`; returns its buckets.
-
-        open_sender: makes this rank's end of the transport; None if it takes part in the gather but sends nothing
-        """
+        """Prepare weight sync in `dtype`; returns its buckets. open_sender: None if the rank only takes part"""
         self.layouts = plan(hf_named_parameters(self._policy), dtype, bucket_bytes)
         self.sender = None if open_sender is None else open_sender()
         return self.layouts

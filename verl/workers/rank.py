@@ -140,9 +140,8 @@ def _store(context: WorkerContext, timeout: timedelta) -> TCPStore:
 
 def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
     """Set threads and seeds, join the process group, build the device mesh."""
-    torch.manual_seed(spec.seed + context.rank)
-    np.random.seed(spec.seed + context.rank)
-    random.seed(spec.seed + context.rank)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(spec.seed + context.rank)
     if spec.device == "cpu":
         torch.set_num_threads(spec.num_threads)
     else:
@@ -155,8 +154,7 @@ def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
         world_size=context.size,
         timeout=timeout,
     )
-    per_node = spec.ranks_per_node
-    if per_node is None or per_node >= context.size:
+    if (per_node := spec.ranks_per_node) is None or per_node >= context.size:
         return init_device_mesh(spec.device, (context.size,))
     names = ("replicate", "shard")
     return init_device_mesh(spec.device, (context.size // per_node, per_node), mesh_dim_names=names)

@@ -20,7 +20,6 @@ from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward, Reward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparameters with config keys
-_DEFAULT = Correction()
 _SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE = (lambda value: value > 0, "positive")
 _NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
@@ -39,7 +38,6 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 def needs_reference(algorithm: Algorithm) -> bool:
-    """Whether the algorithm needs a reference model."""
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
@@ -47,7 +45,6 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     """The preset with its overrides. Raises ConfigError for an override without effect on the preset.
 
     max_response_length: tokens; default of aggregation_length
-    max_staleness: rollout.max_staleness
     """
     algorithm = load_preset(config.name)
     if config.adv_estimator is not None:
@@ -57,12 +54,10 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     changes: dict[str, Any] = {"aggregation": mode, "aggregation_length": length, **_bind_options(algorithm, config)}
     old = algorithm.old_logprobs if config.old_logprobs is None else OldLogprobs(config.old_logprobs)
     changes |= {"old_logprobs": old, "correction": _correction(config.correction, algorithm, old, max_staleness)}
-    if config.entropy_coefficient is not None:
-        changes["entropy_coefficient"] = config.entropy_coefficient
-    if config.filters is not None:
-        changes["filters"] = tuple(_filter(entry) for entry in config.filters)
-    if config.max_resample_rounds is not None:
-        changes["max_resample_rounds"] = config.max_resample_rounds
+    filters = None if config.filters is None else tuple(_filter(entry) for entry in config.filters)
+    given: dict[str, Any] = {"entropy_coefficient": config.entropy_coefficient, "filters": filters}
+    given["max_resample_rounds"] = config.max_resample_rounds
+    changes |= {name: value for name, value in given.items() if value is not None}
     changes["overlong"] = _overlong(config, algorithm.overlong, max_response_length)
     changes["kl"] = _kl_term(config, algorithm.kl)
     made = replace(algorithm, **changes)
@@ -102,25 +97,17 @@ def check_rewards(algorithm: Algorithm, rewards: Iterable[Reward]) -> None:
 
 def _with_advantage(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
     """The algorithm with the advantage estimator of a preset and its requirements; all else is unchanged."""
-    return replace(
-        algorithm,
-        advantage=preset.advantage,
-        needs_critic=preset.needs_critic,
-        needs_group=preset.needs_group,
-        greedy_baseline=preset.greedy_baseline,
-        needs_turns=preset.needs_turns,
-        takes_turn_rewards=preset.takes_turn_rewards,
-    )
+    names = ("advantage", "needs_critic", "needs_group", "greedy_baseline", "needs_turns", "takes_turn_rewards")
+    return replace(algorithm, **{name: getattr(preset, name) for name in names})
 
 
 def _bind_options(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, Any]:
     """The functions of the preset with the configured hyperparameters bound."""
     keys = {name: f"algorithm.{name}" for name in _SETTINGS if getattr(config, name) is not None}
-    settings = {name: getattr(config, name) for name in keys}
+    settings = {name: getattr(config, name) for name in keys} | config.options
     for name in config.options:
         if name in _SETTINGS:
             raise ConfigError(f"algorithm.options.{name}: use the key algorithm.{name}")
-    settings |= config.options
     keys |= {name: f"algorithm.options.{name}" for name in config.options}
     functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
     accepted = {name: _settings_of(function) for name, function in functions.items() if function is not None}
@@ -195,12 +182,8 @@ def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, m
     old_logprobs=rollout disables preset and default: its ratio corrects already. Raises ConfigError for settings
     without effect.
     """
-    configured = (
-        config.is_level not in ("auto", "none")
-        or config.rejection_level not in (None, "none")
-        or config.token_veto is not None
-    )
-    if old is OldLogprobs.ROLLOUT and configured:
+    levels_set = config.is_level not in ("auto", "none") or config.rejection_level not in (None, "none")
+    if old is OldLogprobs.ROLLOUT and (levels_set or config.token_veto is not None):
         raise ConfigError(
             "algorithm.correction with algorithm.old_logprobs=rollout would correct twice: the ratio of the loss "
             "already uses the engine's log-probs; disable one of them"
@@ -208,31 +191,19 @@ def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, m
     base = preset.correction or Correction(is_level=Level.TOKEN if max_staleness > 0 else None)
     if old is OldLogprobs.ROLLOUT:
         base = Correction(is_level=None)
-    lower = (
-        1.0 / config.rejection_upper
-        if config.rejection_lower is None and config.rejection_upper
-        else config.rejection_lower
-    )
-    bounds = {
-        "is_cap": config.is_cap,
-        "rejection_upper": config.rejection_upper,
-        "rejection_lower": lower,
-        "token_veto": config.token_veto,
-    }
+    bounds = {name: getattr(config, name) for name in ("is_cap", "rejection_upper", "rejection_lower", "token_veto")}
+    if config.rejection_lower is None and config.rejection_upper:
+        bounds["rejection_lower"] = 1.0 / config.rejection_upper
     changes: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
     if config.is_level != "auto":
         changes["is_level"] = _level(config.is_level)
     if config.rejection_level is not None:
         changes["rejection_level"] = _level(config.rejection_level)
     made = replace(base, **changes)
-    for name, level in (
-        ("is_cap", made.is_level),
-        ("rejection_upper", made.rejection_level),
-        ("rejection_lower", made.rejection_level),
-    ):
+    used_by = {"is_cap": "is_level", "rejection_upper": "rejection_level", "rejection_lower": "rejection_level"}
+    for name, which in used_by.items():
         value = getattr(config, name)
-        if level is None and value not in (None, getattr(_DEFAULT, name)):
-            which = "rejection_level" if "rejection" in name else "is_level"
+        if getattr(made, which) is None and value not in (None, getattr(Correction(), name)):
             raise ConfigError(
                 f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, "
                 "explicitly or by default"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -43,10 +43,7 @@ _TURNS_WITHOUT_CALL = 8
 
 
 def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
-    """The runner of episodes. Raises ConfigError for invalid names and options.
-
-    Close it in the event loop that uses it.
-    """
+    """The runner of episodes, to be closed in the event loop that uses it. ConfigError for invalid names and options"""
     env, sandbox, health_timeout_s = config.env, config.sandbox, config.trainer.health_timeout_s
     tool_call_format = build_format(env.tool_call_format, env.tool_call_format_options, config.data.prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
@@ -134,10 +131,7 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
 
 
 def build_format(name: str | None, options: Mapping[str, Any], prompt_template: str | None) -> ToolCallFormat:
-    """The tool-call format with its prompt template; None: the plain one, and the format's own template.
-
-    Raises ConfigError for invalid ones.
-    """
+    """The tool-call format with its prompt template; None: the plain one, and the format's own template."""
     if name is None:
         return PlainFormat()
     template = {} if prompt_template is None else {"prompt_template": prompt_template}
@@ -194,15 +188,10 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
     health_timeout_s: time without answer after which a server counts as dead; below the deadline of a call
     """
     limits = Limits(wall_s=config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib)
+    make: Callable[..., Sandbox] = resolve("sandbox", "remote" if config.urls else "local", SANDBOXES)
     if config.urls:
-        make = resolve("sandbox", "remote", SANDBOXES)
-        remote: Sandbox = make(
-            config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s
-        )
-        return remote
-    make = resolve("sandbox", "local", SANDBOXES)
-    local: Sandbox = make(_workers(config), config.isolation, limits=limits, require_cgroup=config.require_cgroup)
-    return local
+        return make(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
+    return make(_workers(config), config.isolation, limits=limits, require_cgroup=config.require_cgroup)
 
 
 def _workers(config: SandboxConfig) -> int:
@@ -230,12 +219,9 @@ def _build_envs(
     limits = ToolLimits(env.tool_timeout_s, max_concurrent=env.max_concurrent_calls)
     # Waiting for a free sandbox does not count against the deadline of a call.
     code_limits = replace(limits, max_concurrent=min(limits.max_concurrent, max_runs))
-    tools: list[Tool | EpisodeTool] = []
-    tool_limits: dict[str, ToolLimits] = {}
-    for each in env.tools:
-        built = build_tools([each], sandbox)
-        tools += built
-        tool_limits |= {tool.spec.name: code_limits for tool in built} if _runs_code(each) else {}
+    built = [(build_tools([each], sandbox), _runs_code(each)) for each in env.tools]
+    tools = [tool for made, _ in built for tool in made]
+    tool_limits = {tool.spec.name: code_limits for made, runs_code in built if runs_code for tool in made}
     if isinstance(tool_call_format, InlineFormat):
         _check_inline_tool(tool_call_format, env.tool_call_format, tools)
     return ToolEnvFactory(tools, ToolRunner(limits, tool_limits))
@@ -243,12 +229,10 @@ def _build_envs(
 
 def _check_inline_tool(tool_call_format: InlineFormat, name: str | None, tools: Sequence[Tool | EpisodeTool]) -> None:
     """Raises ConfigError if the one tool that the format can call is missing."""
-    for tool in tools:
-        if tool.spec.name == tool_call_format.tool and tool_call_format.argument in tool.spec.parameters.get(
-            "properties", {}
-        ):
-            return
-    offered = ", ".join(f"{tool.spec.name}({', '.join(tool.spec.parameters.get('properties', {}))})" for tool in tools)
+    arguments = {tool.spec.name: tuple(tool.spec.parameters.get("properties", {})) for tool in tools}
+    if tool_call_format.argument in arguments.get(tool_call_format.tool, ()):
+        return
+    offered = ", ".join(f"{tool}({', '.join(names)})" for tool, names in arguments.items())
     raise ConfigError(
         f"env.tool_call_format={name} calls only {tool_call_format.tool}({tool_call_format.argument}), but env.tools "
         f"offers {offered}; add it, or select another with env.tool_call_format_options={{tool: .., argument: ..}}"

@@ -53,17 +53,10 @@ from verl.trainer.builders.algorithm import (
 )
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.builders.scorer import build_scorer
-from verl.trainer.builders.workers import (
-    DTYPES,
-    Workers,
-    choose_device,
-    connect,
-    engine_dtype,
-    start_workers,
-)
+from verl.trainer.builders.workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.hooks import NoWatch, OnlineEval, installed_tool, needed_tool
 from verl.trainer.learner import Learner, StepSettings
-from verl.trainer.loop import COMMAND, TrainingRun, TrainingRunConfig
+from verl.trainer.loop import COMMAND, TrainingRun
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
@@ -110,10 +103,7 @@ class Inputs:
 
 def load_inputs(config: Config) -> Inputs:
     """Load algorithm, reward, tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid
-    ones.
-
-    Raises ServiceDownError for unreachable services, before an engine has started and waits for them.
-    """
+    ones, ServiceDownError for unreachable services, before an engine has started and waits for them."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config)
     chat = load_chat_template(config.model)
@@ -124,9 +114,7 @@ def load_inputs(config: Config) -> Inputs:
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(chain(*train)))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
-    online_eval: OnlineEval | None = None
-    if config.eval.benchmarks:
-        online_eval = needed_tool("online_eval")(config, chat)
+    online_eval: OnlineEval | None = needed_tool("online_eval")(config, chat) if config.eval.benchmarks else None
     allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"
     for note in check_overlap(train_tasks, online_eval.tasks() if online_eval else {}, "this run", allow):
         _log.warning("%s", note)
@@ -158,12 +146,10 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
-    slots = 2 * config.num_ranks + config.num_engines
-    join = config.trainer.nnodes > 1
+    slots, join = 2 * config.num_ranks + config.num_engines, config.trainer.nnodes > 1
+    timeouts_s = config.trainer.call_timeout_s, config.trainer.health_timeout_s
     with (
-        Cluster.start(
-            slots, environment, config.trainer.call_timeout_s, join, config.trainer.health_timeout_s
-        ) as cluster,
+        Cluster.start(slots, environment, timeouts_s[0], join, timeouts_s[1]) as cluster,
         crash_reported(folder),
         build_scorer(config) as scorer,
     ):
@@ -179,22 +165,11 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             find_recorder = needed_tool if config.trainer.record else installed_tool
             build_watch, build_recorder = find_watch("collapse"), find_recorder("replay")
             yield TrainingRun(
-                settings=TrainingRunConfig(
-                    total_steps=total_steps,
-                    test_freq=config.trainer.test_freq,
-                    save_freq=config.trainer.save_freq,
-                    val_before_train=config.trainer.val_before_train,
-                    on_collapse=config.trainer.on_collapse,
-                    save_on_signal=config.trainer.save_on_signal,
-                    record=config.trainer.record,
-                ),
+                settings=config.trainer,
+                total_steps=total_steps,
                 trainer=trainer,
                 validator=Validator(
-                    inputs.val,
-                    val_rollout,
-                    inputs.rewards,
-                    config.rollout.val_kwargs.n,
-                    rollout_settings(config).seed,
+                    inputs.val, val_rollout, inputs.rewards, config.rollout.val_kwargs.n, trainer.rollouts.settings.seed
                 ),
                 online_eval=inputs.online_eval,
                 workers=workers.trainer,
@@ -229,7 +204,6 @@ def build_trainer(
     timer: PhaseTimer,
     meter: Meter | None = None,
 ) -> PPOTrainer:
-    """The trainer over running workers. The weight sync check uses the first training prompts."""
     algorithm, chat = inputs.algorithm, inputs.episode_runner.chat
     engine = EnginePool(
         workers.engines,
@@ -242,20 +216,14 @@ def build_trainer(
     sampling = train_sampling(config, chat.stop_token_ids)
     learner = build_learner(config, algorithm, workers.trainer, timer)
     layouts = connect(config, learner.policy, workers)
-    rollouts = RolloutManager(
-        rollout_settings(config),
-        algorithm,
-        stream,
-        GroupRollout(engine, scorer, sampling, inputs.episode_runner),
-        inputs.rewards,
-    )
+    rollout = GroupRollout(engine, scorer, sampling, inputs.episode_runner)
+    rollouts = RolloutManager(rollout_settings(config), algorithm, stream, rollout, inputs.rewards)
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, inputs.train[0], sampling)
     engine.restore = weight_sync.restore
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Sampling parameters of training rollouts."""
     if config.rollout.truncated:
         _log.warning(
             "rollout.top_p, top_k or repetition_penalty: responses are sampled off-policy, from a truncated "
@@ -266,14 +234,9 @@ def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
 
 
 def build_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """Sampling parameters of any command."""
-    rollout = config.rollout
-    return Sampling(
-        config.data.max_response_length,
-        rollout.temperature,
-        stop_token_ids=stop_token_ids,
-        **{name: getattr(rollout, name) for name in TRUNCATION},
-    )
+    length, rollout = config.data.max_response_length, config.rollout
+    truncation = {name: getattr(rollout, name) for name in TRUNCATION}
+    return Sampling(length, rollout.temperature, stop_token_ids=stop_token_ids, **truncation)
 
 
 def val_sampling(config: Config, training: Sampling) -> Sampling:
@@ -313,10 +276,7 @@ def load_chat_template(config: ModelConfig) -> ChatTemplate:
 
 
 def end_tokens(model: str) -> tuple[int, ...]:
-    """The eos_token_id entries of a model's generation config; empty if it has none.
-
-    Raises ConfigError for an unreadable generation config.
-    """
+    """The eos_token_id entries of a model's generation config; empty if it has none. ConfigError if it is unreadable"""
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except Exception as error:  # a damaged file may raise anything
@@ -329,10 +289,7 @@ def end_tokens(model: str) -> tuple[int, ...]:
 def load_tasks(
     config: Config, prompt_ids: PromptIds
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
-    """(training sets, validation sets by name, row report per file).
-
-    prompt_ids: task -> prompt tokens before truncation
-    """
+    """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
     policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     names = [Path(source).stem for source in data.val_files]
@@ -345,7 +302,6 @@ def load_tasks(
 
 
 def rollout_settings(config: Config) -> RolloutManagerConfig:
-    """Batch size, group size and staleness limits of rollouts."""
     return RolloutManagerConfig(
         prompts_per_step=config.data.train_batch_size,
         rollouts_per_prompt=config.rollout.n,
@@ -378,15 +334,12 @@ def build_weight_sync(
     """Weight sync, checked on the first tokens of the first training prompts."""
     dtype = DTYPES[engine_dtype(config)]
     precision = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
-    prompts = (chat.task_prompt_ids(tasks[number]) for number in range(min(_NUM_PROBES, len(tasks))))
-    probes = [ids[:_PROBE_PROMPT_TOKENS] for ids in prompts]
     max_tokens = min(_PROBE_TOKENS, sampling.max_tokens)
-    probe_sampling = replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed)
     return WeightSync(
         policy=policy,
         engine=engine,
         layouts=layouts,
-        probes=probes,
-        sampling=probe_sampling,
+        probes=[chat.task_prompt_ids(task)[:_PROBE_PROMPT_TOKENS] for task in tasks[:_NUM_PROBES]],
+        sampling=replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed),
         tolerance=_TOLERANCE[precision],
     )

@@ -8,7 +8,6 @@ from verl.scoring.process import ScoringLimits
 
 
 def scoring_limits(config: Config) -> ScoringLimits:
-    """The limits for scoring one response."""
     reward = config.reward
     return ScoringLimits(reward.timeout_s, reward.memory_mib, reward.fault_policy, config.trainer.health_timeout_s)
 

@@ -1,9 +1,8 @@
 """Number of threads per process that computes on the CPU: one rule for trainer ranks and rollout engines.
 
 Oversubscription is expensive: every parallel loop of OpenMP ends at a barrier where all threads wait for the one
-without a core; on two busy cores a small matrix product became fifty times slower. So one core is reserved for the
-controller, the reward and other processes, and the others are divided evenly among the processes that compute
-concurrently. `trainer.num_threads` overrides it.
+without a core. So one core is reserved for the controller, the reward and other processes, and the others are divided
+evenly among the processes that compute concurrently. `trainer.num_threads` overrides it.
 """
 
 from __future__ import annotations

@@ -194,14 +194,12 @@ def gpu_transport(config: Config, trainer: RayGroup) -> WeightTransport:
     ranks, parallel = config.num_ranks, config.rollout.tensor_model_parallel_size
     if config.rollout.colocated:
         sources = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
-        return WeightTransport(
-            [CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)], sources
-        )
+        senders = [CudaIpc if rank < config.num_engines * parallel else None for rank in range(ranks)]
+        return WeightTransport(senders, sources)
     host, port = trainer.addresses()[0]
     rendezvous = Rendezvous(host, port, 1 + config.num_engines * parallel)
-    return WeightTransport(
-        [partial(NcclBroadcast, rendezvous), *[None] * (ranks - 1)], [[0]] * config.num_engines, rendezvous
-    )
+    sender = partial(NcclBroadcast, rendezvous)
+    return WeightTransport([sender, *[None] * (ranks - 1)], [[0]] * config.num_engines, rendezvous)
 
 
 def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayout]:
@@ -220,7 +218,6 @@ def connect(config: Config, policy: Policy, workers: Workers) -> list[BucketLayo
 
 
 def engine_dtype(config: Config) -> str:
-    """The compute dtype of the engines."""
     return config.model.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
@@ -244,11 +241,9 @@ def max_positions(config: ModelConfig) -> int | None:
 def sequence_length(config: Config) -> int:
     """Max tokens of prompt plus response. Raises ConfigError if the model supports fewer positions."""
     wanted = config.data.max_prompt_length + config.data.max_response_length
-    limit = max_positions(config.model)
-    if limit is not None and wanted > limit:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length is {wanted} tokens, but the model supports {limit}"
-        )
+    if (limit := max_positions(config.model)) is not None and wanted > limit:
+        lengths = "data.max_prompt_length + data.max_response_length"
+        raise ConfigError(f"{lengths} is {wanted} tokens, but the model supports {limit}")
     return wanted
 
 
