@@ -110,10 +110,7 @@ def test_an_upside_down_range_is_found() -> None:
 
 def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
-    codes = [
-        main(["--data", path, "--reward", f"{__name__}:FromStepThree", "--step", step])
-        for step in ("2", "3")
-    ]
+    codes = [main(["--data", path, "--reward", f"{__name__}:FromStepThree", "--step", step]) for step in ("2", "3")]
     assert codes == [1, 0]
 
 
