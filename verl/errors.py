@@ -77,10 +77,7 @@ class LostRequestError(EngineError):
 
 
 class ServiceDownError(VerlError):
-    """A service that tools or environments need does not work or does not answer. Never the policy's fault.
-
-    tool: the tool whose call failed, if known
-    """
+    """A service that tools or environments need does not work. Never the policy's fault. tool: whose call failed"""
 
     def __init__(self, service: str, problem: str, tool: str | None = None) -> None:
         super().__init__(service, problem, tool)

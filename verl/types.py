@@ -57,8 +57,6 @@ class Task:
 
     tools: tools listed in the row
     env, reward: specific to this task; None: those of the run's configuration
-
-    Example: Task(id="train.parquet#17", prompt=(system, user), answer="<think>..</think>\\n<tool_call>..", ...)
     """
 
     id: str

@@ -58,6 +58,6 @@ class AdaptiveKL:
     horizon: int
 
     def observe(self, divergence: float, num_samples: int) -> None:
-        """Update the coefficient with a step's mean KL."""
+        """divergence: a step's mean KL"""
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * num_samples / self.horizon

@@ -19,13 +19,11 @@ class Overlong:
     factor: float = 1.0  # penalty at the limit
 
     def with_max_tokens(self, max_response_length: int) -> Self:
-        """A copy with its lengths filled in."""
         longest = self.max_tokens or max_response_length
         buffer = self.buffer or max(1, round(_BUFFER_SHARE * longest))
         return replace(self, max_tokens=longest, buffer=buffer)
 
     def penalty(self, num_tokens: int) -> float:
-        """The penalty, 0 or negative, for a response of `num_tokens`."""
         assert self.max_tokens is not None and self.buffer is not None, "call `with_max_tokens` first"
         excess = num_tokens - (self.max_tokens - self.buffer)
         return -self.factor * min(max(excess / self.buffer, 0.0), 1.0)

@@ -20,7 +20,6 @@ def describe(function: Callable[..., object]) -> str:
 
 
 def describe_extras(algorithm: Algorithm) -> str:
-    overlong = algorithm.overlong
     extras = {
         "critic": algorithm.needs_critic,
         "greedy baseline response": algorithm.greedy_baseline,
@@ -30,7 +29,7 @@ def describe_extras(algorithm: Algorithm) -> str:
         "off-policy correction": algorithm.correction is not None,
         f"filter {', '.join(map(describe, algorithm.filters))}": bool(algorithm.filters),
         f"{algorithm.max_resample_rounds} resample rounds": algorithm.max_resample_rounds > 1,
-        "overlong penalty": overlong is not None,
+        "overlong penalty": algorithm.overlong is not None,
     }
     if algorithm.selection is not None:
         extras[f"token selection {describe(algorithm.selection)}"] = True

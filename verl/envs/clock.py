@@ -19,7 +19,6 @@ class EnvTimer:
 
     @property
     def seconds(self) -> float:
-        """The counted time."""
         return self._counted_s + (0.0 if self._since is None else asyncio.get_running_loop().time() - self._since)
 
     @asynccontextmanager
@@ -35,7 +34,6 @@ class EnvTimer:
             _CURRENT.reset(token)
 
     def update(self, waiting: int = 0, working: int = 0) -> None:
-        """Change the numbers of queued and running calls by these amounts."""
         self._waiting += waiting
         self._working += working
         idle = self._waiting > 0 and self._working == 0

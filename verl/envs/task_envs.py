@@ -48,19 +48,19 @@ class TaskEnvs:
 
     @property
     def named(self) -> list[EnvFactory]:
-        """The factories selected by rows, without the run's own."""
+        """Without the run's own."""
         return [factory for name, factory in self._factories.items() if name != self._name]
 
     def known_initial_observation(self, task: Task) -> Observation | None:
         """The initial observation, if known before an episode starts. Raises DataError for an invalid task."""
-        factory, name = self.factory_of(task), self.name_of(task)
+        factory = self.factory_of(task)
         source = factory.env_class if isinstance(factory, ClassFactory) else factory
         if isinstance(source, TaskChecker):
             source.check_task(task)
         if not isinstance(source, HasInitialObservation):
             return None
         initial = source.initial_observation(task)
-        check_offered(task, initial, name)
+        check_offered(task, initial, self.name_of(task))
         return initial
 
     def __call__(self, task: Task) -> Env:

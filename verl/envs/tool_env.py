@@ -24,9 +24,7 @@ class ToolEnv:
     """One episode: starts with the task's prompt, answers calls, ends with the first message without a call."""
 
     def __init__(self, task: Task, tools: Sequence[Tool | EpisodeTool], runner: ToolRunner) -> None:
-        self._task = task
-        self._offered = tools
-        self._runner = runner
+        self._task, self._offered, self._runner = task, tools, runner
         self._shared = {tool.spec.name: tool for tool in tools if not isinstance(tool, EpisodeTool)}
         self._opened: dict[str, Tool] = {}
 
@@ -64,11 +62,10 @@ class ToolEnvFactory:
         self._runner = runner
 
     def initial_observation(self, task: Task) -> Observation:
-        """The initial observation, without starting an episode. Raises DataError for unknown tools."""
+        """Raises DataError for unknown tools."""
         return initial_observation(task, self._offered(task))
 
     def _offered(self, task: Task) -> tuple[Tool | EpisodeTool, ...]:
-        """The tools of the task: the ones listed in its row, or all."""
         for listed in task.tools:
             own = self._tools.get(listed.name)
             if own is None:

@@ -1,7 +1,7 @@
 """Rolls out one prompt: G concurrent episodes, each scored as soon as it is finished."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 from verl.episodes.episode import EpisodeRunner
@@ -38,6 +38,11 @@ class GroupRollout:
             faults=tuple(str(each) for each in judged if isinstance(each, Fault)),
             lost_uses=tuple(use for each in judged for use in (each if isinstance(each, Fault) else each[0]).lost_uses),
         )
+
+    async def run_all(self, tasks: Sequence[Task], n: int, seed: int | None = None) -> list[TrajectoryGroup]:
+        """`n` rollouts of every task, with rewards as at step 0. None: without seeds"""
+        firsts = [None if seed is None else (seed << 40) + number * n for number in range(len(tasks))]
+        return await asyncio.gather(*(self.run(task, n, 0, first) for task, first in zip(tasks, firsts, strict=True)))
 
     async def close(self) -> None:
         """Close the episodes' shared resources; the engine and the scorer belong to the caller."""

@@ -83,7 +83,6 @@ class ZeroTirFormat(InlineFormat):
     empty: str = "(no output)"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """The closing fence inside a block, else the opening one."""
         blocks = _blocks(written, _CLOSING_ANYWHERE)
         return (CLOSING,) if blocks and blocks[-1].end is None else (OPENING,)
 

@@ -23,10 +23,8 @@ class HermesFormat(TurnFormat):
         return parsed(each_call(written, TOOL_CALL, speech_start(written, self.in_thought), _read))
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(
-            f"{TOOL_CALL}\n{to_json({'name': call.name, 'arguments': call.arguments})}\n{TOOL_CALL_END}"
-            for call in calls
-        )
+        values = [to_json({"name": call.name, "arguments": call.arguments}) for call in calls]
+        return "\n".join(f"{TOOL_CALL}\n{value}\n{TOOL_CALL_END}" for value in values)
 
 
 def _read(written: str, start: int) -> tuple[ToolCall, int]:

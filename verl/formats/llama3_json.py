@@ -19,7 +19,6 @@ class Llama3JsonFormat(TurnFormat):
     """A response with JSON that is not a call is an answer, unless the python tag announces a call."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The calls of the response, after its thoughts."""
         text = written[speech_start(written, self.in_thought) :].strip()
         if text.startswith(THINK):
             text = text.partition(THINK_END)[2].strip()
@@ -38,7 +37,6 @@ class Llama3JsonFormat(TurnFormat):
             return ParseError(str(error)) if meant else Final()
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The results with the role that Llama's template uses for them."""
         return tuple(replace(each, role="ipython") if each.role == "tool" else each for each in results)
 
     def render(self, calls: Sequence[ToolCall]) -> str:

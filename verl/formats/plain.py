@@ -16,21 +16,16 @@ class PlainFormat:
     parallel_calls: ClassVar[bool] = False
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
-        """The messages as they are."""
         return messages
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None besides the end token."""
         return ()
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Final:
-        """The response is the answer."""
         return Final()
 
     def observation(self, results: Sequence[Message], written: str) -> Sequence[Message]:
-        """Nothing: no turn follows."""
-        return ()
+        return ()  # no turn follows
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Nothing."""
         return ""

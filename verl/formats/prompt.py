@@ -108,13 +108,11 @@ class PromptTemplateMixin:
         return (*messages[:last], Message("user", text), *messages[last + 1 :])
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        """None: a call ends with the turn."""
-        return ()
+        return ()  # a call ends with the turn
 
     @property
     def final_stop_strings(self) -> tuple[str, ...]:
-        """None: an answer ends with the turn."""
-        return ()
+        return ()  # an answer ends with the turn
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """The results unchanged; the chat template renders them as one turn or several."""
@@ -150,8 +148,6 @@ def _last_user(messages: Sequence[Message]) -> int:
 class TurnFormat(PromptTemplateMixin):
     """Base class of formats of chat templates: calls end the turn, results are separate turns.
 
-    A prompt template lists the tools if the chat template cannot.
-
     in_thought: the chat template opens `<think>` itself, so that a response without `</think>` is all thought
     """
 
@@ -159,5 +155,4 @@ class TurnFormat(PromptTemplateMixin):
 
     @property
     def template_tools(self) -> bool:
-        """True unless a prompt template lists the tools."""
-        return self.prompt is None
+        return self.prompt is None  # a prompt template lists them if the chat template cannot

@@ -35,7 +35,6 @@ class ToolRlFormat(SystemPromptTemplateMixin):
         return parsed(_calls(written))
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """A user turn with the results in ToolRL's format."""
         return (Message("user", _history(results)),)
 
     def render(self, calls: Sequence[ToolCall]) -> str:

@@ -109,9 +109,7 @@ def thought_word_count(response: str) -> int | None:
 
 def call_text(response: str) -> str | None:
     """The first tool_call block, stripped, to the end if unclosed; None if a tag is missing, as in ToolRL."""
-    if TOOL_CALL not in response or TOOL_CALL_END not in response:
-        return None
-    return _first_block(response)
+    return _first_block(response) if TOOL_CALL in response and TOOL_CALL_END in response else None
 
 
 def _first_block(text: str) -> str:
@@ -149,7 +147,6 @@ def _gold_call(number: int, line: str) -> dict[str, Any]:
 
 
 def render_call(call: dict[str, Any]) -> str:
-    """One call in ToolRL's format: one line of JSON with name and parameters."""
     return json.dumps({"name": call["name"], "parameters": call["parameters"]})
 
 

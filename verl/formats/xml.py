@@ -36,7 +36,7 @@ class XmlFormat(TurnFormat):
         return found
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(_render(call) for call in calls)
+        return "\n".join(map(_render, calls))
 
 
 def _read(written: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:

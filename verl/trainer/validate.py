@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,18 +34,12 @@ class Validator:
 
         exact: the fraction of responses with the maximum score, among those whose reward defines one
         """
+        seed = self.seed if self.rollout.sampling.temperature > 0 else None  # greedy responses can share batches
         metrics: dict[str, float] = {}
         for name, tasks in self.sets.items():
-            groups = await asyncio.gather(*(self._answer(task, number) for number, task in enumerate(tasks)))
+            groups = await self.rollout.run_all(tasks, self.n, seed)  # with the same seeds at every validation
             metrics |= {f"val/{name}/{key}": value for key, value in self._means(groups).items()}
         return metrics
-
-    async def _answer(self, task: Task, number: int) -> TrajectoryGroup:
-        """Sampled responses use the same seeds at every validation; greedy ones have none and can share batches."""
-        first_seed = None
-        if self.seed is not None and self.rollout.sampling.temperature > 0:
-            first_seed = (self.seed << 40) + number * self.n
-        return await self.rollout.run(task, self.n, _STEP, first_seed)
 
     def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         judged = [(group.task, score) for group in groups for score in group.scores]

@@ -89,7 +89,6 @@ def group_advantage(rollouts: AdvantageInputs, estimate: Callable[[Tensor], Tens
 
 
 def grpo(rollouts: AdvantageInputs) -> Advantages:
-    """Rewards normalized within the group of each prompt (arXiv 2402.03300)."""
     return group_advantage(rollouts, group_normalized)
 
 

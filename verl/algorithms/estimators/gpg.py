@@ -22,9 +22,4 @@ def gpg(rollouts: AdvantageInputs) -> Advantages:
     return Advantages(rollouts.broadcast_to_tokens(alpha * centered_B))
 
 
-GPG = Algorithm(
-    name="gpg",
-    paper="arXiv 2504.02546",
-    advantage=gpg,
-    policy_loss=policy_gradient,
-)
+GPG = Algorithm(name="gpg", paper="arXiv 2504.02546", advantage=gpg, policy_loss=policy_gradient)

@@ -29,12 +29,7 @@ def best_of_group(rewards_G: Tensor, divide_by_std: bool = False) -> Tensor:
 
 
 def pass_at_k(rollouts: AdvantageInputs, divide_by_std: bool = False) -> Advantages:
-    """The marginal contribution of each response to its group's maximum."""
     return group_advantage(rollouts, partial(best_of_group, divide_by_std=divide_by_std))
 
 
-PASS_AT_K = Algorithm(
-    name="pass_at_k",
-    paper="arXiv 2503.19595",
-    advantage=pass_at_k,
-)
+PASS_AT_K = Algorithm(name="pass_at_k", paper="arXiv 2503.19595", advantage=pass_at_k)

@@ -60,6 +60,4 @@ def _make(name: str, options: Mapping[str, Any], sandbox: Sandbox | None) -> obj
         return found(**shared, **options)
     if options:
         raise ConfigError(f"tool {name!r} is not a class and takes no options, but got {sorted(options)}")
-    if isfunction(found):
-        return FunctionTool(found)
-    return found
+    return FunctionTool(found) if isfunction(found) else found

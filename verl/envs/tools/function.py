@@ -39,7 +39,6 @@ class FunctionTool:
         return len(self._abandoned)
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The function's result: a string unchanged, everything else as JSON."""
         try:
             checked = self._arguments.model_validate(dict(arguments))  # coerces, e.g. 2.0 to a declared int
         except ValidationError as error:

@@ -1,7 +1,4 @@
-"""Python functions as tools of an environment, with checked calls.
-
-For simulators with fast functions over the episode's own state. A wrong call is answered with an error message.
-"""
+"""Python functions as tools of a simulator, fast and over the episode's own state, with checked calls."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +23,6 @@ class Toolbox:
 
     @classmethod
     def of(cls, methods: type) -> Self:
-        """Every public method of a class, in the order of its definition."""
         public = (found for name, found in vars(methods).items() if not name.startswith("_"))
         return cls(read_signature(found)[0] for found in public if inspect.isfunction(found))
 

@@ -48,16 +48,13 @@ class ToolRunner:
     """Runs the calls of concurrent episodes and classifies each outcome."""
 
     def __init__(self, limits: ToolLimits, per_tool: Mapping[str, ToolLimits] | None = None) -> None:
-        """`per_tool`: overrides of `limits` for single tools."""
-        self._limits = limits
-        self._per_tool = dict(per_tool or {})
+        self._limits, self._per_tool = limits, dict(per_tool or {})
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._arguments = ArgumentChecker()
         self._abandoned: defaultdict[str, set[asyncio.Task[str]]] = defaultdict(set)
 
     @property
     def num_abandoned(self) -> int:
-        """Calls that ignored their cancellation and still run."""
         return sum(map(len, self._abandoned.values()))
 
     async def open(self, tool: EpisodeTool, task: Task) -> Tool:

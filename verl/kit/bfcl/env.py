@@ -57,7 +57,6 @@ class Api:
         self.answers: list[str] = []  # in the form that BFCL compares
 
     def call(self, call: ToolCall) -> str:
-        """Call one function; an exception becomes its answer."""
         try:
             answer = _text(getattr(self._owners[call.name], call.name)(**copy.deepcopy(dict(call.arguments))))
         except Exception as error:  # noqa: BLE001  third-party simulators raise anything for odd arguments
@@ -76,7 +75,6 @@ class Api:
         return ToolCall(gold["name"], dict(zip(signature.parameters, gold["positional"], strict=False)) | gold["named"])
 
     def state(self) -> dict[tuple[str, str], Any]:
-        """The public variables of all objects."""
         return {
             (name, key): value
             for name, found in self.objects.items()
@@ -129,7 +127,6 @@ class BfclEnv(Env):
         return self._policy.call(call)
 
     def _turn_is_right(self) -> bool:
-        """Runs the gold calls of the turn that has just ended and compares the results."""
         gold = self._gold_turns[len(self._turns_right)]
         answers = [self._gold.call(call) for call in gold]
         if not gold:

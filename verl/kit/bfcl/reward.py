@@ -113,7 +113,6 @@ class _Value:
         )
 
     def is_accepted(self) -> bool:
-        """Whether a value of the right type is one of the accepted ones."""
         value, accepted = self._value, self._accepted
         if _key_type(accepted) not in (None, self._kind):
             return value in accepted

@@ -36,8 +36,6 @@ class BfclExtra(BaseModel):
 
 
 class GoldCall(BaseModel):
-    """One gold call; the answer has a list of them per turn."""
-
     name: str
     positional: list[Any]
     named: dict[str, Any]

@@ -86,7 +86,6 @@ class Aggregate:
 
     @property
     def formula(self) -> str:
-        """The definition as text, for the report."""
         return f"{self.name} = mean over {self.over} of {', '.join(self.members)}"
 
 

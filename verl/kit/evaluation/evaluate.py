@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError
 from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
-from verl.kit.evaluation.provenance import identity, short_name, versions
+from verl.kit.evaluation.provenance import model_record, short_digest, short_name
 from verl.kit.evaluation.records import Records
 from verl.kit.evaluation.registry import build_benchmarks
 from verl.kit.evaluation.report import Evaluated, Pending, comparison_of, result_of
@@ -37,10 +36,10 @@ from verl.scoring.pool import ScoringPool
 from verl.system.files import replacing
 from verl.system.lock import alone_in
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
-from verl.trainer.builders.env import build_format, category_runner, prompt_fn, prompt_record
+from verl.trainer.builders.env import build_format, category_runner, prompt_fn
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import scoring_limits
-from verl.utils.reward_score.rewards import Rewards, build_rewards
+from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
 _SETTINGS = (  # of an engine, sampling and scoring, that affect a score
@@ -119,7 +118,6 @@ class EvaluatedModel:
 
     @classmethod
     def of(cls, config: Config, path: str) -> Self:
-        """The model at `path` with the evaluation settings of `config`."""
         config = with_model_limits(replace(config, model=replace(config.model, path=path)))
         chat = load_chat_template(config.model)
         return cls(config, chat, tool_call_format_of(config.eval.handler, str(chat.tokenizer.chat_template)))
@@ -129,9 +127,8 @@ async def _evaluate_model(model: EvaluatedModel, requested: Pending, console: Co
     """Run the tasks without stored answers; starts no engine if there are none."""
     config = model.config
     settings = _settings(model)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
-    folder = Path(config.eval.output) / f"{short_name(name)}-{config.eval.handler}-{digest}"
+    folder = Path(config.eval.output) / f"{short_name(name)}-{config.eval.handler}-{short_digest(settings)}"
     with alone_in(folder):
         records = {
             category.name: Records(folder / "answers", category, config.rollout.n, model.chat.tokenizer.decode)
@@ -166,23 +163,17 @@ async def _run_episodes(
             bar = progress.add_task(category.name, total=len(tasks))
             episode, workers = category.episode, config.reward.num_workers
             with ScoringPool(episode.reward, episode.reward_options, workers, scoring_limits(config)) as scorer:
-                rollout = GroupRollout(engine, scorer, sampling, episode_runner)
-                evaluation = _runner(model, own, rollout, sizes[category.name])
+                evaluation = Runner(
+                    GroupRollout(engine, scorer, sampling, episode_runner),
+                    prompt_fn(episode_runner),
+                    own,
+                    config.data.max_prompt_length,
+                    config.rollout.n,
+                    config.trainer.seed,
+                    config.reward.max_fault_share * sizes[category.name],
+                )
                 faults = await evaluation.run(category, tasks, records[category.name], partial(progress.advance, bar))
             check_faults(category.name, faults, sizes[category.name], model.config.reward.max_fault_share, console)
-
-
-def _runner(model: EvaluatedModel, rewards: Rewards, rollout: GroupRollout, size: int) -> Runner:
-    config = model.config
-    return Runner(
-        rollout,
-        prompt_fn(rollout.episode_runner),
-        rewards,
-        config.data.max_prompt_length,
-        config.rollout.n,
-        config.trainer.seed,
-        config.reward.max_fault_share * size,
-    )
 
 
 def check_faults(name: str, faults: Sequence[str], size: int, max_share: float, console: Console) -> None:
@@ -198,17 +189,15 @@ def check_faults(name: str, faults: Sequence[str], size: int, max_share: float, 
 
 def _settings(model: EvaluatedModel) -> dict[str, Any]:
     """All settings that affect a score, besides the tasks and their episode settings."""
-    config, chat = model.config, model.chat
+    config = model.config
     values = flattened(asdict(config))
+    tool_call_format = build_format(model.tool_call_format, {}, config.data.prompt_template)
     return {
-        "model": identity(config.model),
         "eval.handler": config.eval.handler,
         "tool_call_format": model.tool_call_format,
-        **prompt_record(build_format(model.tool_call_format, {}, config.data.prompt_template)),
-        "chat_template_sha256": hashlib.sha256(str(chat.tokenizer.chat_template).encode()).hexdigest(),
+        **model_record(config.model, model.chat, tool_call_format),
         **{key: values[key] for key in _SETTINGS},
         **{name: os.environ[name] for name in TOGGLES if name in os.environ},  # for ToolRL's reward
-        "versions": versions(),
     }
 
 

@@ -33,7 +33,7 @@ _RESAMPLES = 1  # no bootstrap intervals
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One benchmark category, ready to run. `episode_runner`: must be closed in the event loop that uses it"""
+    """One benchmark category. `episode_runner`: must be closed in the event loop that uses it"""
 
     category: Category
     tasks: Sequence[Task]

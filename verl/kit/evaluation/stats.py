@@ -25,7 +25,6 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % percentile interval of the resampled means."""
         low, high = np.percentile(self.resampled, _BETWEEN)
         return float(low), float(high)
 

@@ -93,7 +93,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def probe_grids(found: Mapping[str, Any]) -> tuple[Grid, Grid]:
-    """A probe: statistics of the responses, and zero-variance share and cost by group size."""
     unknown = "the reward has no such part"
     cells = {
         "rows, rollouts of each": f"{found['rows']}, {found['n']}",

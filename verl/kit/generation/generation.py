@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -46,11 +45,8 @@ async def generate(config: Config, console: Console) -> None:
     with build_scorer(config) as scorer:
         async with standalone_engine(config, chat) as (engine, sampling):
             rollout = GroupRollout(engine, scorer, sampling, episode_runner)
-            first, n = config.trainer.seed << 40, config.rollout.n
             try:
-                groups = await asyncio.gather(
-                    *(rollout.run(task, n, 0, first + number * n) for number, task in enumerate(tasks))
-                )
+                groups = await rollout.run_all(tasks, config.rollout.n, config.trainer.seed)
             finally:
                 await rollout.close()
     write_jsonl(Path(output), [row for group in groups for row in group_rows(0, group)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
 import tempfile
@@ -132,7 +131,7 @@ def check_step(
     rollout = GroupRollout(ScriptedEngine(script), DirectScorer(rewards), sampling, runner)
 
     async def roll() -> list[float]:
-        groups = await asyncio.gather(*(rollout.run(task, 4, 0) for task in by_prompt.values()))
+        groups = await rollout.run_all([*by_prompt.values()], 4)
         faults = [fault for group in groups for fault in group.faults]
         if faults:
             raise ConfigError(f"the reward failed: {faults[0]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -27,7 +26,7 @@ from verl.episodes.group import GroupRollout
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Category, EpisodeConfig
 from verl.kit.evaluation.evaluate import check_faults, write, write_report
-from verl.kit.evaluation.provenance import identity, short_name, versions
+from verl.kit.evaluation.provenance import model_record, short_digest, short_name
 from verl.kit.evaluation.records import NOT_ASKED, Records
 from verl.kit.evaluation.runner import Runner
 from verl.kit.evaluation.stats import RESAMPLES
@@ -39,7 +38,7 @@ from verl.net.services import check_services
 from verl.system.lock import alone_in
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
-from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, truncating
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, truncating
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Task, TrajectoryGroup
@@ -72,9 +71,8 @@ async def probe(config: Config, console: Console) -> None:
     console.print(str(rows.report), markup=False, soft_wrap=True)
     episode_runner = truncating(data, episode_runner)
     settings = _settings(config, episode_runner)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     name = str(config.model.path)
-    folder = Path(config.eval.output) / f"{short_name(name)}-{Path(source).stem}-{digest}"
+    folder = Path(config.eval.output) / f"{short_name(name)}-{Path(source).stem}-{short_digest(settings)}"
     category = Category("answers", lambda: tasks, EpisodeConfig(config.reward.name, config.reward.options))
     with alone_in(folder):
         records = Records(folder, category, config.rollout.n, chat.tokenizer.decode)
@@ -184,12 +182,9 @@ def _settings(config: Config, episode_runner: EpisodeRunner) -> dict[str, Any]:
     values = flattened(asdict(config))
     return {
         **{key: value for key, value in values.items() if PROBE.has(key) and key not in _FREE},
-        "model": identity(config.model),
         "data": str(Path(config.data.train_files[0]).resolve()),  # file names need not be unique
-        **prompt_record(episode_runner.observations.tool_call_format),
-        "chat_template_sha256": hashlib.sha256(str(episode_runner.chat.tokenizer.chat_template).encode()).hexdigest(),
+        **model_record(config.model, episode_runner.chat, episode_runner.observations.tool_call_format),
         "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},
-        "versions": versions(),
     }
 
 

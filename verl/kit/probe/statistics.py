@@ -35,7 +35,7 @@ class Criteria:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Generation cost. seconds: of the engine, with all requests in parallel; tasks=0: unknown"""
+    """seconds: of the engine, with all requests in parallel; tasks=0: unknown"""
 
     tasks: int
     seconds: float

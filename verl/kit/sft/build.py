@@ -129,6 +129,5 @@ def _longest(config: Config) -> int:
 def tasks_of(demonstrations: Iterable[Demonstration]) -> Iterator[Task]:
     """Every trained response as a task: the messages before it are the prompt."""
     for each in demonstrations:
-        for place, message in enumerate(each.messages):
-            if message.role == "assistant" and place >= each.first:
-                yield Task(each.id, each.messages[:place], message.content, "demonstrations")
+        for place in each.trained:
+            yield Task(each.id, each.messages[:place], each.messages[place].content, "demonstrations")

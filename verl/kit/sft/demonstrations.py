@@ -6,7 +6,7 @@ Samples of one conversation share a group, so that packing stores their common p
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,12 @@ class Demonstration:
     id: str = ""  # file#row, for messages
     tools: tuple[ToolSpec, ...] = ()
     column: str = "messages"  # the source column, for messages
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the trained messages."""
+        turns = enumerate(self.messages[self.first :], self.first)
+        return [place for place, message in turns if message.role == "assistant"]
 
 
 def read_demonstrations(
@@ -110,7 +116,7 @@ def sft_samples(
     for number, demonstration in enumerate(demonstrations):
         file, row = file_and_row(demonstration.id)
         try:
-            turns = _turns(demonstration, first_group + number, chat)
+            turns = [_turn(demonstration, place, first_group + number, chat) for place in demonstration.trained]
         except DataError as error:
             report.add_bad(error.at(file=file, row=row), max_bad_share)
             continue
@@ -125,15 +131,6 @@ def sft_samples(
     return samples
 
 
-def _turns(demonstration: Demonstration, group: int, chat: ChatTemplate) -> list[Sample]:
-    messages = demonstration.messages
-    return [
-        _turn(demonstration, place, group, chat)
-        for place, message in enumerate(messages)
-        if message.role == "assistant" and place >= demonstration.first
-    ]
-
-
 def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTemplate) -> Sample:
     before, message = demonstration.messages[:place], demonstration.messages[place]
     prompt = chat.initial_ids(before, demonstration.tools, demonstration.column)
@@ -143,7 +140,7 @@ def _turn(demonstration: Demonstration, place: int, group: int, chat: ChatTempla
         text, (ids, spans) = message.content, chat.response_ids(message.content)
         ids, spans = (*ids, chat.end_token_id), [*spans, (len(text), len(text))]
     start = max(text.find(message.content), 0)
-    quoted = [(start + a, start + b) for a, b in _quoted(message.content)]
+    quoted = [(start + found.start(), start + found.end()) for found in _QUOTED_OUTPUT.finditer(message.content)]
     own = (not any(begin < b and a < end for a, b in quoted) for begin, end in spans)
     token_ids = (*prompt, *ids)
     mask = (*(False,) * len(prompt), *own)
@@ -186,7 +183,3 @@ def _rendered_turn(
             field=field,
         )
     return text, ids[: ends[-1] + 1], spans[: ends[-1] + 1]
-
-
-def _quoted(response: str) -> Iterator[tuple[int, int]]:
-    return (match.span() for match in _QUOTED_OUTPUT.finditer(response))

@@ -58,8 +58,6 @@ _TOOLBOX = Toolbox.of(Shop)
 
 
 class Product(BaseModel):
-    """A product of a task."""
-
     name: str
     price: int
     stock: int
@@ -80,21 +78,17 @@ class ShopEnv(Env):
 
     @staticmethod
     def check_task(task: Task) -> None:
-        """Raises DataError for a task of another environment."""
         check_row("shop", task, ShopExtra, dict[str, int])
 
     async def reset(self) -> Observation:
-        """The errand and the shop's tools."""
         return Observation(self._task.prompt, tuple(_TOOLBOX.specs.values()))
 
     async def step(self, message: Message) -> StepResult:
-        """Answers calls; a message without calls ends the episode."""
         if message.tool_calls:
             return answer_calls(message.tool_calls, lambda call: _TOOLBOX.call(self._shop, call))
         return StepResult(done=True)
 
     async def judge(self) -> Score:
-        """1 if exactly the requested products were bought."""
         bought = float(self._shop.bought == json.loads(self._task.answer))
         return Score(bought, {"bought": bought})
 

@@ -6,7 +6,7 @@ As in tau2-bench they do not enforce the policy's rules (who may cancel what): t
 from collections.abc import Sequence
 from datetime import date as Date
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
@@ -204,7 +204,6 @@ class AirlineTools(ServiceTools):
         return "Transfer successful"
 
     def _reservation(self, reservation_id: str) -> Record:
-        """The episode's own copy."""
         self._find("reservations", "Reservation", reservation_id)
         return self._database["reservations"].edit(reservation_id)
 
@@ -224,7 +223,6 @@ class AirlineTools(ServiceTools):
         return found
 
     def _leg(self, flight: FlightChoice, cabin: str, passengers: int) -> Record:
-        """A flight as part of a reservation, if there are seats."""
         number = flight["flight_number"]
         day = self._flight_day(number, flight["date"])
         if day["status"] != "available":
@@ -249,11 +247,10 @@ class AirlineTools(ServiceTools):
 
 
 def _payment_method(user: Record, payment_id: str) -> Record:
-    methods: dict[str, Any] = user["payment_methods"]
+    methods: dict[str, Record] = user["payment_methods"]
     if payment_id not in methods:
         raise ToolError(f"Payment method {payment_id} not found")
-    found: Record = methods[payment_id]
-    return found
+    return methods[payment_id]
 
 
 def _check_payments(user: Record, payments: Sequence[Payment], price: float) -> None:

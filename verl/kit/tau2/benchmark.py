@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.kit.evaluation.files import find_file
 from verl.kit.evaluation.handlers import check_several_tools
-from verl.kit.tau2.tasks import tau2_tasks
+from verl.kit.tau2.tasks import DOMAINS, Domain, tau2_tasks
 from verl.types import Task
 
 _MAX_TURNS, _MAX_TOOL_CALLS = 30, 60  # the longest list of gold actions has 19
@@ -26,8 +25,7 @@ def tau2(context: BenchmarkContext) -> Benchmark:
         max_turns=_MAX_TURNS,
         max_tool_calls=_MAX_TOOL_CALLS,
     )
-    domains: tuple[Literal["retail", "airline"], ...] = ("retail", "airline")
-    categories = tuple(Category(f"tau2/{name}", partial(_tasks, context, data, name), episode) for name in domains)
+    categories = tuple(Category(f"tau2/{name}", partial(_tasks, context, data, name), episode) for name in DOMAINS)
     split = "the test split: training uses the other one"
     idle = "a policy that does nothing scores .05 in retail and .35 in airline, where as many tasks need no action"
     user = "the user is a script: scores are not comparable with those of tau2-bench, whose user is a language model"
@@ -36,7 +34,7 @@ def tau2(context: BenchmarkContext) -> Benchmark:
     return Benchmark("tau2", categories, notes=(user, split, idle))
 
 
-def _tasks(context: BenchmarkContext, data: str, domain: Literal["retail", "airline"]) -> list[Task]:
+def _tasks(context: BenchmarkContext, data: str, domain: Domain) -> list[Task]:
     """The tasks; their data source names the kind of user, scripted by default."""
     tasks = tau2_tasks(data, domain, "test")
     if "user_model" not in context.user:

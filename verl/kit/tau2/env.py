@@ -29,14 +29,13 @@ _TOOLS: dict[str, type[ServiceTools]] = {"retail": RetailTools, "airline": Airli
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """The resources shared by the episodes of a domain. `base` is read-only."""
+    """Shared by the episodes of a domain. `base` is read-only."""
 
     tools: type[ServiceTools]
     toolbox: Toolbox
     base: dict[str, dict[str, Any]]
 
     def open(self) -> tuple[Database, ServiceTools]:
-        """A private database, and the tools that operate on it."""
         database = Database(self.base)
         return database, self.tools(database)
 
@@ -50,7 +49,6 @@ class Tau2Env(Env):
         self._dialogue: list[Message] = []
 
     async def reset(self) -> Observation:
-        """The policy document, the user's first message and the tools."""
         opening = Message("user", await self._user.opening(self._task))
         self._dialogue = [opening]
         return Observation((self._task.prompt[0], opening), tuple(self._domain.toolbox.specs.values()))
@@ -118,14 +116,12 @@ class Tau2Factory(EnvFactory):
         return Observation((task.prompt[0], opening), tuple(self.domain(task.extra["domain"]).toolbox.specs.values()))
 
     def domain(self, name: str) -> Domain:
-        """A domain's data, loaded on first use."""
         if name not in self._domains:
             tools = _TOOLS[name]
             self._domains[name] = Domain(tools, Toolbox.of(tools), read_database(self._data, name))
         return self._domains[name]
 
     async def check_services(self) -> None:
-        """Raises ServiceDownError if the user is a language model that does not answer."""
         await check_services([self._user])
 
     async def close(self) -> None:

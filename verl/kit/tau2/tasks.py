@@ -12,7 +12,8 @@ from verl.errors import ConfigError, DataError
 from verl.kit.tau2.users import scripted_opening
 from verl.types import Message, Task
 
-DOMAINS = ("retail", "airline")
+Domain = Literal["retail", "airline"]
+DOMAINS: tuple[Domain, ...] = ("retail", "airline")
 
 
 class Instructions(BaseModel):
@@ -26,7 +27,7 @@ class Instructions(BaseModel):
 class Tau2Extra(BaseModel):
     """Task.extra."""
 
-    domain: Literal["retail", "airline"]
+    domain: Domain
     instructions: Instructions
 
 
@@ -42,12 +43,9 @@ class GoldOutcome(BaseModel):
     communicate: list[str]
 
 
-def tau2_tasks(
-    data: str, domain: Literal["retail", "airline"] = "retail", split: Literal["train", "test", "all"] = "train"
-) -> list[Task]:
+def tau2_tasks(data: str, domain: Domain = "retail", split: Literal["train", "test", "all"] = "train") -> list[Task]:
     """The tasks of a domain. Task.prompt: its policy, and the first message of the scripted user.
 
-    Task.answer is JSON: the gold `actions` and the information to `communicate`.
     Raises ConfigError if the folder lacks a file, DataError with row and field for invalid data.
     """
     if domain not in DOMAINS or split not in ("train", "test", "all"):

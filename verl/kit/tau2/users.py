@@ -1,7 +1,4 @@
-"""Simulated users: a script, or a language model behind an OpenAI-compatible endpoint.
-
-Results with the scripted user are not comparable with those of tau2-bench, whose user is a language model.
-"""
+"""Simulated users: a script, or a language model behind an OpenAI-compatible endpoint, as in tau2-bench."""
 
 import asyncio
 import logging
@@ -40,7 +37,6 @@ class User(Protocol):
         """The next user message after `dialogue`, which ends with the agent's. None: the user hangs up."""
 
     async def close(self) -> None:
-        """Release its resources. By default a no-op."""
         return
 
 
@@ -51,7 +47,6 @@ class ScriptedUser(User):
         return scripted_opening(task.extra["instructions"])
 
     async def answer(self, task: Task, dialogue: Sequence[Message]) -> str | None:
-        """The known facts and a yes, if the agent asked a question."""
         if "?" not in dialogue[-1].content:
             return None
         known = task.extra["instructions"]["known_info"] or ""

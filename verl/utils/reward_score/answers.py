@@ -32,19 +32,12 @@ def accepted_answers(answer: str) -> list[str]:
             return [answer]
         target = found.get("target") if isinstance(found, dict) else found
         targets = target if isinstance(target, list) else [target]
-        texts = [text for text in map(_target, targets) if text is not None]
-        if texts and len(texts) == len(targets):
-            return texts
+        if targets and all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in targets):
+            return [each if isinstance(each, str) else json.dumps(each) for each in targets]
         if isinstance(found, dict):
             expected = '{"target": a text, or several}'
             raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
     return [answer]
-
-
-def _target(value: object) -> str | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value)
-    return value if isinstance(value, str) else None
 
 
 def last_block(text: str, opening: str, closing: str) -> str | None:
@@ -70,9 +63,7 @@ def episode_text(trajectory: Trajectory) -> str:
 
 def exact_match(response: str, answer: str) -> bool:
     found = last_answer(response)
-    if found is None:
-        return False
-    return comparable(found) in {comparable(each) for each in accepted_answers(answer)}
+    return found is not None and comparable(found) in map(comparable, accepted_answers(answer))
 
 
 def comparable(answer: str) -> str:

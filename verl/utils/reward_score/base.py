@@ -78,11 +78,8 @@ def written(trajectory: Trajectory, observed: str = "\n") -> str:
 
 @dataclass(frozen=True, slots=True)
 class FunctionReward:
-    """A plain function as a reward: `(response, answer)`, or veRL's (data_source, solution_str, ground_truth,
-    extra_info).
-
-    It returns a number, or a mapping of numbers whose "score" is the total.
-    """
+    """A plain function, `(response, answer)` or veRL's (data_source, solution_str, ground_truth, extra_info), that
+    returns a number, or a mapping of numbers whose "score" is the total."""
 
     function: Callable[..., Any]
 
@@ -98,7 +95,7 @@ class FunctionReward:
 
 
 class EnvReward:
-    """The environment's final verdict (`judge`), e.g. of environments that compare final states. Raises ConfigError."""
+    """The environment's final verdict (`judge`). Raises ConfigError if there is none."""
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if trajectory.score is None:

@@ -57,7 +57,8 @@ def same_answer(answer: str, gold: str) -> bool:
     answer, gold = _bare(answer), _bare(gold)
     if answer == gold:
         return bool(gold)
-    if len(answer) > _LONGEST_ANSWER or _depth(answer) > _DEEPEST_ANSWER:
+    depths = accumulate((letter in "([{") - (letter in ")]}") for letter in answer)  # of brackets, closed or not
+    if len(answer) > _LONGEST_ANSWER or max(depths, default=0) > _DEEPEST_ANSWER:
         return False
     golds = _parts(gold)
     with _time_limit(_GOLD_S):
@@ -77,11 +78,6 @@ class _OutOfTimeError(BaseException):
 def _time_limit(seconds: float) -> AbstractContextManager[None]:
     """Raises _OutOfTimeError in the block after this CPU time of the process; only in the main thread."""
     return raising_after(seconds, _OutOfTimeError, PROCESSOR, _AGAIN_S)
-
-
-def _depth(text: str) -> int:
-    """Maximum nesting depth of brackets of any kind, closed or not."""
-    return max(accumulate((letter in "([{") - (letter in ")]}") for letter in text), default=0)
 
 
 def _bare(text: str) -> str:
@@ -139,7 +135,6 @@ def _math_verify() -> tuple[Any, Any]:
 
 
 def boxed(answer: str) -> str:
-    """A response that ends with the boxed answer."""
     return f"So the answer is \\boxed{{{answer}}}."
 
 

@@ -48,9 +48,7 @@ class QaReward:
     judge: `url` of an OpenAI-compatible endpoint (http://host:8000/v1), its `model` and, if it needs a key,
         `key_variable`, the environment variable that holds it; empty: no judge
 
-    The total is the judge's verdict, or exact match without a judge.
-
-    Raises ConfigError for a judge without url or model.
+    The total is the judge's verdict, or exact match without a judge. Raises ConfigError for one without url or model.
     """
 
     judge: Mapping[str, Any] = field(default_factory=dict)

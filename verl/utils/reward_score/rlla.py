@@ -273,11 +273,10 @@ class RllaReward:
         return high + (1.0 if self.options.scores_length else 0.0)
 
     def gold(self, task: Task, step: int) -> str:
-        """The gold answer, with its thought lengthened to the full length if length is rewarded."""
+        """The gold answer, with a long enough thought if length is rewarded."""
         if not self.options.scores_length:
             return task.answer
         return lengthen_thought(task.answer, full_length(self.options, step))
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        """All corruptions of the gold response that this reward must detect."""
         return corrupted_responses(task, self.gold(task, step))

@@ -20,7 +20,7 @@ from verl.formats.toolrl_text import (
     render_call,
 )
 from verl.types import Task
-from verl.utils.reward_score.base import Mutation
+from verl.utils.reward_score.base import Mutation, as_mutations
 
 _STRANGER: dict[str, Any] = {"name": "a_tool_not_in_the_list", "parameters": {"q": 1}}
 
@@ -52,8 +52,7 @@ def corrupted_responses(task: Task, response: str) -> list[Mutation]:
         corrupted["call inside response"] = response.replace(RESPONSE_END, f"{block}{RESPONSE_END}", 1)
     else:
         corrupted |= _corrupted_calls(task, response, calls)
-    mutations = [Mutation(name, text) for name, text in corrupted.items()]
-    mutations += _corrupted_parameters(response, calls or [])
+    mutations = [*as_mutations(corrupted), *_corrupted_parameters(response, calls or [])]
     return [mutation for mutation in mutations if mutation.text != response]
 
 
@@ -90,7 +89,9 @@ def _corrupted_parameters(response: str, calls: list[dict[str, Any]]) -> list[Mu
     for number, call in enumerate(calls):
         for key, value in call["parameters"].items():
             others = {name: kept for name, kept in call["parameters"].items() if name != key}
-            changed = {**call["parameters"], key: _another_value(value)}
+            # a large float may equal itself plus one
+            other = f"{value}x" if isinstance(value, str) else value + 1 if type(value) is int else [value]
+            changed = {**call["parameters"], key: other}
             for name, parameters in (("dropped parameter", others), ("wrong value", changed)):
                 line = render_call({**call, "parameters": parameters})
                 corrupted.append(Mutation(name, _with_calls(response, [*lines[:number], line, *lines[number + 1 :]])))
@@ -102,9 +103,3 @@ def _with_calls(response: str, lines: list[str]) -> str:
     before, _, rest = response.partition(TOOL_CALL)
     after = rest.partition(TOOL_CALL_END)[2]
     return "\n".join([f"{before}{TOOL_CALL}", *lines, f"{TOOL_CALL_END}{after}"])
-
-
-def _another_value(value: Any) -> Any:
-    if isinstance(value, str):
-        return f"{value}x"
-    return value + 1 if type(value) is int else [value]  # a large float may equal itself plus one

@@ -6,8 +6,6 @@ code also reads the prompt and has to skip its example.
 
     exact match (the paper)   right 1, else 0
     with format (v0.3)        right 1, or 0.8 if malformed; wrong 0.2 if well-formed, 0.1 with an answer block, else 0
-
-The gold answer: see answers.py.
 """
 
 from dataclasses import dataclass

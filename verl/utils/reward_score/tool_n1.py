@@ -127,7 +127,6 @@ class ToolN1Reward:
         return f"{THINK}I know what to do.{THINK_END}\n{TOOL_CALL}{task.answer}{TOOL_CALL_END}"
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
-        """The corruptions that every version must detect."""
         calls, response = json.loads(task.answer), self.gold(task, step)
         calls = [calls] if isinstance(calls, dict) else calls
 
