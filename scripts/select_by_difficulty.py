@@ -1,6 +1,6 @@
 """Filter a data file by difficulty: by the success rates of a probe of a model, or by the course of a training run.
 
-    python -m verl.trainer.main_eval --probe data.train_files=[FILE] model.path=PATH eval.limit=null
+    toolrl probe data.train_files=[FILE] model.path=PATH eval.limit=null
     python scripts/select_by_difficulty.py outputs/probe/NAME/probe.jsonl --data FILE --out OUT --least 0.2 --most 0.8
 
 A row is kept if its success rate lies between --least and --most; the ends are excluded unless --inclusive is given, so

@@ -28,7 +28,7 @@ from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import RolloutEngine, Sampling
-from verl.trainer.ppo import TrainStepResult
+from verl.trainer.ppo import PPOTrainer, TrainStepResult
 from verl.types import Completion, FinishReason, Message, Score, Task, ToolCall, ToolStatus
 from verl.utils.reward_score.base import LabReward, build_reward
 
@@ -176,6 +176,13 @@ def smoke(recipe: str, model: Path, folder: Path, *more: str) -> Config:
     return load_config([*words, *more])
 
 
+async def one_step(trainer: PPOTrainer) -> TrainStepResult:
+    try:
+        return await trainer.train_step()
+    finally:
+        await trainer.rollouts.close()
+
+
 @pytest.mark.parametrize("algorithm", ["gigpo", "ppo", "grpo"])
 def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_path: Path) -> None:
     paid = (f"env.name={Path(__file__)}:PaidErrand", f"algorithm.name={algorithm}", "algorithm.kl_placement=none")
@@ -183,20 +190,14 @@ def test_rewards_of_turns_train_or_are_refused(algorithm: str, model: Path, tmp_
     tool_call_format = build_tool_call_format(config.env.tool_call_format or "")
     words = [tool_call_format.render((ToolCall("list_products", {}),)), WITHOUT_GOLD["artist_tools"]]
 
-    async def step() -> TrainStepResult:
-        try:
-            return await trained.train_step()
-        finally:
-            await trained.rollouts.close()
-
     with local_trainer(config) as trained:
         rollout = trained.rollouts.rollout
         object.__setattr__(rollout, "engine", HalfScripted(rollout.engine, rollout.episode_runner.chat, words))
         if algorithm == "grpo":
             with pytest.raises(ConfigError, match=r"algorithm.name=grpo supports only one reward per episode"):
-                asyncio.run(step())
+                asyncio.run(one_step(trained))
             return
-        result = asyncio.run(step())
+        result = asyncio.run(one_step(trained))
     assert result.metrics["reward/turns"] > 0 and result.metrics["actor/grad_norm"] > 0
     assert result.batch.rewards is not None and 0.25 in result.batch.rewards
 
@@ -219,17 +220,11 @@ def test_a_step_of_every_recipe(recipe: str, model: Path, tmp_path: Path) -> Non
         )
     )
 
-    async def step() -> TrainStepResult:
-        try:
-            return await trained.train_step()
-        finally:
-            await trained.rollouts.close()
-
     with local_trainer(config) as trained:
         chat = trained.rollouts.rollout.episode_runner.chat
         engine = HalfScripted(trained.rollouts.rollout.engine, chat, [*first, last])
         object.__setattr__(trained.rollouts.rollout, "engine", engine)
-        result = asyncio.run(step())
+        result = asyncio.run(one_step(trained))
     metrics = result.metrics
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["actor/grad_norm"] > 0

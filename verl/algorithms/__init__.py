@@ -1,6 +1,6 @@
 """Algorithms as values, one short preset file each. Pure tensor functions: no configuration object, no I/O.
 
-This table needs no torch; `python -m verl.algorithms` prints the components of each preset.
+This table needs no torch; `toolrl algorithms` prints the components of each preset.
 """
 
 from collections.abc import Mapping

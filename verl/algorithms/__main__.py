@@ -1,4 +1,4 @@
-"""List the components of every algorithm: python -m verl.algorithms"""
+"""List the components of every algorithm: toolrl algorithms"""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ _FILE_WIDTH = 160  # characters, where the output is not a terminal
 
 
 def main(argv: Sequence[str]) -> int:
-    argparse.ArgumentParser(prog="python -m verl.algorithms", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser(prog="toolrl algorithms", description=__doc__).parse_args(argv)
     table = Table(title="algorithm.name (docs/algorithms.md)", show_lines=True)
     for name in COLUMNS:
         table.add_column(name, overflow="fold", no_wrap=name in ("name", "paper"))

@@ -1,4 +1,4 @@
-"""The components of every preset, for `python -m verl.algorithms` and docs/algorithms.md."""
+"""The components of every preset, for `toolrl algorithms` and docs/algorithms.md."""
 
 from collections.abc import Callable
 from functools import partial

@@ -258,14 +258,7 @@ class TrainingRun:
 
     def _save(self, score: float | None, state: Mapping[str, Any]) -> Path:
         self.display.phase("saving")
-        with self.store.writing(self.trainer.step, score) as unfinished:
-            self.workers.call(TrainingRank.save, unfinished.folder)
-            check_written(unfinished.folder)
-            self.train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
-            unfinished.write_state(state)
-        latest = self.store.latest()
-        assert latest is not None
-        return latest
+        return save_checkpoint(self.store, self.trainer.step, score, self.workers, self.train_tasks, state)
 
     def _resume(self) -> Path | None:
         """Load the saved checkpoint, if there is one."""
@@ -311,12 +304,30 @@ def _by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return sets
 
 
-def check_written(folder: Path) -> None:
-    """Raises DataError if the ranks' files are not visible on this node."""
-    for part in ("actor/.metadata", "hf/config.json"):
-        if not (folder / part).is_file():
-            raise DataError(
-                f"{part} not found: the ranks write to a file system that this node cannot see",
-                hint="Set trainer.default_local_dir to a folder that all nodes share",
-                file=str(folder),
-            )
+def save_checkpoint(
+    store: CheckpointStore,
+    step: int,
+    score: float | None,
+    workers: WorkerGroup,
+    train_tasks: TrainTasks,
+    state: Mapping[str, Any],
+) -> Path:
+    """Write the ranks' files, the exported model's list of training tasks and the controller's state.
+
+    workers: TrainingRanks; score: larger is better, None: not validated
+    Returns the checkpoint's folder. Raises DataError if the ranks' files are not visible on this node.
+    """
+    with store.writing(step, score) as unfinished:
+        workers.call(TrainingRank.save, unfinished.folder)
+        for part in ("actor/.metadata", "hf/config.json"):
+            if not (unfinished.folder / part).is_file():
+                raise DataError(
+                    f"{part} not found: the ranks write to a file system that this node cannot see",
+                    hint="Set trainer.default_local_dir to a folder that all nodes share",
+                    file=str(unfinished.folder),
+                )
+        train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
+        unfinished.write_state(state)
+    latest = store.latest()
+    assert latest is not None
+    return latest

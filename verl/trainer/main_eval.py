@@ -1,4 +1,4 @@
-"""Evaluate a model on benchmarks: python -m verl.trainer.main_eval model.path=PATH eval.benchmarks=[bfcl] ..
+"""Evaluate a model on benchmarks: toolrl eval model.path=PATH eval.benchmarks=[bfcl] ..
 
     eval.compare=PATH  also evaluate another model under the same handler; prints paired differences
     --probe            instead: check whether training would learn from a data file (--probe --help)
@@ -21,7 +21,7 @@ from verl.config.commands import EVAL, PROBE
 from verl.errors import ConfigError
 from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
 
-_PROBE_HELP = """Would training learn? python -m verl.trainer.main_eval --probe data.train_files=[FILE] model.path=M
+_PROBE_HELP = """Would training learn? toolrl probe data.train_files=[FILE] model.path=M
 
     recipe=NAME   environment, tool-call format, reward, lengths and rollout.n of a training recipe
     --help        print this text and every key with its default

@@ -1,4 +1,4 @@
-"""Generate responses to prompts: python -m verl.trainer.main_generation model.path=PATH data.val_files=[FILE] ..
+"""Generate responses to prompts: toolrl generate model.path=PATH data.val_files=[FILE] ..
 
     --chat     chat with the model in this terminal instead; an empty line ends it
     --help     print this text and every key with its default

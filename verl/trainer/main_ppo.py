@@ -1,4 +1,4 @@
-"""Train a policy with GRPO, PPO or a related algorithm: python -m verl.trainer.main_ppo [recipe=NAME] [key=value ...]
+"""Train a policy with GRPO, PPO or a related algorithm: toolrl train [recipe=NAME] [key=value ...]
 
     --help       print this text and every key with its default
     --cfg job    print the resulting configuration and exit
@@ -97,7 +97,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     }
     for name, path in files.items():
         console.print(f"{name:12}{path}", markup=False, soft_wrap=True)
-    console.print(f"\ntry it: python -m verl.trainer.main_generation --chat model.path={last / 'hf'}", soft_wrap=True)
+    console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT) on demonstrations: python -m verl.trainer.main_sft [key=value ...]
+"""Supervised fine-tuning (SFT) on demonstrations: toolrl sft [key=value ...]
 
     --help     print this text and every key with its default
     --cfg job  print the resulting configuration and exit
@@ -57,7 +57,7 @@ def _train(config: Config, console: Console, folder: Path) -> int:
             unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")
         last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
-    console.print(f"\ntry it: python -m verl.trainer.main_generation --chat model.path={last / 'hf'}", soft_wrap=True)
+    console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m verl.kit.doctor`: checks whether this machine can train, with hints for what is missing.
+"""`toolrl doctor`: checks whether this machine can train, with hints for what is missing.
 
 The exit code is 1 if training cannot work here, else 0. Only the standard library is imported, so that broken
 environments can be checked, too; vLLM is started in a separate process, with a timeout.
@@ -218,7 +218,7 @@ def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verl.kit.doctor", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="toolrl doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="versions only, one line if all is well")
     parser.add_argument("--dev", action="store_true", help="check the packages of tests and linters, too")
     parser.add_argument("--no-vllm", action="store_true", help="do not start a vLLM engine")

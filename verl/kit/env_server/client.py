@@ -185,7 +185,7 @@ class RemoteFactory(EndpointPool):
         window_s: float = 0.003,
         health_timeout_s: float = 30.0,
     ) -> None:
-        hint = "Start one with python -m verl.kit.env_server.server, or correct the environment's urls"
+        hint = "Start one with toolrl env-server, or correct the environment's urls"
         unlimited = httpx2.Limits(max_connections=None)
         super().__init__("environment server", urls, hint, health_timeout_s, limits=unlimited)
         self._servers = {each: EnvServer(each, self, timeout_s, window_s) for each in self.endpoints}

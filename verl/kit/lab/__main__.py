@@ -1,6 +1,6 @@
 """The reward lab: check a reward on your own data before spending a GPU hour on it.
 
-    python -m verl.kit.lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
+    toolrl lab --data train.parquet [--reward rlla] [--limit N] [--option key=value ..]
 
 For every row the gold response must score the maximum, and every mutation that the reward declares must score less.
 Unusable rows, and rows whose gold calls a tool that the prompt does not list, are reported too. A row that names its
@@ -112,7 +112,7 @@ def _table(report: LabReport) -> Table:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m verl.kit.lab", description="Check a reward on data.")
+    parser = argparse.ArgumentParser("toolrl lab", description="Check a reward on data.")
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
     parser.add_argument("--reward", default="rlla", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")

@@ -1,4 +1,4 @@
-"""Estimate memory and minimum step time of a run: python -m verl.kit.plan [recipe=NAME] [key=value ...]
+"""Estimate memory and minimum step time of a run: toolrl plan [recipe=NAME] [key=value ...]
 
 Takes the settings of main_ppo.
 

@@ -1,4 +1,4 @@
-"""Replay a recorded training step: python -m verl.kit.replay RUN --step N
+"""Replay a recorded training step: toolrl replay RUN --step N
 
 RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. The recorded updates
 from the newest checkpoint before the step are replayed, and the step's metrics are compared (docs/replay.md).

@@ -1,4 +1,4 @@
-"""Serves a corpus with Search-R1's protocol: `python -m verl.kit.retrieval.server --corpus FILE [--port 8000]`.
+"""Serves a corpus with Search-R1's protocol: `toolrl retrieval-server --corpus FILE [--port 8000]`.
 
 POST /retrieve takes `{"queries": [..]}` or `{"query": ".."}`, and `topk` and `return_scores` with either.
 """
@@ -57,7 +57,9 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 if it cannot start."""
-    parser = argparse.ArgumentParser(description="Serves a corpus with Search-R1's protocol.")
+    parser = argparse.ArgumentParser(
+        prog="toolrl retrieval-server", description="Serves a corpus with Search-R1's protocol."
+    )
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     add_serving_arguments(parser, port=8000, max_body_mib=1)
     parser.add_argument("--topk", type=positive_int, default=3, help="default for requests without topk")

@@ -51,7 +51,7 @@ class RemoteSandbox(EndpointPool):
         self._slots = asyncio.Semaphore(max_requests)
         self._patience_s = patience_s
         self._queue_s = queue_s
-        hint = "Start one with python -m verl.kit.sandbox.server, or correct sandbox.urls"
+        hint = "Start one with toolrl sandbox-server, or correct sandbox.urls"
         connections = httpx2.Limits(max_connections=max_requests + 2 * len(urls))  # plus those of health checks
         super().__init__("sandbox", urls, hint, health_timeout_s, "/v1/ping", limits=connections)
 

@@ -25,7 +25,7 @@ from verl.kit.sandbox.inside import frames, processes, seccomp
 
 Isolation = Literal["bubblewrap", "none"]
 BWRAP_HINT = (
-    "apt-get install bubblewrap (or your system's package of that name); `python -m verl.kit.doctor` tests it. "
+    "apt-get install bubblewrap (or your system's package of that name); `toolrl doctor` tests it. "
     "sandbox.isolation=none runs code unconfined: for trusted code only"
 )
 INSIDE = Path(__file__).parent / "inside"

@@ -1,4 +1,4 @@
-"""`python -m verl.kit.sandbox.server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
+"""`toolrl sandbox-server`: this machine's sandbox behind SandboxFusion's HTTP protocol.
 
 Any client that reaches the port can run code: by default it listens on localhost only; on other interfaces a token is
 required.
@@ -134,7 +134,7 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until interrupted. Returns 2 if it cannot start."""
-    parser = argparse.ArgumentParser(prog="python -m verl.kit.sandbox.server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="toolrl sandbox-server", description=__doc__)
     add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])

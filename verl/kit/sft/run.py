@@ -17,14 +17,14 @@ from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import describe_resume
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import Saved
-from verl.data.overlap import TRAIN_TASKS, TrainTasks
+from verl.data.overlap import TrainTasks
 from verl.single_controller.group import WorkerGroup
 from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.metric import combined
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.cli import announce_checkpoint
-from verl.trainer.loop import check_written
+from verl.trainer.loop import save_checkpoint
 from verl.trainer.policy import Policy
 from verl.workers.rank import TrainingRank
 
@@ -120,21 +120,14 @@ class SFTRun:
         return -float(torch.from_numpy(scored_A).mean())
 
     def _save(self, loss: float | None) -> Path:
-        with self.store.writing(self.step, None if loss is None else -loss) as unfinished:
-            self.workers.call(TrainingRank.save, unfinished.folder)
-            check_written(unfinished.folder)
-            self.train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
-            unfinished.write_state(
-                {
-                    "command": COMMAND,
-                    "resume_config": dict(self.resume_config),
-                    "step": self.step,
-                    "trackers": self.trackers.state(),
-                }
-            )
-        latest = self.store.latest()
-        assert latest is not None
-        return latest
+        state = {
+            "command": COMMAND,
+            "resume_config": dict(self.resume_config),
+            "step": self.step,
+            "trackers": self.trackers.state(),
+        }
+        score = None if loss is None else -loss
+        return save_checkpoint(self.store, self.step, score, self.workers, self.train_tasks, state)
 
     def _resume(self) -> Path | None:
         if self.saved is None:

@@ -87,7 +87,7 @@ def choose_device(config: TrainerConfig, num_gpus: float | None = None) -> str:
     available = torch.cuda.is_available() if num_gpus is None else num_gpus > 0
     if config.device == "cuda" and not available:
         where = "torch sees no GPU" if num_gpus is None else "the Ray cluster has no GPU"
-        raise ConfigError(f"trainer.device=cuda, but {where}; see `python -m verl.kit.doctor`")
+        raise ConfigError(f"trainer.device=cuda, but {where}; see `toolrl doctor`")
     return "cuda" if available and config.device != "cpu" else "cpu"
 
 

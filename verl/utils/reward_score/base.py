@@ -59,7 +59,7 @@ def as_mutations(corrupted: Mapping[str, str]) -> list[Mutation]:
 
 @runtime_checkable
 class LabReward(Reward, Protocol):
-    """A reward that can be checked on data before training (`python -m verl.kit.lab`)."""
+    """A reward that can be checked on data before training (`toolrl lab`)."""
 
     def maximum(self, task: Task, step: int) -> float:
         """The highest possible total for this task at this step."""
