@@ -56,6 +56,7 @@ class Task:
     """One task: a prompt, and the answer by which responses are scored.
 
     tools: tools listed in the row
+    gold: the assistant turn of the row that the policy is to reproduce, if the row has one
     env, reward: specific to this task; None: those of the run's configuration
     """
 
@@ -67,6 +68,7 @@ class Task:
     reward: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[ToolSpec, ...] = ()
+    gold: Message | None = None
 
 
 class FinishReason(StrEnum):

@@ -108,11 +108,14 @@ def _gold_calls(task: Task) -> list[dict[str, Any]]:
 
 
 def _from_stored(stored: dict[str, Any]) -> Task:
-    prompt = tuple(
-        Message(**{**message, "tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
-        for message in stored.pop("prompt")
-    )
-    return Task(prompt=prompt, tools=tuple(ToolSpec(**tool) for tool in stored.pop("tools")), **stored)
+    prompt = tuple(map(_stored_message, stored.pop("prompt")))
+    gold = stored.pop("gold")
+    tools = tuple(ToolSpec(**tool) for tool in stored.pop("tools"))
+    return Task(prompt=prompt, tools=tools, gold=gold and _stored_message(gold), **stored)
+
+
+def _stored_message(message: dict[str, Any]) -> Message:
+    return Message(**{**message, "tool_calls": tuple(ToolCall(**call) for call in message["tool_calls"])})
 
 
 class TaskSet(Sequence[Task]):
