@@ -26,9 +26,9 @@ from verl.kit.bfcl.tasks import bfcl_tasks
 from verl.kit.lab import __main__ as lab
 from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.preflight.preflight import check_reward
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation

@@ -42,6 +42,7 @@ from verl.kit.plan.memory import (
     updating,
     weight_export,
 )
+from verl.kit.plan.parity import check_packs
 from verl.pretrained import read_model_config
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
@@ -51,7 +52,6 @@ from verl.trainer.builders.run import Inputs
 from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, sees_gpu, sequence_length
 from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
-from verl.workers.parity import check_packs
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 _NUM_ROWS = 256  # rows per file that are read, evenly spaced
