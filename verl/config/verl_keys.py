@@ -138,60 +138,82 @@ _VLLM = "the engine's start settings follow from training with weight sync"
 _SET = "a validation set is generated as a whole"
 _BESIDE = "reference and policy share the same ranks and packs"
 _RULES = "rewards are functions, set by `reward.name`"
-_TRANSCRIPTS = "responses are written to the run's folder (transcripts)"
 _ORDER = "mini-batches keep the order of the prompts (`data.shuffle`)"
-
-
-def _all(groups: str, names: str, why: str) -> dict[str, str]:
-    """Every one of these names in every one of these groups."""
-    return {f"{group}.{name}": why for group in groups.split() for name in names.split()}
-
-
-_LOG_PROB = (
-    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
-    "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu"
-)
 # Obsolete keys (including all keys below them) at any value -> why.
 OBSOLETE: Mapping[str, str] = {
     "data.val_batch_size": _SET,
-    **_all("data", "return_raw_input_ids return_raw_chat", "rows are rendered once"),
+    "data.return_raw_input_ids": "rows are rendered once",
+    "data.return_raw_chat": "rows are rendered once",
     "data.dataloader_num_workers": "rows are read from an index on disk",
     "data.template_type": "`env.tool_call_format` or `data.prompt_template` formats the prompt",
     "data.custom_cls": "rows are read by their columns (docs/data.md); there are no data set classes",
     "actor_rollout_ref.hybrid_engine": "`rollout.placement` sets where engines run",
     "actor_rollout_ref.exchange_size": "the weight sync sends buckets of 256 MiB",
-    **_all("model critic.model", "use_remove_padding", _NO_PADDING),
-    **_all("actor critic", "strategy", "training uses FSDP2"),
-    **_all("actor critic", "use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu", _PACKS),
-    **_all("actor ref critic", "ulysses_sequence_parallel_size", _WHOLE),
-    **_all("actor critic", "shuffle", _ORDER),
-    **_all("actor critic", "optim.total_training_steps", "schedules span the run"),
+    "model.use_remove_padding": _NO_PADDING,
+    "actor.strategy": "training uses FSDP2",
+    "actor.use_dynamic_bsz": _PACKS,
+    "actor.ppo_micro_batch_size": _PACKS,
+    "actor.ppo_micro_batch_size_per_gpu": _PACKS,
+    "actor.ulysses_sequence_parallel_size": _WHOLE,
+    "actor.shuffle": _ORDER,
+    "actor.optim.total_training_steps": "schedules span the run",
     "rollout.mode": "every engine is asynchronous",
     "rollout.calculate_log_probs": "engines always return the log-probs of sampled tokens",
-    **_all("rollout", _LOG_PROB, _PACKS),
-    **_all("rollout", "enforce_eager free_cache_engine load_format enable_memory_saver", _VLLM),
-    **_all("rollout", "enable_chunked_prefill disable_log_stats", _VLLM),
+    "rollout.log_prob_micro_batch_size": _PACKS,
+    "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
+    "rollout.log_prob_use_dynamic_bsz": _PACKS,
+    "rollout.log_prob_max_token_len_per_gpu": _PACKS,
+    "rollout.enforce_eager": _VLLM,
+    "rollout.free_cache_engine": _VLLM,
+    "rollout.load_format": _VLLM,
+    "rollout.enable_memory_saver": _VLLM,
+    "rollout.enable_chunked_prefill": _VLLM,
+    "rollout.disable_log_stats": _VLLM,
     "rollout.max_parallel_agents": "all episodes of a step run concurrently; `rollout.max_num_seqs` limits decoding",
     "rollout.max_starting_message_length": "`data.max_prompt_length` limits the prompt",
     "rollout.multi_turn.tool_config_path": "`env.tools` sets the tools (docs/tools.md)",
-    **_all("ref", _LOG_PROB, _BESIDE),
+    "ref.log_prob_micro_batch_size": _BESIDE,
+    "ref.log_prob_micro_batch_size_per_gpu": _BESIDE,
+    "ref.log_prob_use_dynamic_bsz": _BESIDE,
+    "ref.log_prob_max_token_len_per_gpu": _BESIDE,
+    "ref.ulysses_sequence_parallel_size": _WHOLE,
+    "critic.strategy": "training uses FSDP2",
+    "critic.model.use_remove_padding": _NO_PADDING,
     "critic.model.enable_gradient_checkpointing": "`model.enable_gradient_checkpointing` also applies to the critic",
     "critic.model.tokenizer_path": "the critic uses the policy's tokenizer",
     "critic.model.external_lib": "the critic is loaded like the policy",
-    **_all("critic", "ppo_max_token_len_per_gpu forward_max_token_len_per_gpu", _PACKS),
-    **_all("critic", "forward_micro_batch_size forward_micro_batch_size_per_gpu", _PACKS),
+    "critic.use_dynamic_bsz": _PACKS,
+    "critic.ppo_micro_batch_size": _PACKS,
+    "critic.ppo_micro_batch_size_per_gpu": _PACKS,
+    "critic.ppo_max_token_len_per_gpu": _PACKS,
+    "critic.forward_micro_batch_size": _PACKS,
+    "critic.forward_micro_batch_size_per_gpu": _PACKS,
+    "critic.forward_max_token_len_per_gpu": _PACKS,
+    "critic.ulysses_sequence_parallel_size": _WHOLE,
+    "critic.shuffle": _ORDER,
+    "critic.optim.total_training_steps": "schedules span the run",
     "algorithm.filter_groups.metric": "groups are filtered by their scores",
-    **_all("reward_model", "strategy model micro_batch_size micro_batch_size_per_gpu max_length", _RULES),
-    **_all("reward_model", "ulysses_sequence_parallel_size use_dynamic_bsz", _RULES),
-    **_all("reward_model", "forward_max_token_len_per_gpu reward_manager", _RULES),
+    "reward_model.strategy": _RULES,
+    "reward_model.model": _RULES,
+    "reward_model.micro_batch_size": _RULES,
+    "reward_model.micro_batch_size_per_gpu": _RULES,
+    "reward_model.max_length": _RULES,
+    "reward_model.ulysses_sequence_parallel_size": _RULES,
+    "reward_model.use_dynamic_bsz": _RULES,
+    "reward_model.forward_max_token_len_per_gpu": _RULES,
+    "reward_model.reward_manager": _RULES,
     "trainer.balance_batch": "packs are balanced over the ranks",
-    **_all("trainer", "samples_save_path log_val_generations", _TRANSCRIPTS),
+    "trainer.samples_save_path": "responses are written to the run's folder (transcripts)",
+    "trainer.log_val_generations": "responses are written to the run's folder (transcripts)",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` limits their number",
-    **_all(
-        "actor.fsdp_config ref.fsdp_config critic.model.fsdp_config",
-        "wrap_policy grad_offload fsdp_size offload_policy reshard_after_forward forward_prefetch use_orig_params",
-        _SHARDED,
-    ),
+    **{
+        f"{group}.fsdp_config.{name}": _SHARDED
+        for group in ("actor", "ref", "critic.model")
+        for name in (
+            *("wrap_policy", "grad_offload", "fsdp_size", "offload_policy"),
+            *("reshard_after_forward", "forward_prefetch", "use_orig_params"),
+        )
+    },
 }
 
 
