@@ -24,7 +24,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
 from verl.config.commands import PLAN
 from verl.config.schema import Config
-from verl.data.lengths import PromptIds, RowPolicy, fitting
+from verl.data.lengths import PromptIds, fitting
 from verl.data.report import RowReport
 from verl.errors import ConfigError
 from verl.kit.plan.memory import (
@@ -418,11 +418,10 @@ def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Ta
     if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: maximum lengths")
     prompts, responses = [], []
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     for tasks in files:
         sample = tasks[:: max(1, len(tasks) // _NUM_ROWS)]
         report = RowReport(sample[0].id.partition("#")[0], len(sample))
-        for task in fitting(sample, prompt_ids, policy, report):
+        for task in fitting(sample, prompt_ids, data, report):
             prompts.append(min(len(prompt_ids(task)), data.max_prompt_length))
             golden = len(chat.response_ids(task.answer.strip())[0]) + 1
             longest = config.env.multi_turn

@@ -23,7 +23,7 @@ from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import find_saved, resume_config
 from verl.config.commands import TRAIN
 from verl.config.schema import Config, ModelConfig, TrainerConfig
-from verl.data.lengths import PromptIds, RowPolicy, read_tasks
+from verl.data.lengths import PromptIds, read_tasks
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.data.report import RowReport
 from verl.data.tasks import TaskCursor, TaskStream
@@ -285,11 +285,10 @@ def load_tasks(
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
     """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     names = [Path(source).stem for source in data.val_files]
     if len(set(names)) < len(names):
         names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
-    read = [read_tasks(source, prompt_ids, policy) for source in (*data.train_files, *data.val_files)]
+    read = [read_tasks(source, prompt_ids, data) for source in (*data.train_files, *data.val_files)]
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
     return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
