@@ -480,8 +480,11 @@ class Config:
 
     @property
     def rollout_seed(self) -> int | None:
-        """Of the requests; None: the engine's own random stream. vLLM samples seeded rows one by one in a Python loop,
-        and its results depend on the composition of the batch anyway."""
+        """Of the requests; None: the engine's own random stream.
+
+        vLLM samples seeded rows one by one in a Python loop,
+        and results depend on the batch composition anyway.
+        """
         return self.trainer.seed if self.rollout.name == "hf" else None
 
     @property

@@ -74,7 +74,8 @@ class Learner:
         """Update critic and policy on every mini-batch in every epoch."""
         policy_updates: list[dict[str, Metric]] = []
         critic_updates: list[dict[str, Metric]] = []
-        num_parts, epochs = self.config.minibatches_per_step, self.config.actor.ppo_epochs
+        num_parts = self.config.minibatches_per_step
+        epochs = self.config.actor.ppo_epochs
         first_seed = (self.config.trainer.seed << 40) + step * num_parts * epochs
         parts = (part for _ in range(epochs) for part in batch.split(num_parts))
         for number, part in enumerate(parts):

@@ -31,7 +31,8 @@ def _run(args: CliArgs, console: Console) -> int:
         from verl.system.files import replacing
         from verl.trainer.hooks import needed_tool
 
-        batch, pack = config.data.train_batch_size, config.actor.max_tokens_per_pack
+        batch = config.data.train_batch_size
+        pack = config.actor.max_tokens_per_pack
         step = f"a step: {batch} responses, one optimizer step; packs of at most {pack} tokens"
         console.print(step, markup=False)
         with needed_tool("sft")(config, folder, console) as run:
