@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from verl.errors import ConfigError, DataError
 from verl.tracking import flops, names
 from verl.tracking.console import Display, before_after_table, duration
 from verl.tracking.jsonl import JsonlTracker, read_jsonl
+from verl.tracking.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import TRACKERS, Run, Tracker, Trackers, build_trackers
@@ -173,6 +175,16 @@ def test_a_missing_package_is_told_with_its_name_on_the_index(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"names {name}, which cannot be imported .*: pip install {install};"):
         build_trackers([name], run)
+
+
+def test_every_package_has_an_extra_with_bounds() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"][
+        "optional-dependencies"
+    ]
+    for each in (WandbTracker, TrackioTracker, MlflowTracker, SwanLabTracker):
+        (file,) = extras[each.package]["file"]
+        (line,) = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+        assert re.fullmatch(rf"{each.install or each.package}>=[\d.]+,<[\d.]+", line)
 
 
 def test_the_settings_know_every_tracker(run: Run) -> None:
