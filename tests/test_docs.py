@@ -51,7 +51,7 @@ MARK = r"(?:<!-- (file|needs|slow): ([^\n]*) -->\n)?"
 BLOCK = re.compile(rf"^{MARK}( *)```(\S*)\n(.*?)^\3```$", re.MULTILINE | re.DOTALL)
 PLACEHOLDER = re.compile(r"\.\.\.?|.*=\.\.")  # what the reader fills in
 # Other projects' commands: their arguments are not ours to check.
-EXTERNAL = ("apt-get", "curl", "export", "pip", "ray", "scp")
+EXTERNAL = ("apt-get", "curl", "docker", "export", "kubectl", "pip", "ray", "sbatch", "scp")
 SETTINGS: Mapping[str, Command] = {
     **{each.name: each for each in (TRAIN, PLAN, SFT, GENERATE, CHAT, EVAL, PROBE)},
     "preflight": TRAIN,

@@ -72,7 +72,7 @@ def local_fit(
         online_eval=None,
         workers=trainer.learner.policy.workers.group,
         store=CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
-        trackers=build_trackers([], Run(folder)),
+        trackers=build_trackers(config.trainer.logger, Run(folder)),
         transcripts=Transcripts(folder),
         display=Display(total_steps, Console(file=io.StringIO())),
         resume_config={},

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import ROOT
 from tests.support.metric_names import known
+from verl.config.schema import LOGGERS
 from verl.errors import ConfigError, DataError
 from verl.tracking import flops, names
 from verl.tracking.console import Display, before_after_table, duration
 from verl.tracking.jsonl import JsonlTracker, read_jsonl
+from verl.tracking.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
-from verl.tracking.tracker import Run, Tracker, Trackers, build_trackers
-from verl.tracking.transcripts import Transcripts
+from verl.tracking.tracker import TRACKERS, Run, Tracker, Trackers, build_trackers
+from verl.tracking.transcripts import Transcripts, sample_rows
 from verl.types import (
     Completion,
     FinishReason,
@@ -116,7 +119,8 @@ def test_tracking_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     modules = sorted(path.stem for path in (ROOT / "verl" / "tracking").glob("[!_]*.py"))
     program = (
         f"import sys, {', '.join(f'verl.tracking.{module}' for module in modules)}\n"
-        "sys.exit(', '.join({'torch', 'wandb', 'transformers'} & set(sys.modules)) or 0)"
+        "unwanted = {'torch', 'transformers', 'wandb', 'trackio', 'mlflow', 'swanlab'}\n"
+        "sys.exit(', '.join(unwanted & set(sys.modules)) or 0)"
     )
     paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", program], env=paths, capture_output=True, text=True)
@@ -161,12 +165,87 @@ def test_wandb_continues_its_run_on_resume_and_not_at_a_start_over(run: Run, mon
     assert fake.ids[-1] != fake.ids[0]
 
 
-def test_a_missing_wandb_and_an_unknown_tracker_are_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        build_trackers(["wandb"], run)
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [("wandb", "wandb"), ("trackio", "trackio"), ("mlflow", "mlflow-skinny"), ("swanlab", "swanlab")],
+)
+def test_a_missing_package_is_told_with_its_name_on_the_index(
+    name: str, install: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"names {name}, which cannot be imported .*: pip install {install};"):
+        build_trackers([name], run)
+
+
+def test_every_package_has_an_extra_with_bounds() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"][
+        "optional-dependencies"
+    ]
+    for each in (WandbTracker, TrackioTracker, MlflowTracker, SwanLabTracker):
+        (file,) = extras[each.package]["file"]
+        (line,) = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+        assert re.fullmatch(rf"{each.install or each.package}>=[\d.]+,<[\d.]+", line)
+
+
+def test_the_settings_know_every_tracker(run: Run) -> None:
+    assert set(LOGGERS) == {"console", *TRACKERS}
     with pytest.raises(ConfigError, match="did you mean 'wandb'"):
         build_trackers(["wandbb"], run)
+
+
+OWN = """
+from verl.tracking.tracker import Tracker
+
+class Lines(Tracker):
+    def __init__(self, run):
+        self.path = run.folder / "lines.txt"
+        self.path.parent.mkdir(parents=True)
+
+    def log(self, step, metrics):
+        with self.path.open("a") as file:
+            print(step, metrics["actor/lr"], file=file)
+
+    def log_rollouts(self, step, rows):
+        raise RuntimeError("no table here")
+
+class Bare:
+    def __init__(self, run):
+        pass
+    def log(self, step, metrics):
+        pass
+
+class Unready(Tracker):
+    def __init__(self, run):
+        raise RuntimeError("no key")
+"""
+
+
+def test_a_users_tracker_is_taken_from_a_file_and_its_failure_ends_it_alone(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    for name, reason in (
+        ("Bare", "has no log_rollouts, close, state, restore; inherit from verl.tracking.tracker.Tracker"),
+        ("Unready", r"cannot start \(RuntimeError: no key\)"),
+        ("Missing", "has no 'Missing'"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            build_trackers([f"{file}:{name}"], run)
+    trackers = build_trackers([f"{file}:Lines"], run)
+    trackers.restore(-1, {})
+    trackers.log(1, {"actor/lr": 0.5})
+    assert not caplog.records
+    trackers.log_rollouts(1, [])  # nothing to show
+    trackers.log(2, {"actor/lr": 0.25})
+    for _ in range(2):
+        trackers.log_rollouts(2, [{"task": "a"}])
+    trackers.log(3, {"actor/lr": 0.125})
+    trackers.close()
+    assert (run.folder / "lines.txt").read_text() == "1 0.5\n2 0.25\n"
+    (warning,) = caplog.messages
+    assert "mine.py:Lines has failed and is off; the run goes on (RuntimeError: no table here)" in warning
+    assert steps_of(run.folder / "metrics.jsonl") == [1, 2, 3]
 
 
 class Failing(Tracker):
@@ -223,6 +302,18 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
         "num_tokens": 3,
         "turn_rewards": [None, None],
         "tool_uses": [{"name": "calculator", "status": "success", "seconds": 0.25}],
+    }
+
+
+def test_rows_for_tables_are_few_and_plain() -> None:
+    rows = sample_rows([group("bad \ud800"), TrajectoryGroup(group("").task, (), (), ()), *[group("good")] * 9])
+    assert len(rows) == 8 and json.dumps(rows).isascii()
+    assert rows[0] == {
+        "task": "train.parquet#17",
+        "prompt": "system: be good\n\nuser: 1+1?",
+        "response": "assistant: bad ?\n\ntool: 2\n\nassistant: two",
+        "answer": "two [gold]",
+        "score": 1.5,
     }
 
 

@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _DTYPES = ("bfloat16", "float32")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -397,12 +398,12 @@ class TrainerConfig:
     save_freq: int = 15  # 0: only at the end
     test_freq: int = 5  # 0: only before and after
     experiment_name: str = "default"
-    project_name: str = "toolrl"  # for W&B
+    project_name: str = "toolrl"  # for trackers
     default_local_dir: str = "outputs"  # the run's folder is <default_local_dir>/<experiment_name>
     resume_mode: str = "auto"  # auto (resume the run in the folder) | disable (refuse a folder with a run)
     keep_last: int = 2  # latest checkpoints to keep, besides the best
     keep_best: int = 1
-    logger: list[str] = field(default_factory=lambda: ["console"])  # wandb; console, JSONL and TensorBoard always
+    logger: list[str] = field(default_factory=lambda: ["console"])  # also wandb, trackio, mlflow, swanlab, mine.py:Mine
     device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
     nnodes: int = 1
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
@@ -428,8 +429,9 @@ class TrainerConfig:
         _one_of(("auto", "disable"), "trainer.resume_mode", self.resume_mode)
         plain = all(part and not part.startswith(".") for part in self.experiment_name.split("/"))
         _require(plain, "trainer.experiment_name", "a folder name, or several such as a/b", self.experiment_name)
-        known = ("console", "jsonl", "tensorboard", "wandb")
-        _require(set(self.logger) <= set(known), "trainer.logger", f"some of {', '.join(known)}", self.logger)
+        named = {each for each in self.logger if ":" not in each}
+        what = f"some of {', '.join(LOGGERS)}, module:attribute, file.py:attribute"
+        _require(named <= set(LOGGERS), "trainer.logger", what, self.logger)
         _one_of(("warn", "stop", "rollback"), "trainer.on_collapse", self.on_collapse)
         if self.on_collapse == "rollback" and self.save_freq == 0:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")

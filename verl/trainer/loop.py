@@ -31,7 +31,7 @@ from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.console import Display
 from verl.tracking.jsonl import append_jsonl, finite
 from verl.tracking.tracker import Trackers
-from verl.tracking.transcripts import Transcripts
+from verl.tracking.transcripts import Transcripts, sample_rows
 from verl.trainer.cli import announce_checkpoint
 from verl.trainer.hooks import MAX_ROLLBACKS, NoWatch, OnlineEval, Recorder, Watch
 from verl.trainer.ppo import PPOTrainer
@@ -120,6 +120,7 @@ class TrainingRun:
                 result = await self._run_interruptibly(self.trainer.train_step)
                 metrics = dict(result.metrics)
                 self.transcripts.write(self.trainer.step, result.groups)
+                self.trackers.log_rollouts(self.trainer.step, sample_rows(result.groups))
                 if self.recorder is not None and self.settings.record:
                     arguments = (self.trainer.step, result.batch, result.kl_coefficient, metrics)
                     await run_in_daemon_thread(self.recorder.write, *arguments)
