@@ -41,7 +41,7 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     """
     written = _parse(argv)
     recipe = written.pop("recipe", None)
-    preset = {} if recipe is None else _read_recipe(str(recipe), command)
+    preset = {} if recipe is None else read_recipe(str(recipe), command)
 
     def base(key: str) -> Any:
         return preset[key] if key in preset else command.default_of(key)
@@ -133,7 +133,8 @@ def _resolved(written: Mapping[str, Any], base: Callable[[str], Any], command: C
     return {key: filled(value, (our_key(key),)) for key, value in written.items()}
 
 
-def _read_recipe(name: str, command: Command) -> dict[str, Any]:
+def read_recipe(name: str, command: Command) -> dict[str, Any]:
+    """The settings of a recipe that the command uses. Raises ConfigError for an unknown one, with the nearest."""
     if not command.from_recipe:
         raise ConfigError(f"recipe={name} has no effect: `{command.name}` takes no recipe")
     path = RECIPES / f"{name}.yaml"

@@ -44,14 +44,14 @@ def run_cli(
     argv: Sequence[str],
     help_text: str,
     command: Command,
-    run: Callable[[CliArgs, Console], int],
+    run: Callable[[CliArgs, Console], object],
     known: Sequence[str] = (),
 ) -> int:
     """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
 
     With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
     known: options of this command besides --help and --cfg job; those with a value end in =
-    Exit codes: that of `run`; 2 for an unusable configuration, data or folder; 1 for a failed run;
+    Exit codes: 0; 2 for an unusable configuration, data or folder; 1 for a failed run;
     130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
     console = Console(highlight=False, emoji=False)
@@ -74,7 +74,8 @@ def run_cli(
             if "--cfg" in options:
                 console.print(as_yaml(config, command), markup=False, soft_wrap=True)
                 return 0
-            return run(CliArgs(config, options), console)
+            run(CliArgs(config, options), console)
+            return 0
     except ModuleNotFoundError as error:
         if (problem := missing_package(error)) is None:
             raise

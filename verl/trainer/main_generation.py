@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     chatting = "--chat" in argv
     command = CHAT if chatting else GENERATE
 
-    def run(args: CliArgs, console: Console) -> int:
+    def run(args: CliArgs, console: Console) -> None:
         config = args.config
         check_model(config.model)
         check_files("data.val_files", config.data.val_files, needed=not chatting)
@@ -35,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
         from verl.trainer.hooks import needed_tool
 
         run_async(needed_tool("chat" if chatting else "generate")(config, console))
-        return 0
 
     return run_cli(argv, __doc__ or "", command, run, known=("--chat",))
 

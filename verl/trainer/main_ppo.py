@@ -22,25 +22,25 @@ from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, ru
 
 
 def main(argv: Sequence[str]) -> int:
-
-    def run(args: CliArgs, console: Console) -> int:
-        config = args.config
-        check_model(config.model, config.critic.path)
-        check_files("data.train_files", config.data.train_files, needed=True)
-        check_files("data.val_files", config.data.val_files)
-        check_engine(config.rollout.name)
-        from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
-        from verl.trainer.hooks import needed_tool
-
-        check_names(config.env, config.data.prompt_template)
-        if config.eval.benchmarks:
-            needed_tool("check_benchmarks")(config.eval.benchmarks)
-        return train(config, console, only_preflight="--preflight" in args.options)
-
     return run_cli(argv, __doc__ or "", TRAIN, run, known=("--preflight",))
 
 
-def train(config: Config, console: Console, only_preflight: bool) -> int:
+def run(args: CliArgs, console: Console) -> None:
+    config = args.config
+    check_model(config.model, config.critic.path)
+    check_files("data.train_files", config.data.train_files, needed=True)
+    check_files("data.val_files", config.data.val_files)
+    check_engine(config.rollout.name)
+    from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
+    from verl.trainer.hooks import needed_tool
+
+    check_names(config.env, config.data.prompt_template)
+    if config.eval.benchmarks:
+        needed_tool("check_benchmarks")(config.eval.benchmarks)
+    train(config, console, only_preflight="--preflight" in args.options)
+
+
+def train(config: Config, console: Console, only_preflight: bool) -> None:
     """Run with exclusive use of the run folder."""
     from verl.checkpoint.crash import crash_reported
     from verl.system.files import check_temporary
@@ -50,12 +50,13 @@ def train(config: Config, console: Console, only_preflight: bool) -> int:
     folder = run_folder(config.trainer)
     check_temporary()
     if only_preflight:
-        return _train(config, console, folder, only_preflight)
+        _train(config, console, folder, only_preflight)
+        return
     with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
-        return _train(config, console, folder, only_preflight)
+        _train(config, console, folder, only_preflight)
 
 
-def _train(config: Config, console: Console, folder: Path, only_preflight: bool) -> int:
+def _train(config: Config, console: Console, folder: Path, only_preflight: bool) -> None:
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.data.overlap import TRAIN_TASKS
@@ -77,7 +78,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     elif config.trainer.preflight is None and sees_gpu(config.trainer) and (preflight := installed_tool("preflight")):
         preflight(config, inputs, plan, console)
     if only_preflight:
-        return 0
+        return
     console.print(config.batch_arithmetic(), markup=False)
     with built(config, inputs, folder, console) as run:
         with replacing(folder / "config.yaml") as unfinished:
@@ -98,7 +99,6 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     for name, path in files.items():
         console.print(f"{name:12}{path}", markup=False, soft_wrap=True)
     console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)
-    return 0
 
 
 if __name__ == "__main__":

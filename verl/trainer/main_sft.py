@@ -20,17 +20,18 @@ from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
-    def run(args: CliArgs, console: Console) -> int:
-        config = args.config
-        check_model(config.model)
-        check_files("data.train_files", config.data.train_files, needed=True)
-        check_files("data.val_files", config.data.val_files)
-        return train(config, console)
-
     return run_cli(argv, __doc__ or "", SFT, run)
 
 
-def train(config: Config, console: Console) -> int:
+def run(args: CliArgs, console: Console) -> None:
+    config = args.config
+    check_model(config.model)
+    check_files("data.train_files", config.data.train_files, needed=True)
+    check_files("data.val_files", config.data.val_files)
+    train(config, console)
+
+
+def train(config: Config, console: Console) -> None:
     """Run with exclusive use of the run folder."""
     from verl.checkpoint.crash import crash_reported
     from verl.system.files import check_temporary
@@ -40,10 +41,10 @@ def train(config: Config, console: Console) -> int:
     folder = run_folder(config.trainer)
     check_temporary()
     with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
-        return _train(config, console, folder)
+        _train(config, console, folder)
 
 
-def _train(config: Config, console: Console, folder: Path) -> int:
+def _train(config: Config, console: Console, folder: Path) -> None:
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.system.files import replacing
@@ -58,7 +59,6 @@ def _train(config: Config, console: Console, folder: Path) -> int:
         last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
     console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ _FREE = {  # settings that do not affect rollouts
 }
 
 
-async def probe(config: Config, console: Console) -> None:
-    """Roll out the remaining rows; print and write statistics and advice, and write a line per row."""
+async def probe(config: Config, console: Console) -> dict[str, Any]:
+    """Roll out the remaining rows; print, write and return statistics and advice, and write a line per row."""
     config = with_model_limits(config)
     data, (source,) = config.data, config.data.train_files
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
@@ -90,6 +90,7 @@ async def probe(config: Config, console: Console) -> None:
     write_jsonl(folder / "probe.jsonl", lines)
     write_report(found, probe_grids(found), found["advice"], folder / "probe", console)
     console.print(f"one line per row: {folder}/probe.jsonl", markup=False, highlight=False)
+    return found
 
 
 def _drawn(tasks: Sequence[Task], config: Config) -> list[Task]:

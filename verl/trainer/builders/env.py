@@ -58,7 +58,7 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     max_turns = turn_limit(env, tool_call_format)
     if max_turns > 1:  # fails early if the chat template has no tool turns
         observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)
-    if isinstance(envs, ToolEnvFactory):
+    if isinstance(envs, ToolEnvFactory | ClassFactory):
         check_tools(chat, tool_call_format, envs.specs)
     return EpisodeRunner(
         TaskEnvs(env.name, envs),

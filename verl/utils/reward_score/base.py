@@ -89,9 +89,13 @@ class FunctionReward:
             found = self.function(data_source=task.data_source, **texts, extra_info=dict(task.extra))
         else:
             found = self.function(trajectory.response, task.answer)
-        parts = {name: float(value) for name, value in found.items()} if isinstance(found, Mapping) else None
-        total = float(found) if parts is None else parts["score"]
-        return Score(total, parts or {"score": total})
+        return as_score(found)
+
+
+def as_score(found: Any) -> Score:
+    """The score of a number, or of a mapping of numbers whose "score" is the total."""
+    parts = {name: float(value) for name, value in (found if isinstance(found, Mapping) else {"score": found}).items()}
+    return Score(parts["score"], parts)
 
 
 class EnvReward:
