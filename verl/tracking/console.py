@@ -92,10 +92,10 @@ def metrics_by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     sets: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         kind, _, rest = name.partition("/")
-        if kind in ("val", "eval"):
-            chosen, _, metric = (
-                rest.partition("/") if kind == "val" else ("benchmarks", "", rest.removesuffix("/score"))
-            )
+        if kind == "eval":
+            sets.setdefault("benchmarks", {})[rest.removesuffix("/score")] = value
+        elif kind == "val":
+            chosen, _, metric = rest.partition("/")
             sets.setdefault(chosen, {})[metric] = value
     return sets
 

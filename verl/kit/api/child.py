@@ -1,5 +1,5 @@
-"""Runs every command in a new process. The caller's may be a notebook with a running event loop, a script without a main
-guard, or a driver of Ray; runs do not meet in it, and leave nothing behind.
+"""Runs every command in a new process. The caller's may be a notebook with a running event loop, a script without a
+main guard, or a driver of Ray; runs do not meet in it, and leave nothing behind.
 """
 
 from __future__ import annotations
