@@ -238,6 +238,7 @@ def test_a_fresh_engine_goes_on_bit_for_bit(one_rank_folder: Path) -> None:
     check_equal(one_rank_folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("name", "dtype"), [("default", torch.bfloat16), ("float32", torch.float32)])
 def test_an_export_is_the_model(tied: bool, name: str, dtype: torch.dtype, one_rank_folder: Path) -> None:

@@ -86,6 +86,7 @@ def values(result: UpdateResult) -> dict[str, float]:
     return {name.removeprefix("model/"): metric.value for name, metric in result.of("model").items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen3"))]
 )

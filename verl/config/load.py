@@ -6,8 +6,10 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -191,12 +193,18 @@ def _make_writable(tree: DictConfig) -> None:
             _make_writable(tree[key])
 
 
+@cache
+def _defaults() -> DictConfig:
+    tree: DictConfig = OmegaConf.structured(Config)  # takes five times as long as a copy
+    _make_writable(tree)
+    return tree
+
+
 def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, str] = {}) -> Config:
     """spelled: keys as written by the user, where they differ"""
     known = known_keys()
     open_keys = tuple(key for key in known if key.endswith("."))
-    tree = OmegaConf.structured(Config)
-    _make_writable(tree)
+    tree = deepcopy(_defaults())
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
             written = spelled.get(key, key)
