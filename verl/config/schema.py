@@ -51,6 +51,9 @@ def _shares(config: object, group: str, *names: str) -> None:
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
+    columns: dict[str, str] = field(default_factory=dict)  # {column of the files: its name in docs/data.md}
+    map: str | None = None  # file.py:function, row -> row or list of rows, applied before everything else
+    split_turns: str = "all"  # trained assistant turns of rows with messages: all (a task each) | last
     weights: list[float] | None = None  # sampling weight per training file; default: number of rows
     train_batch_size: int = 1024
     shuffle: bool = True  # reshuffle the rows of a file in every epoch
@@ -62,6 +65,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _one_of(("error", "left", "drop"), "data.truncation", self.truncation)
+        _one_of(("all", "last"), "data.split_turns", self.split_turns)
         _shares(self, "data.", "max_bad_share")
         if self.weights is not None:
             expected = f"one number between 1e-6 and 1e6 for each of the {len(self.train_files)} data.train_files"

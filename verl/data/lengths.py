@@ -6,9 +6,11 @@ The length is that of the initial observation: `prompt_ids` returns its tokens b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+from verl.config.schema import DataConfig
 from verl.data.report import RowReport
+from verl.data.source import AS_WRITTEN, RowFormat
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, file_and_row
 from verl.types import Task
@@ -24,11 +26,18 @@ class RowPolicy:
     truncation: for longer prompts: "left" keeps their last tokens (applied by `ChatTemplate.max_prompt_tokens` wherever
         a prompt is used), "drop" drops them, "error" raises
     max_bad_share: maximum share of unusable rows in a file
+    row_format: how rows are read
     """
 
     max_prompt_length: int
     truncation: str = "error"
     max_bad_share: float = 0.0
+    row_format: RowFormat = AS_WRITTEN
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Self:
+        row_format = RowFormat(data.columns, data.map, data.split_turns)
+        return cls(data.max_prompt_length, data.truncation, data.max_bad_share, row_format)
 
 
 def prompt_excess(num_tokens: int, max_prompt_length: int) -> str | None:
@@ -55,7 +64,7 @@ class TaskSubset(Sequence[Task]):
 
 def read_tasks(source: str, prompt_ids: PromptIds, policy: RowPolicy) -> tuple[Sequence[Task], RowReport]:
     """(the usable tasks of a file, the report on its rows). Raises DataError like `TaskSet` and `fitting`."""
-    tasks = TaskSet(source, policy.max_bad_share)
+    tasks = TaskSet(source, policy.max_bad_share, policy.row_format)
     return fitting(tasks, prompt_ids, policy, tasks.report), tasks.report
 
 

@@ -34,7 +34,7 @@ async def generate(config: Config, console: Console) -> None:
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
     prompt_ids = prompt_fn(episode_runner, config.reward.name)
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
+    policy = RowPolicy.of(data)
     tasks: list[Task] = []
     for source in data.val_files:
         found, report = read_tasks(source, prompt_ids, policy)

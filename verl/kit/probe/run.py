@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,9 @@ async def probe(config: Config, console: Console) -> dict[str, Any]:
     data, (source,) = config.data, config.data.train_files
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     episode_runner = build_episode_runner(config, chat)
-    rows = TaskSet(source, data.max_bad_share)
-    any_length = RowPolicy(sys.maxsize, max_bad_share=data.max_bad_share)  # overlong prompts are counted
+    policy = RowPolicy.of(data)
+    rows = TaskSet(source, policy.max_bad_share, policy.row_format)
+    any_length = replace(policy, max_prompt_length=sys.maxsize)  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.state import find_saved, resume_config
 from verl.config.commands import SFT
 from verl.config.schema import Config
+from verl.data.lengths import RowPolicy
 from verl.data.overlap import TrainTasks
 from verl.data.report import RowReport
 from verl.errors import ConfigError
@@ -110,10 +111,11 @@ def _load(
     """(samples of all files, with consecutive group numbers; the demonstrations they come from)."""
     samples: list[Sample] = []
     demonstrations: list[Demonstration] = []
-    max_length, max_bad_share = _longest(config), config.data.max_bad_share
+    max_length, policy = _longest(config), RowPolicy.of(config.data)
+    max_bad_share = policy.max_bad_share
     for source in files:
         report = RowReport(source)
-        found = read_demonstrations(source, max_bad_share, report)
+        found = read_demonstrations(source, max_bad_share, report, policy.row_format)
         samples += sft_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)

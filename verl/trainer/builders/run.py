@@ -291,7 +291,7 @@ def load_tasks(
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
     """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
+    policy = RowPolicy.of(data)
     names = [Path(source).stem for source in data.val_files]
     if len(set(names)) < len(names):
         names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
