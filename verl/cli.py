@@ -35,6 +35,7 @@ COMMANDS = {
     "lab": Subcommand("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Subcommand("verl.algorithms", "table of all algorithms"),
     "metrics": Subcommand("verl.tracking.names", "table of all metrics"),
+    "serve": Subcommand("verl.kit.openai_server", "serve a trained model as an OpenAI server"),
     "env-server": Subcommand("verl.kit.env_server.server", "serve an environment over HTTP"),
     "sandbox-server": Subcommand("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
     "retrieval-server": Subcommand("verl.kit.retrieval.server", "serve a search index over HTTP"),
