@@ -48,7 +48,7 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
     the tools. Raises ConfigError."""
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
-    if isinstance(found, type) and _is_plain(found):
+    if isinstance(found, type) and is_plain(found):
         check_options("environment", name, found, options)
         return ClassFactory(resolve("adapter of plain classes", _ADAPTER, {})(found), options)
     if not isinstance(found, type) or not (hasattr(found, "step") or "__call__" in dir(found)):
@@ -62,7 +62,7 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
     return factory
 
 
-def _is_plain(found: type) -> bool:
+def is_plain(found: type) -> bool:
     """Whether it is a class whose methods are the tools; `step` may be one, but is a coroutine in an `Env`."""
     return hasattr(found, "reset") and not iscoroutinefunction(getattr(found, "step", None))
 

@@ -15,11 +15,13 @@ from typing import Any
 
 from verl.config.commands import EVAL, PROBE, SFT, TRAIN, Command
 from verl.config.load import load_config, read_recipe
+from verl.envs.registry import is_plain
 from verl.errors import ConfigError
 from verl.kit.api.child import run_command
 from verl.kit.api.inputs import Objects, argument, data_files, model_path
 from verl.kit.api.run import Run
 
+_ROW_MAP = "verl.kit.class_env.class_env:as_task_row"  # rows of plain classes need no gold answer
 _FORMAT = "hermes"  # with tools or an environment, unless settings or the recipe have another
 
 
@@ -170,6 +172,8 @@ class _Job:
         self.put("env.name", env)
         if env is not None and not self._has("env.tool_call_format"):
             self.put("env.tool_call_format", _FORMAT)
+        if isinstance(env, type) and is_plain(env) and not self._has("data.map"):
+            self.put("data.map", _ROW_MAP)
         if reward is None and (hasattr(env, "get_reward") or hasattr(env, "judge")):
             reward = "env"
         self.put("reward.name", reward)

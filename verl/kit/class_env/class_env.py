@@ -38,6 +38,7 @@ from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, Too
 from verl.utils.reward_score.base import as_score
 
 _NO_TOOLS = ("reset", "get_reward", "close")
+_TASK_COLUMNS = ("prompt", "tools", "env", "reward", "data_source")
 
 
 class ClassEnv(Env):
@@ -128,6 +129,24 @@ def row_of(task: Task) -> dict[str, Any]:
     """What `reset` gets."""
     messages = [as_openai(message) for message in task.prompt]
     return {"prompt": messages, "answer": task.answer, "data_source": task.data_source, **task.extra}
+
+
+def as_task_row(row: Any) -> Any:
+    """For `data.map`: a row without a gold answer as a task row; `reset` gets all its columns but `tools`.
+
+    prompt: messages, or the text of the user's
+    """
+    if not isinstance(row, Mapping) or "reward_model" in row or "prompt" not in row:
+        return row
+    prompt = row["prompt"]
+    answer = row["answer"] if row.get("answer") is not None else "none"
+    return {
+        **{name: row[name] for name in ("tools", "env", "reward") if name in row},
+        "data_source": row["data_source"] if "data_source" in row else "environment",
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "reward_model": {"ground_truth": answer},
+        "extra_info": {name: value for name, value in row.items() if name not in _TASK_COLUMNS},
+    }
 
 
 def _arguments(made_of: Any, task: Task) -> dict[str, Any]:
