@@ -27,18 +27,18 @@ from verl.registry import resolve
 from verl.scoring.pool import ScoringPool
 from verl.types import Score
 
-TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.sampled_from(["'", "\\'", "a\\", "null"])
-PLAIN = TEXT.filter(lambda text: "$" not in text) | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False)
-NAMES = st.from_regex("[a-z_]{1,8}", fullmatch=True).filter(lambda name: name not in ("null", "true", "false", "nan", "inf"))
+ODD = st.sampled_from(["'", "\\'", "a\\", "null", "5", "~/x", "a\nb", "[x]"])
+TEXT = ODD | st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="$"), max_size=8)
+PLAIN = TEXT | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False, allow_infinity=False)
+NAMES = st.from_regex("a[a-z_]{0,7}", fullmatch=True)
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3))
 
 
 @given(VALUES)
 @settings(deadline=None, max_examples=200)
 def test_a_value_comes_back_from_its_argument(value: Any) -> None:
-    if value == float("inf") or value == float("-inf") or "inf" in repr(value):
-        return  # no setting may be infinite
-    config = load_config([argument("env.options", {"value": value}), "env.name=a:b", "env.tool_call_format=hermes"], TRAIN)
+    arguments = [argument("env.options", {"value": value}), "env.name=a:b", "env.tool_call_format=hermes"]
+    config = load_config(arguments, TRAIN)
     assert config.env.options["value"] == value and type(config.env.options["value"]) is type(value)
 
 
@@ -56,7 +56,9 @@ def test_callables_get_names_and_nothing_else_does(tmp_path: Path) -> None:
     objects = Objects(tmp_path / "objects.pkl")
     twice = lambda value: 2 * value  # noqa: E731
     tool, half = FunctionTool(weather, "forecast"), lambda value: value / 2
-    found = objects.name({"a": [weather, "x", 1], "b": {"name": twice, "weight": 0.5}, "c": tool, "d": weather, "e": half})
+    found = objects.name(
+        {"a": [weather, "x", 1], "b": {"name": twice, "weight": 0.5}, "c": tool, "d": weather, "e": half}
+    )
     file = str(tmp_path / "objects.pkl")
     assert found == {
         "a": [f"{file}:weather", "x", 1],
@@ -83,7 +85,7 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "objects.pkl").write_bytes(b"no pickle")
-    with pytest.raises(ConfigError, match="reward: cannot import file .*objects.pkl"):
+    with pytest.raises(ConfigError, match=r"reward: cannot import file .*objects\.pkl"):
         resolve("reward", f"{tmp_path / 'objects.pkl'}:score", {})
     with pytest.raises(ConfigError, match="there is no file"):
         resolve("reward", f"{tmp_path / 'gone.pkl'}:score", {})

@@ -110,10 +110,17 @@ def test_a_method_without_types_or_docstring_is_an_error(tmp_path: Path) -> None
 
 def test_step_may_be_a_tool_but_a_coroutine_is_an_environment(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(
-        "class A:\n    def reset(self): ...\n    def step(self, action: str) -> str:\n        'Act.'\n        return action\n"
-        "class B:\n    def __init__(self, task): ...\n    async def reset(self): ...\n    async def step(self, message): ...\n"
-    )
+    path.write_text("""
+class A:
+    def reset(self): ...
+    def step(self, action: str) -> str:
+        'Act.'
+        return action
+class B:
+    def __init__(self, task): ...
+    async def reset(self): ...
+    async def step(self, message): ...
+""")
     (result,) = played(build_env_factory(f"{path}:A"), call("step", action="go"))
     assert result.messages[0].content == "go"
     made = build_env_factory(f"{path}:B")
@@ -212,7 +219,7 @@ def test_reset_gets_the_columns_it_names() -> None:
     env = as_env_class(Strict)(TASK)
     assert asyncio.run(env.reset()).messages[-1].content == "Count.3 none"
     other = Task("a#0", TASK.prompt, "none", "mine")
-    problem = "Strict.reset: missing a required argument: 'goal'; expected a row with it; this one has prompt, answer, data_s"
+    problem = "missing a required argument: 'goal'; expected a row with it; this one has prompt, answer, data_source"
     with pytest.raises(DataError, match=problem):
         as_env_class(Strict).check_task(other)
     as_env_class(Strict).check_task(TASK)

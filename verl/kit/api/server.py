@@ -24,9 +24,10 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. base_url: for OpenAI's client, as `OpenAI(base_url=server.base_url, api_key="none")`"""
+    """A running server. base_url, model: for OpenAI's client, as `OpenAI(base_url=server.base_url, api_key="none")`"""
 
     base_url: str
+    model: str
     process: subprocess.Popen[bytes]
 
     def stop(self) -> None:
@@ -53,7 +54,7 @@ def serve(folder: Path, port: int | None) -> Server:
     port = _free_port() if port is None else port
     command = [sys.executable, "-m", "verl.cli", "serve", str(folder), "--port", str(port)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    server = Server(f"http://127.0.0.1:{port}/v1", process)
+    server = Server(f"http://127.0.0.1:{port}/v1", folder.name, process)
     deadline = time.monotonic() + _START_S
     try:
         while not _responds(server.base_url):

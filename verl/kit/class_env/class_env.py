@@ -142,7 +142,7 @@ def as_task_row(row: Any) -> Any:
     answer = row["answer"] if row.get("answer") is not None else "none"
     return {
         **{name: row[name] for name in ("tools", "env", "reward") if name in row},
-        "data_source": row["data_source"] if "data_source" in row else "environment",
+        "data_source": row.get("data_source", "environment"),
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
         "reward_model": {"ground_truth": answer},
         "extra_info": {name: value for name, value in row.items() if name not in _TASK_COLUMNS},
