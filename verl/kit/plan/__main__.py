@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
 
 def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     """Heavy imports are done here."""
-    from verl.data.lengths import RowPolicy
     from verl.data.tasks import TaskSet
     from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
     from verl.kit.plan.show import show
@@ -42,8 +41,8 @@ def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     from verl.trainer.builders.run import load_chat_template
 
     hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
-    policy = RowPolicy.of(config.data)
-    tasks = [TaskSet(source, policy.max_bad_share, policy.row_format) for source in config.data.train_files]
+    data = config.data
+    tasks = [TaskSet(source, data.max_bad_share, data) for source in data.train_files]
     chat = load_chat_template(config.model)
     episode_runner = build_episode_runner(config, chat)
     try:

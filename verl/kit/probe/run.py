@@ -19,7 +19,7 @@ from rich.progress import Progress
 from verl.config.commands import PROBE
 from verl.config.load import flattened
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, fitting
+from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
@@ -64,9 +64,8 @@ async def probe(config: Config, console: Console) -> None:
     data, (source,) = config.data, config.data.train_files
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     episode_runner = build_episode_runner(config, chat)
-    policy = RowPolicy.of(data)
-    rows = TaskSet(source, policy.max_bad_share, policy.row_format)
-    any_length = replace(policy, max_prompt_length=sys.maxsize)  # overlong prompts are counted
+    rows = TaskSet(source, data.max_bad_share, data)
+    any_length = replace(data, max_prompt_length=sys.maxsize, truncation="error")  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, config.reward.name)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)
