@@ -56,7 +56,10 @@ Parsed = Calls | ParseError | Continue | Final
 
 
 class ToolCallFormat(Protocol):
-    """A tool-call format. Stateless and deterministic; never raises an exception because of a policy's text."""
+    """A tool-call format. Stateless and deterministic; never raises an exception because of a policy's text.
+
+    Optional attributes: needs_thought (it demands a thought before calls and answers), in_thought (the prompt opens it)
+    """
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         """The prompt: messages for the model's chat template, or a plain text for recipes without one."""

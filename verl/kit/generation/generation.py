@@ -33,7 +33,7 @@ async def generate(config: Config, console: Console) -> None:
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
-    prompt_ids = prompt_fn(episode_runner, config.reward.name)
+    prompt_ids = prompt_fn(episode_runner, rewards)
     tasks: list[Task] = []
     for source in data.val_files:
         found, report = read_tasks(source, prompt_ids, data)

@@ -26,10 +26,11 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError, DataError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
-from verl.formats.plain import PlainFormat
+from verl.formats.plain import PLAIN, PlainFormat
 from verl.formats.prompt import PromptTemplateMixin, TurnFormat
 from verl.registry import resolve
 from verl.types import Message, Task, ToolSpec
+from verl.utils.reward_score.base import Reward, TaskCheckingReward
 from verl.utils.reward_score.rewards import Rewards
 
 # Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
@@ -79,10 +80,10 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     )
 
 
-def single_turn_runner(chat: ChatTemplate, max_tokens: int) -> EpisodeRunner:
+def single_turn_runner(chat: ChatTemplate, max_tokens: int, tool_call_format: ToolCallFormat = PLAIN) -> EpisodeRunner:
     """The runner of episodes of one turn: a task's prompt of any length, a response of at most `max_tokens`."""
     limits = EpisodeLimits(max_turns=1, max_tokens=max_tokens, max_prompt_length=sys.maxsize)
-    observations = ObservationTokenizer(chat, PlainFormat(), max_observation_tokens=0)
+    observations = ObservationTokenizer(chat, tool_call_format, max_observation_tokens=0)
     return EpisodeRunner(TaskEnvs("single_turn", ClassFactory(SingleTurnEnv)), observations, limits)
 
 
@@ -133,18 +134,18 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
 def build_format(name: str | None, options: Mapping[str, Any], prompt_template: str | None) -> ToolCallFormat:
     """The tool-call format with its prompt template; None: the plain one, and the format's own template."""
     if name is None:
-        return PlainFormat()
+        return PLAIN
     template = {} if prompt_template is None else {"prompt_template": prompt_template}
     return build_tool_call_format(name, {**options, **template})
 
 
-def prompt_fn(episode_runner: EpisodeRunner, reward: str = "") -> PromptIds:
+def prompt_fn(episode_runner: EpisodeRunner, rewards: Rewards | None = None) -> PromptIds:
     """The function task -> tokens of its initial observation, or of its messages if that needs a started episode.
 
-    It raises DataError for a task that its environment or prompt template cannot represent; ConfigError if the tools
-    would not be listed.
+    It raises DataError for a task that its environment or prompt template cannot represent, or that its reward cannot
+    score; ConfigError if the tools would not be listed.
 
-    reward: name of the default reward, for tasks that are scored
+    rewards: for tasks that are scored
     """
     envs, observations = episode_runner.envs, episode_runner.observations
     assert isinstance(envs, TaskEnvs)
@@ -155,11 +156,21 @@ def prompt_fn(episode_runner: EpisodeRunner, reward: str = "") -> PromptIds:
         if isinstance(observations.tool_call_format, PlainFormat) and envs.name_of(task) != "single_turn":
             hint = "Set env.tool_call_format (docs/tool_call_formats.md)"
             raise DataError(f"{task.env!r} needs env.tool_call_format", hint=hint, field="env")
-        envs.check_judged(task, reward)
+        envs.check_judged(task, rewards.names(task) if rewards else (task.reward or "",))
+        if rewards:
+            _check_scored(rewards.of(task), task, observations.tool_call_format)
         known = envs.known_initial_observation(task)
         return observations.chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
 
     return prompt_ids
+
+
+def _check_scored(reward: Reward, task: Task, tool_call_format: ToolCallFormat) -> None:
+    """Raises DataError if the reward cannot score the task, ConfigError if it compares calls that nothing parses."""
+    if getattr(reward, "reads_calls", False) and isinstance(tool_call_format, PlainFormat):
+        raise ConfigError("the reward compares parsed calls, so it needs env.tool_call_format")
+    if isinstance(reward, TaskCheckingReward):
+        reward.check_task(task)
 
 
 def truncating(config: DataConfig, runner: EpisodeRunner) -> EpisodeRunner:

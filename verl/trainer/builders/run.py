@@ -110,7 +110,7 @@ def load_inputs(config: Config) -> Inputs:
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     run_async(check_services([episode_runner, rewards.default]))
-    train, val, reports = load_tasks(config, prompt_fn(episode_runner, config.reward.name))
+    train, val, reports = load_tasks(config, prompt_fn(episode_runner, rewards))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(chain(*train)))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))

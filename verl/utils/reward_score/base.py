@@ -7,10 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
-from verl.types import Score, Task, Trajectory, TrajectoryGroup
+from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 
 REWARDS: Mapping[str, str] = {
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
+    "calls": "verl.utils.reward_score.calls:CallsReward",
     "env": "verl.utils.reward_score.base:EnvReward",
     "torl": "verl.utils.reward_score.torl:TorlReward",
     "retool": "verl.utils.reward_score.retool:RetoolReward",
@@ -45,12 +46,26 @@ class GroupReward(Reward, Protocol):
         """
 
 
+@runtime_checkable
+class TaskCheckingReward(Reward, Protocol):
+    """A reward that checks its tasks when they are loaded.
+
+    reads_calls (optional attribute): it compares the calls that the tool-call format parsed
+    """
+
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for a task that it cannot score."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A named corruption of a good response, which a sound reward must score below the maximum."""
+    """A named corruption of a good response, which a sound reward must score below the maximum.
+
+    text: the response, or a message with calls, which the lab renders in the tool-call format
+    """
 
     name: str
-    text: str
+    text: str | Message
 
 
 def as_mutations(corrupted: Mapping[str, str]) -> list[Mutation]:
@@ -64,8 +79,8 @@ class LabReward(Reward, Protocol):
     def maximum(self, task: Task, step: int) -> float:
         """The highest possible total for this task at this step."""
 
-    def gold(self, task: Task, step: int) -> str:
-        """A response that deserves the maximum."""
+    def gold(self, task: Task, step: int) -> str | Message:
+        """A response that deserves the maximum; a message is rendered in the tool-call format."""
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         """Responses that do not deserve it."""

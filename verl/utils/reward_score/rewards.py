@@ -26,6 +26,10 @@ class Rewards:
         """The task's reward. Raises ConfigError for an unknown name."""
         return self.default if task.reward in (None, self.name) else named_reward(task.reward)
 
+    def names(self, task: Task) -> tuple[str, ...]:
+        """The names of the task's reward."""
+        return (task.reward or self.name,)
+
     def all_of(self, tasks: Iterable[Task]) -> list[Reward]:
         """The distinct rewards of these tasks, the run's own first."""
         return list({id(reward): reward for reward in (self.default, *map(self.of, tasks))}.values())
