@@ -53,14 +53,17 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     from verl.system.daemon import run_async
     from verl.system.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.builders.run import built, load_inputs
+    from verl.trainer.builders.env import with_tool_call_format
+    from verl.trainer.builders.run import built, load_chat_template, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu
     from verl.trainer.hooks import installed_tool, needed_tool
 
     check_device(config.trainer)
+    config = with_tool_call_format(config, load_chat_template(config.model))
     inputs = load_inputs(config)
     for line in (*map(str, inputs.reports), *(inputs.online_eval.files() if inputs.online_eval else ())):
         console.print(line, markup=False, soft_wrap=True)
+    console.print(inputs.choices(config.env.tool_call_format), markup=False, soft_wrap=True)
     plan_of_run = installed_tool("plan")
     plan = plan_of_run(config, inputs) if plan_of_run else None
     if only_preflight or config.trainer.preflight:

@@ -35,7 +35,7 @@ class BenchmarkContext:
     user: Mapping[str, Any] = field(default_factory=dict)
     max_tool_calls: int | None = None
     tool_call_format: str = ""
-    reward: str = "rlla"
+    reward: str = "auto"
     reward_options: Mapping[str, Any] = field(default_factory=dict)
 
 

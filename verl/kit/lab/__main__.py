@@ -153,7 +153,7 @@ def _table(report: LabReport) -> Table:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("toolrl lab", description="Check a reward on data.")
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
-    parser.add_argument("--reward", default="rlla", help="a built-in reward, or module:attribute, or file.py:attribute")
+    parser.add_argument("--reward", default="auto", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--format", metavar="NAME", help="tool-call format, for rewards that compare parsed calls")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--limit", type=_count, help="check only the first N usable rows")
