@@ -121,6 +121,33 @@ def test_prompts_are_those_of_apply_chat_template(name: str, tools: tuple[ToolSp
 
 
 @needs_vllm
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tokens_of_an_episode_end_as_the_whole_dialogue(name: str) -> None:
+    """The ledger never renders a response again; up to the response, and from its end on, it equals the template's."""
+    chat = chat_of(name)
+    call = Message("assistant", "", (ROME,), calls_in_content=False)
+    results = (Message("tool", "21 degrees", tool="weather"),)
+    whole = chat.rendered((QUESTION, call, *results), (WEATHER,))
+    prompt, text = chat.rendered((QUESTION,), (WEATHER,)), native(chat).render((ROME,))
+    after = str(chat.tokenizer.decode(chat.answer_ids(results, ended=False)))
+    spoken = text.rpartition("</think>")[2].strip()  # templates drop or shorten thoughts of earlier turns
+    assert whole.endswith((spoken + after, f"{spoken}\n{after}"))
+    if not chat.opens_thought and "<think>" not in text:
+        assert prompt + text + after == whole
+
+
+@needs_vllm
+def test_parallel_results_follow_in_order() -> None:
+    chat = qwen()
+    style = native(chat)
+    results = style.observation((Message("tool", "21", tool="weather"), Message("tool", "noon", tool="clock")), "")
+    calls = Message("assistant", "", (ROME, NOON), calls_in_content=False)
+    whole = chat.rendered((QUESTION, calls, *results))
+    text = chat.rendered((QUESTION,)) + style.render((ROME, NOON))
+    assert text + str(chat.tokenizer.decode(chat.answer_ids(results, ended=False))) == whole
+
+
+@needs_vllm
 def test_a_call_that_the_parser_does_not_read_is_malformed() -> None:
     style = native(qwen())
     assert isinstance(style.parse('<tool_call>\n{"name": "weather"\n</tool_call>'), ParseError)
