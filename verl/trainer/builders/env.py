@@ -9,6 +9,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
+from verl.chat.native import NativeFormat
 from verl.chat.observations import Cut, ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.config.schema import Config, DataConfig, EnvConfig, SandboxConfig
@@ -50,6 +51,9 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     tool_call_format = build_format(env.tool_call_format, env.tool_call_format_options, config.data.prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
         tool_call_format = replace(tool_call_format, in_thought=True)
+    if isinstance(tool_call_format, NativeFormat):
+        tool_call_format = tool_call_format.bound(chat)
+        check_tools(chat, tool_call_format)
     sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
     pool = build_sandbox(sandbox, sandbox_timeout_s) if any(_runs_code(each) for each in env.tools) else None
     if pool is None and sandbox != SandboxConfig():
