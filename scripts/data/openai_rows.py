@@ -75,7 +75,9 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", required=True, metavar="FILE", help="rows of ToolRL's form, such as embedded:train.parquet")
+    parser.add_argument(
+        "--input", required=True, metavar="FILE", help="rows of ToolRL's form, such as embedded:train.parquet"
+    )
     parser.add_argument("--output", required=True, metavar="FILE.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N rows; default: all")
     arguments = parser.parse_args(argv)
@@ -88,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}")
         return 2
     with replacing(Path(arguments.output)) as unfinished:
-        unfinished.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in converted), encoding="utf-8")
+        unfinished.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in converted), encoding="utf-8"
+        )
     console.print(f"{arguments.output}: {len(converted)} rows")
     return 0
 

@@ -61,6 +61,8 @@ def as_openai_row(row: Any) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"is of type {type(row).__name__}", "an object with messages, or prompt and reward_model")
     layout = next((each for each in LAYOUTS if each.fits(row)), None)
+    if layout is None and "reward_model" in row:
+        return row  # a task that lacks its prompt
     if layout is None:
         found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "none"
         raise DataError(

@@ -50,9 +50,11 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.data.overlap import TRAIN_TASKS
+    from verl.data.rows import DATA_VERSIONS, version_of
     from verl.system.daemon import run_async
     from verl.system.files import replacing
     from verl.tracking.console import before_after_table
+    from verl.tracking.jsonl import write_jsonl
     from verl.trainer.builders.env import with_tool_call_format
     from verl.trainer.builders.run import built, load_chat_template, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu
@@ -77,6 +79,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config, TRAIN), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
+        write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))
