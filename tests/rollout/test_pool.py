@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.batch.test_packing import tiny_model
+from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.rollout.pool import EnginePool, OnWeightSync, joined
 from verl.rollout.stopping import tokens_to_stop
-from verl.single_controller.local import LocalGroup
 from verl.types import Completion, FinishReason
 
 

@@ -27,11 +27,11 @@ from tests.rollout.test_hf_engine import trainer_logprobs
 from tests.support.tiny import save_untrained
 from tests.support.weight_sync import sync
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with
-from verl.single_controller.local import LocalGroup
 from verl.system.scratch import scratch_folder
 from verl.transfer.bucket import BucketLayout, BucketSender
 from verl.transfer.shared_memory import ByReference, SharedFile, SharedMemory

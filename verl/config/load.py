@@ -7,12 +7,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -22,14 +21,16 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
 from verl.config.legacy import our_key, take_defaults, translate
 from verl.config.schema import Config
+from verl.config.show import leaves
 from verl.config.unused_keys import unused_reasons
 from verl.config.verl_keys import GROUPS, short, vocabulary
-from verl.embedded import with_embedded_paths
+from verl.embedded import EMBEDDED, PREFIX, with_embedded_paths
 from verl.errors import ConfigError
 from verl.registry import nearest
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
+_FILES = ("data.train_files", "data.val_files")  # data= is the first that a command has
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -40,7 +41,8 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     values, and keys that have no effect.
     """
     written = _parse(argv)
-    recipe = written.pop("recipe", None)
+    recipe = written.pop("recipe", _default_recipe(written, command))
+    written = _without_shorthands(written, command)
     preset = {} if recipe is None else read_recipe(str(recipe), command)
 
     def base(key: str) -> Any:
@@ -58,6 +60,29 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
         result.obsolete[as_written] = why
     _report(result.obsolete, defaults)
     return config
+
+
+def _default_recipe(written: Mapping[str, Any], command: Command) -> str | None:
+    """The recipe of a command with `data=FILE` and without `recipe=`, `embedded` with `model=embedded`."""
+    if "data" not in written or "recipe" in written or not command.from_recipe:
+        return None
+    recipe = EMBEDDED if written.get("model") == EMBEDDED else "grpo"
+    _log.warning("recipe=%s, the default with data=..; --cfg job prints its settings", recipe)
+    return recipe
+
+
+def _without_shorthands(written: Mapping[str, Any], command: Command) -> dict[str, Any]:
+    """`data=FILE` and `model=PATH` replaced by the settings that they abbreviate."""
+    full: dict[str, Any] = {}
+    for key, value in written.items():
+        if key == "data" and (files := [each for each in _FILES if command.has(each)]):
+            key, value = files[0], value if isinstance(value, list) else [value]
+        elif key == "model":
+            key, value = "model.path", f"{PREFIX}model" if value == EMBEDDED else value
+        if key in full:
+            raise ConfigError(f"{key} is given twice, once by its shorthand {key.partition('.')[0]}=")
+        full[key] = value
+    return full
 
 
 def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
@@ -156,17 +181,9 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """All keys of the tree; one that ends in a dot accepts any key below it."""
-    types = get_type_hints(kind)
-    keys = []
-    for item in fields(kind):
-        inner, key = types[item.name], f"{prefix}{item.name}"
-        if is_dataclass(inner) and isinstance(inner, type):
-            keys += known_keys(inner, f"{key}.")
-        else:
-            keys.append(f"{key}." if getattr(inner, "__origin__", None) is dict else key)
-    return keys
+    return [f"{key}." if get_origin(kind) is dict else key for key, kind, _ in leaves(Config())]
 
 
 def _instead(key: str, command: Command) -> str:

@@ -44,7 +44,8 @@ class Layout:
     convert: Callable[[Row], Row]
 
     def fits(self, row: Row) -> bool:
-        return all(isinstance(_at(row, path), kinds) for path, kinds in self.columns.items())
+        found = ((_at(row, path), kinds) for path, kinds in self.columns.items())
+        return all(value is not None and isinstance(value, kinds) for value, kinds in found)
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.columns)})"
@@ -60,6 +61,8 @@ def as_openai_row(row: Any) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"is of type {type(row).__name__}", "an object with messages, or prompt and reward_model")
     layout = next((each for each in LAYOUTS if each.fits(row)), None)
+    if layout is None and "reward_model" in row:
+        return row  # a task that lacks its prompt
     if layout is None:
         found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "none"
         raise DataError(
@@ -105,14 +108,14 @@ def _toolace(row: Row) -> Row:
     except ValueError as error:
         raise DataError(f"lists its functions in invalid JSON ({error})", "a JSON list", field="system") from error
     date = " ".join(found.strip() for found in _DATE.findall(system[: max(start, 0)]))
-    messages = [{"role": "system", "content": date}] if date else []
+    messages: list[Row] = [{"role": "system", "content": date}] if date else []
     messages += _turns(row["conversations"], _python_calls)
     return _with(row, ("system", "conversations"), messages, _tools(tools))
 
 
 def _sharegpt(row: Row) -> Row:
     """{from, value} turns: APIGen-MT and Glaive with turns from function_call, Hermes with calls in <tool_call>."""
-    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    messages: list[Row] = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     messages += _turns(row["conversations"], _tagged_calls)
     return _with(row, ("system", "conversations"), messages, _tools(row["tools"]))
 
@@ -140,15 +143,15 @@ def _with(row: Row, replaced: Sequence[str], messages: Sequence[Row], tools: Seq
     return {**rest, "messages": list(messages[:end]), "tools": tools}
 
 
-def _turns(turns: Sequence[Any], read_calls: Callable[[str, str], tuple[str, list[Row]]]) -> list[Row]:
+def _turns(turns: Sequence[Any], read_calls: Callable[[str, str], tuple[str, list[Row]]]) -> list[dict[str, Any]]:
     """read_calls: (text, field) -> (the text without calls, the calls)"""
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns):
         field = f"conversations[{number}]"
-        speaker, text = (turn.get("from"), turn.get("value")) if isinstance(turn, Mapping) else (None, None)
-        if speaker not in _ROLES or not isinstance(text, str):
+        speaker, text = (turn.get("from"), turn.get("value")) if isinstance(turn, Mapping) else ("", None)
+        role = _ROLES.get(str(speaker))
+        if role is None or not isinstance(text, str):
             raise DataError("is no turn", f"{{from: {' | '.join(_ROLES)}, value: text}}", field=field)
-        role = _ROLES[speaker]
         if role == "tool":
             messages += _results(text, messages)
         elif role == "assistant":

@@ -1,10 +1,10 @@
 """Rows as tasks and demonstrations read them: mapped, renamed, without fill values, in a known layout."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.config.schema import DataConfig
 from verl.data.layouts import as_openai_row
 from verl.data.rows import read_rows
 from verl.errors import DataError
@@ -14,21 +14,7 @@ _CHAT_COLUMNS = ("prompt", "messages", "tools", "reward_model", "conversations",
 _UNTYPED = (".json", ".jsonl", ".gz")  # formats without a schema: rows have only the fields that were written
 
 
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """How the rows of the files are read.
-
-    columns: {column of the files: its name here}
-    map: a function row -> row, or list of rows, applied first; module:attribute or file.py:attribute
-    split_turns: the assistant turns of a conversation that are trained: all | last
-    """
-
-    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
-    map: str | None = None
-    split_turns: str = "all"
-
-
-AS_WRITTEN = RowFormat()
+AS_WRITTEN = DataConfig()
 
 
 def source_name(source: str) -> str:
@@ -39,17 +25,17 @@ def source_name(source: str) -> str:
     return name.partition("@")[0].partition(":")[0]
 
 
-def source_rows(source: str, row_format: RowFormat = AS_WRITTEN) -> Iterator[list[Any]]:
+def source_rows(source: str, data: DataConfig = AS_WRITTEN) -> Iterator[list[Any]]:
     """For every row of `read_rows` the rows that it becomes: one, or those of `map`; a DataError in place of a bad one.
 
     Raises ConfigError for an unknown `map`.
     """
     mapped: Callable[[Any], Any] | None = None
-    if row_format.map is not None:
-        mapped = resolve("data.map", row_format.map, {})
+    if data.map is not None:
+        mapped = resolve("data.map", data.map, {})
     for row in read_rows(source):
         try:
-            yield [_read(each, source, row_format) for each in _mapped(row, mapped)]
+            yield [_read(each, source, data) for each in _mapped(row, mapped)]
         except DataError as error:
             yield [error]
 
@@ -65,9 +51,9 @@ def _mapped(row: Any, function: Callable[[Any], Any] | None) -> list[Any]:
     return made if isinstance(made, list) else [made]
 
 
-def _read(row: Any, source: str, row_format: RowFormat) -> Any:
+def _read(row: Any, source: str, data: DataConfig) -> Any:
     if isinstance(row, Mapping):
-        row = _without_fill_values(_renamed(row, row_format.columns), Path(source).suffix)
+        row = _without_fill_values(_renamed(row, data.columns), Path(source).suffix)
     return as_openai_row(row)
 
 

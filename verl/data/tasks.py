@@ -12,11 +12,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from verl.config.schema import DataConfig
 from verl.data.conversations import Conversation, offered_tools, read_conversation, violates_schema
 from verl.data.messages import check_columns, read_messages, read_object, read_text, read_tools
 from verl.data.report import RowReport
 from verl.data.rows import RowStore
-from verl.data.source import AS_WRITTEN, RowFormat, source_name, source_rows
+from verl.data.source import AS_WRITTEN, source_name, source_rows
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import listed_tools, parse_gold
 from verl.types import Message, Task, ToolCall, ToolSpec
@@ -161,7 +162,7 @@ def _stored_message(message: dict[str, Any]) -> Message:
 class TaskSet(Sequence[Task]):
     """The usable rows of one file, in file order, on disk; `report` counts the others, with the reason."""
 
-    def __init__(self, source: str, max_bad_share: float = 0.0, row_format: RowFormat = AS_WRITTEN) -> None:
+    def __init__(self, source: str, max_bad_share: float = 0.0, data: DataConfig = AS_WRITTEN) -> None:
         """Read and validate the whole file once.
 
         source: a data file or data set, as for `read_rows`
@@ -170,16 +171,16 @@ class TaskSet(Sequence[Task]):
         """
         self.source = source
         self.report = RowReport(source)
-        self._store = RowStore(asdict(task) for task in self._usable_tasks(max_bad_share, row_format))
+        self._store = RowStore(asdict(task) for task in self._usable_tasks(max_bad_share, data))
         self.report.check(max_bad_share)
 
-    def _usable_tasks(self, max_bad_share: float, row_format: RowFormat) -> Iterator[Task]:
+    def _usable_tasks(self, max_bad_share: float, data: DataConfig) -> Iterator[Task]:
         file, name = Path(self.source).name, source_name(self.source)
-        for number, rows in enumerate(source_rows(self.source, row_format)):
+        for number, rows in enumerate(source_rows(self.source, data)):
             self.report.num_rows += 1
             ids = [f"{file}#{number}"] if len(rows) == 1 else [f"{file}#{number}.{each}" for each in range(len(rows))]
             try:
-                made = [to_tasks(row, id, row_format.split_turns, name) for row, id in zip(rows, ids, strict=True)]
+                made = [to_tasks(row, id, data.split_turns, name) for row, id in zip(rows, ids, strict=True)]
             except DataError as error:
                 self.report.add_bad(error.at(file=self.source, row=number), max_bad_share)
                 continue

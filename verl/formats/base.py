@@ -17,6 +17,7 @@ TOOL_CALL_FORMATS: Mapping[str, str] = {
     "fence": "verl.formats.fence:FenceFormat",
     "hermes": "verl.formats.hermes:HermesFormat",
     "llama3_json": "verl.formats.llama3_json:Llama3JsonFormat",
+    "native": "verl.chat.native:NativeFormat",
     "otc_search": "verl.formats.tags:OTC_SEARCH",
     "retool": "verl.formats.tags:RETOOL",
     "search_r1": "verl.formats.tags:SEARCH_R1",

@@ -24,8 +24,8 @@ from verl.kit.bfcl.env import MAX_STEPS, Api
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category
 from verl.kit.evaluation.handlers import env_of
 from verl.kit.evaluation.registry import build_benchmarks
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.builders.env import build_episode_runner
 from verl.types import StopReason, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score import build_reward

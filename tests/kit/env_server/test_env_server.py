@@ -309,7 +309,7 @@ def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
         await remote.close()
 
     asyncio.run(use())
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.net.endpoints"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "verl.kit.serving.endpoints"]
     assert warning.startswith("environment server http://127.0.0.1:1: ConnectError")
 
 

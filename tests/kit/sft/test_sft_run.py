@@ -28,10 +28,10 @@ from verl.checkpoint.state import find_saved
 from verl.config.schema import ModelConfig
 from verl.data.overlap import Trace, TrainTasks
 from verl.errors import ConfigError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
 from verl.kit.sft.run import SFTRun, SFTSettings
 from verl.single_controller.group import WorkerContext, WorkerView
-from verl.single_controller.local import LocalGroup
 from verl.system.signals import Ended
 from verl.tracking.metric import Metric
 from verl.tracking.timers import PhaseTimer

@@ -11,14 +11,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.lengths import read_tasks
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
 from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
-from verl.trainer.builders.env import build_episode_runner, prompt_fn, services_of_rows, truncating
+from verl.trainer.builders.env import (
+    build_episode_runner,
+    prompt_fn,
+    services_of_rows,
+    truncating,
+    with_tool_call_format,
+)
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Message, Score, Task
@@ -30,14 +36,14 @@ async def generate(config: Config, console: Console) -> None:
     config = with_model_limits(config)
     data, output = config.data, config.eval.output
     chat = load_chat_template(config.model)
+    config = with_tool_call_format(config, chat)
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
     prompt_ids = prompt_fn(episode_runner, rewards)
-    policy = RowPolicy.of(data)
     tasks: list[Task] = []
     for source in data.val_files:
-        found, report = read_tasks(source, prompt_ids, policy)
+        found, report = read_tasks(source, prompt_ids, data)
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.eval.limit)
     episode_runner = truncating(data, episode_runner)

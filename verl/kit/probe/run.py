@@ -19,7 +19,7 @@ from rich.progress import Progress
 from verl.config.commands import PROBE
 from verl.config.load import flattened
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, fitting
+from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
@@ -40,7 +40,7 @@ from verl.net.services import check_services
 from verl.system.lock import alone_in
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
-from verl.trainer.builders.env import build_episode_runner, prompt_fn, truncating
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, truncating, with_tool_call_format
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Task, TrajectoryGroup
@@ -65,10 +65,10 @@ async def probe(config: Config, console: Console) -> dict[str, Any]:
     config = with_model_limits(config)
     data, (source,) = config.data, config.data.train_files
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
+    config = with_tool_call_format(config, chat)
     episode_runner = build_episode_runner(config, chat)
-    policy = RowPolicy.of(data)
-    rows = TaskSet(source, policy.max_bad_share, policy.row_format)
-    any_length = replace(policy, max_prompt_length=sys.maxsize)  # overlong prompts are counted
+    rows = TaskSet(source, data.max_bad_share, data)
+    any_length = replace(data, max_prompt_length=sys.maxsize, truncation="error")  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, rewards)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)

@@ -17,10 +17,10 @@ from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.state import find_saved, resume_config
 from verl.config.commands import SFT
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy
 from verl.data.overlap import TrainTasks
 from verl.data.report import RowReport
 from verl.errors import ConfigError
+from verl.kit.plan.parity import check_packs
 from verl.kit.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
 from verl.kit.sft.run import COMMAND, SFTRun, SFTSettings
 from verl.single_controller.group import WorkerView
@@ -33,7 +33,6 @@ from verl.trainer.builders.threads import num_threads
 from verl.trainer.builders.workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Task
-from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank
 
 
@@ -111,11 +110,10 @@ def _load(
     """(samples of all files, with consecutive group numbers; the demonstrations they come from)."""
     samples: list[Sample] = []
     demonstrations: list[Demonstration] = []
-    max_length, policy = _longest(config), RowPolicy.of(config.data)
-    max_bad_share = policy.max_bad_share
+    max_length, max_bad_share = _longest(config), config.data.max_bad_share
     for source in files:
         report = RowReport(source)
-        found = read_demonstrations(source, max_bad_share, report, policy.row_format)
+        found = read_demonstrations(source, max_bad_share, report, config.data)
         samples += sft_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)

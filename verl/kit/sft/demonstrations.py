@@ -15,10 +15,11 @@ import numpy as np
 
 from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
+from verl.config.schema import DataConfig
 from verl.data.conversations import offered_tools, read_conversation
 from verl.data.messages import check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
-from verl.data.source import AS_WRITTEN, RowFormat, source_rows
+from verl.data.source import AS_WRITTEN, source_rows
 from verl.errors import DataError, file_and_row
 from verl.types import Message, ToolSpec
 
@@ -49,7 +50,7 @@ def read_demonstrations(
     source: str,
     max_bad_share: float = 0.0,
     report: RowReport | None = None,
-    row_format: RowFormat = AS_WRITTEN,
+    data: DataConfig = AS_WRITTEN,
 ) -> list[Demonstration]:
     """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows are unusable.
 
@@ -57,13 +58,13 @@ def read_demonstrations(
     output}, or ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools`.
     """
     found, report = [], report or RowReport(source)
-    for number, rows in enumerate(source_rows(source, row_format)):
+    for number, rows in enumerate(source_rows(source, data)):
         report.num_rows += 1
         if not rows:
             report.drop("left out by data.map", number)
             continue
         try:
-            made = [to_demonstration(row, row_format.split_turns) for row in rows]
+            made = [to_demonstration(row, data.split_turns) for row in rows]
         except DataError as error:
             report.add_bad(error.at(file=source, row=number), max_bad_share)
             continue

@@ -9,6 +9,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
+from verl.chat.native import NativeFormat
 from verl.chat.observations import Cut, ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.config.schema import Config, DataConfig, EnvConfig, SandboxConfig
@@ -35,6 +36,7 @@ from verl.utils.reward_score.rewards import Rewards
 
 # Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
 _HEALTH_SHARE = 0.8
+AUTO = "auto"
 _RETRIES = 2  # of an episode after a service failure, as of a tool call: enough for a restart, not for an outage
 _SLOWEST_STEPS = 4  # an episode may take as long as this many of its slowest steps
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
@@ -49,6 +51,9 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     tool_call_format = build_format(env.tool_call_format, env.tool_call_format_options, config.data.prompt_template)
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
         tool_call_format = replace(tool_call_format, in_thought=True)
+    if isinstance(tool_call_format, NativeFormat):
+        tool_call_format = tool_call_format.bound(chat)
+        check_tools(chat, tool_call_format)
     sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
     pool = build_sandbox(sandbox, sandbox_timeout_s) if any(_runs_code(each) for each in env.tools) else None
     if pool is None and sandbox != SandboxConfig():
@@ -103,9 +108,22 @@ def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Seq
         chat.check_tools((Message("user", "a"),), tools)
 
 
+def with_tool_call_format(config: Config, chat: ChatTemplate) -> Config:
+    """env.tool_call_format=auto decided: the model's own format if its chat template lists tools, else ToolRL's."""
+    if config.env.tool_call_format != AUTO:
+        return config
+    try:
+        check_tools(chat, PLAIN)
+        name = "native"
+    except ConfigError:
+        name = "toolrl"
+    return replace(config, env=replace(config.env, tool_call_format=name))
+
+
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for unknown names, before the heavy imports of `build_episode_runner`."""
-    turn_limit(env, build_format(env.tool_call_format, env.tool_call_format_options, prompt_template))
+    if env.tool_call_format != AUTO:
+        turn_limit(env, build_format(env.tool_call_format, env.tool_call_format_options, prompt_template))
     if env.name != "tool":
         resolve("environment", env.name, ENVS)
     for each in env.tools:
