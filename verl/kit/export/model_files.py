@@ -27,15 +27,16 @@ def write_model_files(
     results: tables for the card. A model that cannot be served gets a card with the reason.
     """
     model = TrainedModel(folder, state.get("resume_config", {}), state)
-    problem = ""
+    problem, trained = "", chosen
     try:
         template = base_template(read_tokenizer(str(folder), "model"), with_tools=True)
-        write_serving_files(folder, serving_texts(folder, chosen or trained_format(model, template)))
+        trained = trained or trained_format(model, template)
+        write_serving_files(folder, serving_texts(folder, trained))
     except VerlError as error:
         problem = str(error)
     if "rollout.temperature" in model.settings:
         _write_generation_config(folder / GENERATION_CONFIG_NAME, model.settings)
-    write_serving_files(folder, {CARD: model_card(folder, state, problem, results)})
+    write_serving_files(folder, {CARD: model_card(folder, state, trained and trained.name, problem, results)})
 
 
 def _write_generation_config(path: Path, settings: Mapping[str, Any]) -> None:

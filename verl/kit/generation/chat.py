@@ -133,8 +133,10 @@ def _read_line(console: Console, role: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    words, wanted = _options(argv)
-    runs = [word for word in words if "=" not in word and not word.startswith("-") and word != "job"]
+    arguments, wanted = _options(argv)
+    runs = [
+        argument for argument in arguments if "=" not in argument and not argument.startswith("-") and argument != "job"
+    ]
 
     def run(args: CliArgs, console: Console) -> int:
         with TemporaryDirectory(prefix="toolrl-chat-") as folder:
@@ -146,20 +148,20 @@ def main(argv: Sequence[str]) -> int:
             run_async(chat(_with_env(config), console))
         return 0
 
-    return run_cli([word for word in words if word not in runs], __doc__ or "", CHAT, run)
+    return run_cli([argument for argument in arguments if argument not in runs], __doc__ or "", CHAT, run)
 
 
 def _options(argv: Sequence[str]) -> tuple[list[str], list[Any]]:
     """(the other arguments, the tools)"""
-    words, tools = [], []
+    arguments, tools = [], []
     rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for argument in rest:
+        name, equals, value = argument.partition("=")
         if name != "--tools":
-            words.append(word)
+            arguments.append(argument)
             continue
         tools += [each.strip() for each in (value if equals else next(rest, "")).split(",") if each.strip()]
-    return words, [_tool(each) for each in tools]
+    return arguments, [_tool(each) for each in tools]
 
 
 def _tool(given: str) -> Any:
