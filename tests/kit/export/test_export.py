@@ -123,6 +123,9 @@ class Hub(BaseHTTPRequestHandler):
             return self._answer(200, {**found, "success": True})
         return self._answer(200, {})
 
+    def do_HEAD(self) -> None:
+        self._answer(200, None)
+
     def do_PUT(self) -> None:
         self.server.stored[self.path.rpartition("/")[2]] = self.rfile.read(int(self.headers["content-length"]))
         self._answer(200, {})
@@ -133,7 +136,8 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text)
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
@@ -148,6 +152,7 @@ def hub() -> Iterator[Any]:
         yield server
     finally:
         server.shutdown()
+        server.server_close()
 
 
 def push(run: Path, address: str, token: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -107,7 +107,7 @@ def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) ->
         with_calls += bool(expected)
         for ended in (True, False):
             assert streamed(parser, asked, text, ended, chance) == (answer.content, expected)
-    assert with_calls >= 3
+    assert with_calls >= 2  # for Llama a call is the whole response
 
 
 def test_requests_are_adjusted_to_the_format(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from verl.kit.export.folder import copy_model
 from verl.kit.openai_server.served_model import add_format_arguments
 from verl.pretrained import in_short
 
+_REACH_TIMEOUT_S = 10.0
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -42,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def upload(folder: Path, repository: str, private: bool, revision: str | None) -> str:
     """One commit with the folder's files; its address. Raises ConfigError if the hub refuses or does not answer."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_session
 
     api = HfApi()
     try:
+        get_session().head(api.endpoint, timeout=_REACH_TIMEOUT_S)  # the client's own requests wait much longer
         api.create_repo(repository, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
