@@ -36,7 +36,7 @@ def write_model_files(
         problem = str(error)
     if "rollout.temperature" in model.settings:
         _write_generation_config(folder / GENERATION_CONFIG_NAME, model.settings)
-    write_serving_files(folder, {CARD: model_card(folder, state, trained and trained.name, problem, results)})
+    write_serving_files(folder, {CARD: model_card(folder, state, trained.name if trained else None, problem, results)})
 
 
 def _write_generation_config(path: Path, settings: Mapping[str, Any]) -> None:
