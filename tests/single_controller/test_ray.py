@@ -28,9 +28,9 @@ import torch
 
 import verl.single_controller.ray
 from verl.errors import ConfigError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.registry import resolve
 from verl.single_controller.group import WorkerContext, WorkerError, WorkerGroup, WorkerLostError, WorkerView
-from verl.single_controller.local import LocalGroup
 from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
 from verl.workers.rank import _store
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.lengths import read_tasks
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
@@ -32,10 +32,9 @@ async def generate(config: Config, console: Console) -> None:
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
     prompt_ids = prompt_fn(episode_runner, config.reward.name)
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     tasks: list[Task] = []
     for source in data.val_files:
-        found, report = read_tasks(source, prompt_ids, policy)
+        found, report = read_tasks(source, prompt_ids, data)
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.eval.limit)
     episode_runner = truncating(data, episode_runner)
