@@ -18,9 +18,9 @@ from verl.config.load import load_config
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
 from verl.kit.generation import chat as terminal
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.pretrained import read_tokenizer
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 
 TOOL = '''
 def get_rain(city: str) -> str:

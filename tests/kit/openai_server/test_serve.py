@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import need_vllm
+from tests.kit.openai_server.test_chat_template import chat, trained_ids
 from verl.cli import main as toolrl
 from verl.data.rows import read_rows
 from verl.embedded import embedded_path
@@ -189,6 +190,32 @@ def streamed(client: Any, request: dict[str, Any]) -> tuple[str, list[tuple[str,
             names[call.index] = names.get(call.index, "") + (call.function.name or "")
             arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
     return content, [(names[index], json.loads(arguments[index])) for index in sorted(names)]
+
+
+@pytest.mark.slow
+def test_history_reaches_the_policy_as_in_training(server: str, tmp_path: Path) -> None:
+    """Through vLLM's own reading of messages: arguments as text, no content, parts of content."""
+    openai = pytest.importorskip("openai")
+    row = next(iter(read_rows(embedded_path("embedded:test.parquet"))))
+    prompt = TOOL.sub("", row["prompt"][0]["content"]).rstrip("\n") + "\n{tools}"
+    (tmp_path / "prompt.txt").write_text(prompt)
+    call = {"id": "c0", "type": "function", "function": {"name": "get_rain", "arguments": '{"city":"Kala"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Rain in Kala?"}, {"type": "text", "text": "Now?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c0", "content": '{"rain":  7, "note": "\\u00e9"}'},
+        {"role": "assistant", "content": "<response> 7. </response>"},
+        {"role": "user", "content": "And in Miri?"},
+    ]
+    city = {"city": {"type": "str", "description": "place"}}
+    tools = [{"type": "function", "function": {"name": "get_rain", "parameters": {"properties": city}}}]
+    client = openai.OpenAI(base_url=server, api_key="secret")
+    answer = client.chat.completions.create(
+        model="mini", messages=messages, tools=tools, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    toolrl_format = build_tool_call_format("toolrl", {"prompt_template": str(tmp_path / "prompt.txt")})
+    assert answer.prompt_token_ids == trained_ids(chat(), toolrl_format, messages, tools)
 
 
 @pytest.mark.slow
