@@ -81,9 +81,8 @@ def test_the_record_comes_first_then_rows_then_reward_then_chat_template(tmp_pat
         "tags", {"call_tag": "py", "prompt_template": "retool"}, None, {"enable_thinking": False}, separate_turns=True
     )
     tools = '<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools>'
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"prompt": [{"role": "system", "content": f"Use\n{lines}\nwell."}]})
-    )
+    row = {"prompt": [{"role": "system", "content": f"Use\n{tools}\nwell."}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     found = of({"data.train_files": [str(tmp_path / "rows.jsonl")], "reward.name": "rlla"})
     assert found.prompt is not None
     assert (found.name, found.prompt.text) == ("tool_n1", "Use\n<tools>\n{tools}\n</tools>\nwell.")
