@@ -213,7 +213,12 @@ GENERATE = Command(
     defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
     check=_check_env_judges,
 )
-CHAT = Command(name="chat", uses=_ENGINE, defaults=_GREEDY)
+_CHAT_ENV = "tools tool_call_format tool_call_format_options max_turn_tokens max_observation_tokens observation_cut"
+CHAT = Command(
+    name="chat",
+    uses=(*_ENGINE, *_keys("env", f"{_CHAT_ENV} tool_timeout_s max_concurrent_calls"), "sandbox"),
+    defaults=_GREEDY,
+)
 PROBE = Command(
     name="probe",
     uses=(*_EPISODES, "data.train_files"),

@@ -33,7 +33,7 @@ from verl.tracking.jsonl import append_jsonl, finite
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.cli import announce_checkpoint
-from verl.trainer.hooks import MAX_ROLLBACKS, NoWatch, OnlineEval, Recorder, Watch
+from verl.trainer.hooks import MAX_ROLLBACKS, NoWatch, OnlineEval, Recorder, Watch, installed_tool
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
@@ -317,6 +317,8 @@ def save_checkpoint(
                     file=str(unfinished.folder),
                 )
         train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
+        if (write_model_files := installed_tool("model_files")) is not None:
+            write_model_files(unfinished.folder / "hf", state)
         unfinished.write_state(state)
     latest = store.latest()
     assert latest is not None

@@ -13,32 +13,14 @@ from verl.types import ToolCall
 
 RAIN = ToolCall("get_rain", {"city": "Kala"})
 RAIN_LINE = '{"name": "get_rain", "parameters": {"city": "Kala"}}'
+TAGS = ["think", "tool_call", "code", "search", "answer", "python"]
 pieces = st.sampled_from(
     [
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<function=f>",
-        "</function>",
-        "<parameter=a>",
-        "</parameter>",
+        *(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")),
+        *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>"),
+        *("```python\n", "\n```\n", "```output", "x = 1", " ", "\n", "<", "[", "]", "Hello"),
+        *('{"name": "f", ', '"arguments": {"a": 1}}', '"parameters": {}}', RAIN_LINE),
     ]
-    + ["<code>", "</code>", "<search>", "</search>", "<answer>", "</answer>", "<python>", "</python>", "<|python_tag|>"]
-    + [
-        "```python\n",
-        "\n```\n",
-        "```output",
-        "x = 1",
-        " ",
-        "\n",
-        "<",
-        "[",
-        "]",
-        '{"name": "f", ',
-        '"arguments": {"a": 1}}',
-    ]
-    + [RAIN_LINE, '"parameters": {}}', "Hello"]
 )
 
 

@@ -1,14 +1,12 @@
-"""Generation without training: batch mode over data files, and interactive chat."""
+"""Generation without training, over data files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from verl.config.schema import Config
 from verl.data.lengths import read_tasks
@@ -27,7 +25,7 @@ from verl.trainer.builders.env import (
 )
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
-from verl.types import Message, Score, Task
+from verl.types import Score, Task
 from verl.utils.reward_score.rewards import build_rewards
 
 
@@ -76,28 +74,3 @@ def _format_means(scores: Sequence[Score]) -> str:
         f"{name} {sum(score.parts.get(name, 0.0) for score in scores) / len(scores):.3f}" for name in names
     )
     return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"
-
-
-async def chat(config: Config, console: Console) -> None:
-    """Interactive chat; the first line may be a system prompt."""
-    console.print("starting the engine ...")
-    config = with_model_limits(config)
-    chat = load_chat_template(config.model)
-    async with standalone_engine(config, chat) as (engine, sampling):
-        console.print("System prompt (empty for none), then your messages; an empty line ends the conversation.")
-        system = _read_line(console, "system")
-        messages = [Message("system", system)] if system else []
-        while line := _read_line(console, "you"):
-            messages.append(Message("user", line))
-            (completion,) = await engine.generate(chat.prompt_ids(messages), replace(sampling, n=1))
-            response = chat.response_text(completion.token_ids)
-            messages.append(Message("assistant", response))
-            console.print(f"[bold]model>[/] {escape(response)}")
-
-
-def _read_line(console: Console, role: str) -> str:
-    """Read a line from the terminal; empty at end of file. It blocks the event loop, so that Ctrl-C takes effect."""
-    try:
-        return console.input(f"[bold]{role}>[/] ")
-    except EOFError:
-        return ""

@@ -58,6 +58,7 @@ class TrainedFormat:
     separate_turns: bool = False
 
     def build(self) -> ToolCallFormat:
+        """Raises ConfigError."""
         return build_tool_call_format(self.name, self.options)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from verl.chat.template import ChatTemplate
 from verl.errors import ConfigError
 from verl.formats.inline import InlineFormat
+from verl.formats.prompt import TurnFormat
 from verl.kit.openai_server.chat_template import serving_chat_template
 from verl.kit.openai_server.served_model import TrainedFormat
 from verl.pretrained import read_tokenizer
@@ -31,16 +34,18 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
     """The content of each file. folder: of the model. Raises ConfigError if the format or model cannot be served."""
     tokenizer = read_tokenizer(str(folder), "model")
     tool_call_format = trained.build()
-    needs_tools = tool_call_format.template_tools
     raw = isinstance(tool_call_format, InlineFormat) and tool_call_format.raw
     template = serving_chat_template(
         tool_call_format,
-        "" if raw else base_template(tokenizer, needs_tools),
+        "" if raw else base_template(tokenizer, tool_call_format.template_tools),
         prompt=trained.prompt,
         options=trained.template_options,
         separate_turns=trained.separate_turns,
         bos_token=_bos(tokenizer) if raw else "",
     )
+    chat = ChatTemplate(tokenizer, template_options=trained.template_options)
+    if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:  # as in training
+        trained = replace(trained, options={**trained.options, "in_thought": True})
     return {CHAT_TEMPLATE: template, TOOL_PARSER: _parser_text(trained)}
 
 
