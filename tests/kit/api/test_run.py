@@ -171,8 +171,12 @@ def test_tools_and_environments_set_what_they_need(tmp_path: Path) -> None:
     assert settings_of(tmp_path, "grpo", tools=("calculator",), reward="qa") == {
         "env.tools": ["calculator"],
         "env.name": "tool",
-        "env.tool_call_format": "hermes",
         "reward.name": "qa",
+    }
+    assert settings_of(tmp_path, "toolrl_grpo", env="shop", reward=["env", {"name": "qa", "weight": 0.2}]) == {
+        "env.name": "shop",
+        "env.tool_call_format": "auto",
+        "reward": ["env", {"name": "qa", "weight": 0.2}],
     }
     assert settings_of(tmp_path, "torl", env=Judging) == {
         "env.name": Judging,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.episodes import call, calls, play, say
+from verl.config.schema import DataConfig
 from verl.data.tasks import TaskSet
 from verl.envs.base import Judge
 from verl.envs.registry import ClassFactory, build_env_factory
@@ -234,9 +235,7 @@ def test_only_a_class_with_get_reward_judges(counter: ClassFactory) -> None:
 def test_rows_as_trl_has_them(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Count.", "goal": 3}\n{"prompt": [{"role": "user", "content": "c"}], "answer": 4}\n')
-    from verl.data.source import RowFormat
-
-    tasks = TaskSet(str(path), row_format=RowFormat(map="verl.kit.class_env.class_env:as_task_row"))
+    tasks = TaskSet(str(path), data=DataConfig(map="verl.kit.class_env.class_env:as_task_row"))
     assert [task.prompt[0].content for task in tasks] == ["Count.", "c"]
     assert [(task.answer, task.extra) for task in tasks] == [("none", {"goal": 3}), ("4", {"answer": 4})]
     complete = {"prompt": "x", "reward_model": {}}

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.config.commands import EVAL, PROBE, SFT, TRAIN, Command
 from verl.config.load import load_config, read_recipe
+from verl.embedded import EMBEDDED
 from verl.envs.registry import is_plain
 from verl.errors import ConfigError
 from verl.kit.api.child import run_command
@@ -22,7 +23,7 @@ from verl.kit.api.inputs import Objects, argument, data_files, model_path
 from verl.kit.api.run import Run
 
 _ROW_MAP = "verl.kit.class_env.class_env:as_task_row"  # rows of plain classes need no gold answer
-_FORMAT = "hermes"  # with tools or an environment, unless settings or the recipe have another
+_FORMAT = "auto"  # with tools or an environment, unless settings or the recipe have another
 
 
 def train(
@@ -33,7 +34,7 @@ def train(
     reward: Any = None,
     tools: Sequence[Any] = (),
     env: Any = None,
-    recipe: str | None = "grpo",
+    recipe: str | None = None,
     steps: int | None = None,
     name: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -43,13 +44,15 @@ def train(
     model: a folder, a hub name or "embedded"; default: the recipe's
     data, val_data: a file or data set name or several, rows (dicts), a datasets.Dataset, a DataFrame; default: the
         recipe's
-    reward: a function, class or name (`toolrl.rewards.NAME`); default: the environment's own, or the recipe's
+    reward: a function, class or name (`toolrl.rewards.NAME`), or a list of these and {"name": .., "weight": ..};
+        default: the environment's own, or the recipe's
     tools: functions with type hints and docstrings, names, or {"name": .., option: ..}
     env: a class or name of an environment
+    recipe: default: grpo, for the embedded model embedded
     name: of the run's folder in trainer.default_local_dir; a name that has a run resumes it. Default: run-1, run-2 ..
     settings: any other setting by its key
     """
-    job = _Job(TRAIN, recipe, settings)
+    job = _Job(TRAIN, recipe or _default_recipe(model), settings)
     job.put_model(model)
     job.put("trainer.total_training_steps", steps)
     with job.folder("trainer.default_local_dir", name, "run") as folder:
@@ -91,7 +94,7 @@ def probe(
     reward: Any = None,
     tools: Sequence[Any] = (),
     env: Any = None,
-    recipe: str | None = "grpo",
+    recipe: str | None = None,
     limit: int | None = None,
     name: str | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -100,7 +103,7 @@ def probe(
 
     limit: number of rows
     """
-    job = _Job(PROBE, recipe, settings)
+    job = _Job(PROBE, recipe or _default_recipe(model), settings)
     job.put_model(model)
     job.put("eval.limit", limit)
     with job.folder("eval.output", name, "probe") as folder:
@@ -133,9 +136,13 @@ def evaluate(
     with job.folder("eval.output", name, "eval") as folder:
         job.put("eval.output", folder)
         job.put("eval.benchmarks", list(benchmarks))
-        job.put("reward.name", reward)
+        job.put_reward(reward)
         found: list[dict[str, Any]] = job.run("evaluate")
     return found
+
+
+def _default_recipe(model: str | Path | None) -> str:
+    return EMBEDDED if model == EMBEDDED else "grpo"
 
 
 class _Job:
@@ -162,6 +169,10 @@ class _Job:
         if data is not None:
             self.put(key, data_files(data, self._folder / "inputs" / key.partition(".")[2]))
 
+    def put_reward(self, reward: Any) -> None:
+        """One reward, or a list of several."""
+        self.put("reward" if isinstance(reward, list | tuple) else "reward.name", reward)
+
     def put_episodes(self, reward: Any, tools: Sequence[Any], env: Any) -> None:
         """The environment with its format and reward."""
         if tools and env is not None:
@@ -176,7 +187,7 @@ class _Job:
             self.put("data.map", _ROW_MAP)
         if reward is None and (hasattr(env, "get_reward") or hasattr(env, "judge")):
             reward = "env"
-        self.put("reward.name", reward)
+        self.put_reward(reward)
 
     @contextmanager
     def folder(self, key: str, name: str | None, stem: str) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from verl.embedded import PREFIX
+from verl.embedded import EMBEDDED, PREFIX
 from verl.errors import ConfigError, DataError
 from verl.registry import nearest
 from verl.system.files import replacing
@@ -112,7 +112,7 @@ def _file(source: str | Path) -> str:
 
 def model_path(model: str | Path) -> str:
     """A folder, a hub name, or `embedded`."""
-    return f"{PREFIX}model" if model == "embedded" else _file(model)
+    return f"{PREFIX}model" if model == EMBEDDED else _file(model)
 
 
 def argument(key: str, value: Any) -> str:
