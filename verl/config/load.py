@@ -37,9 +37,11 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     Obsolete keys of veRL's are listed in one warning. Raises ConfigError for unknown keys (with the nearest one), wrong
     values, and keys that have no effect.
     """
-    written = _parse(argv)
+    written = _with_reward_list(_parse(argv))
     recipe = written.pop("recipe", None)
-    preset = {} if recipe is None else _read_recipe(str(recipe), command)
+    preset = {} if recipe is None else _with_reward_list(_read_recipe(str(recipe), command))
+    if "reward.name" in written and "sum" in (written["reward.name"], preset.get("reward.name")):
+        preset = {key: value for key, value in preset.items() if not key.startswith("reward.options")}
 
     def base(key: str) -> Any:
         return preset[key] if key in preset else command.default_of(key)
@@ -56,6 +58,20 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
         result.obsolete[as_written] = why
     _report(result.obsolete, defaults)
     return config
+
+
+def _with_reward_list(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with `reward=[..]` as the reward that sums up several."""
+    if "reward" not in settings:
+        return settings
+    given = settings.pop("reward")
+    if not isinstance(given, list):
+        expected = "a list of {name: .., weight: .., options: ..}; for one reward, use reward.name"
+        raise ConfigError(f"reward={given}: must be {expected}")
+    for key in settings:
+        if key == "reward.name" or key.startswith("reward.options"):
+            raise ConfigError(f"{key} contradicts reward=[..], which has the names and options of all rewards")
+    return settings | {"reward.name": "sum", "reward.options": {"terms": given}}
 
 
 def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, LabReward, Reward, build_reward
+from verl.utils.reward_score.weighted import WeightedSum
 
 
 @cache
@@ -27,8 +28,9 @@ class Rewards:
         return self.default if task.reward in (None, self.name) else named_reward(task.reward)
 
     def names(self, task: Task) -> tuple[str, ...]:
-        """The names of the task's reward."""
-        return (task.reward or self.name,)
+        """The names of the task's reward, or of all in a sum."""
+        reward = self.of(task)
+        return reward.names if isinstance(reward, WeightedSum) else (task.reward or self.name,)
 
     def all_of(self, tasks: Iterable[Task]) -> list[Reward]:
         """The distinct rewards of these tasks, the run's own first."""
