@@ -31,7 +31,8 @@ from common import Result, Side, answer, report, requests
 from verl.algorithms.estimators.grpo import GRPO
 from verl.batch.packing import Shard
 from verl.batch.samples import to_batch
-from verl.trainer.learner import Learner, StepSettings
+from verl.config.schema import Config, DataConfig
+from verl.trainer.learner import Learner
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import (
     Completion,
@@ -130,7 +131,9 @@ def measure(prompts: int, n: int, ranks: int, prompt: int, response: int, rounds
         prompt + len(each.turns[0].completion.token_ids) for group in groups for each in group.trajectories
     )
     policy, reference = (Policy(SimulatedRanks(ranks, clock), PackSettings()) for _ in range(2))
-    learner = Learner(settings=StepSettings(), algorithm=GRPO, policy=policy, reference=reference)
+    learner = Learner(
+        config=Config(data=DataConfig(train_batch_size=1)), algorithm=GRPO, policy=policy, reference=reference
+    )
     found = []
     for _ in range(rounds + 1):
         before = psutil.Process().memory_info().rss

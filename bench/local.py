@@ -19,7 +19,7 @@ from verl.algorithms.estimators.grpo import GRPO
 from verl.batch.experience import with_advantages, with_loss_weights, with_metric_weights
 from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.batch.token_batch import TokenBatch
-from verl.single_controller.local import LocalGroup
+from verl.kit.preflight.local_group import LocalGroup
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Completion, FinishReason
 from verl.workers.fsdp_engine import FSDPEngine

@@ -41,18 +41,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from verl.batch.packed import PackedBatch
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
+from verl.config.schema import ActorConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from verl.data.tasks import TaskStream
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
-from verl.episodes.manager import RolloutManager, RolloutManagerConfig
+from verl.episodes.manager import RolloutManager
 from verl.formats.base import build_tool_call_format
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerGroup
 from verl.single_controller.ray import Bundle, Cluster
-from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.learner import Learner
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.weight_sync import WeightSync
@@ -211,12 +212,13 @@ class Processes:
         setting = EpisodeRunner(Tools(self.pace.tool_s, tails, seed), observations, EpisodeLimits(CALLS + 1, CALLS + 1))
         rollout = GroupRollout(pool, DirectScorer(EveryOther()), Sampling(1024), setting)
         tasks = [Task(str(number), (Message("user", "?"),), "a", "bench") for number in range(num_prompts)]
-        rollouts = RolloutManager(
-            RolloutManagerConfig(PROMPTS, RESPONSES, staleness, seed=seed),
-            PLAIN_GRPO,
-            TaskStream([tasks], seed=seed),
-            rollout,
+        config = Config(
+            data=DataConfig(train_batch_size=PROMPTS),
+            actor=ActorConfig(ppo_mini_batch_size=PROMPTS),
+            rollout=RolloutConfig(name="hf", n=RESPONSES, max_staleness=staleness),  # with seeds
+            trainer=TrainerConfig(seed=seed),
         )
+        rollouts = RolloutManager(config, PLAIN_GRPO, TaskStream([tasks], seed=seed), rollout)
         probes, probe_sampling = [self.chat.prompt_ids(tasks[0].prompt)], Sampling(4)
         # The script has no real log-probs: the canary runs, with an infinite tolerance.
         weight_sync = WeightSync(
@@ -227,7 +229,7 @@ class Processes:
             sampling=probe_sampling,
             tolerance=math.inf,
         )
-        learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=self.policy)
+        learner = Learner(config=config, algorithm=PLAIN_GRPO, policy=self.policy)
         return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync)
 
     def measure(self, staleness: int, tails: bool, seed: int, steps: int) -> dict[str, float]:

@@ -20,15 +20,16 @@ from transformers import AutoTokenizer
 
 from verl.batch.samples import batch_of, sample_from_completion
 from verl.chat.template import ChatTemplate
+from verl.config.schema import ActorConfig, Config, DataConfig, RolloutConfig
 from verl.episodes.group import GroupRollout
-from verl.episodes.manager import RolloutManager, RolloutManagerConfig
+from verl.episodes.manager import RolloutManager
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.scoring.pool import DirectScorer
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.builders.env import single_turn_runner
-from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.learner import Learner
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.weight_sync import WeightSync
@@ -59,14 +60,19 @@ def build_trainer(spec: Spec, policy: Policy, engine: RolloutEngine, chat: ChatT
     probes = [chat.prompt_ids(task.prompt)[:PROBE_PROMPT] for task in first_tasks(spec, chat, NUM_PROBES)]
     probe_sampling = replace(sampling, max_tokens=PROBE_TOKENS)
     layouts = policy.connect([SharedMemory], torch.bfloat16, BUCKET_BYTES)
+    config = Config(
+        data=DataConfig(train_batch_size=spec.prompts),
+        actor=ActorConfig(ppo_mini_batch_size=spec.prompts),
+        rollout=RolloutConfig(name="hf", n=spec.n),  # with seeds
+    )
     rollouts = RolloutManager(
-        RolloutManagerConfig(spec.prompts, spec.n),
+        config,
         PLAIN_GRPO,
         stream(spec, chat),
         GroupRollout(engine, DirectScorer(FunctionReward(reward)), sampling, single_turn_runner(chat, spec.response)),
     )
     timer = PhaseTimer(cpu=cpu_seconds)
-    learner = Learner(settings=StepSettings(), algorithm=PLAIN_GRPO, policy=policy, timer=timer)
+    learner = Learner(config=config, algorithm=PLAIN_GRPO, policy=policy, timer=timer)
     weight_sync = WeightSync(
         policy=policy, engine=engine, layouts=layouts, probes=probes, sampling=probe_sampling, tolerance=TOLERANCE
     )

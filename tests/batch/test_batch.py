@@ -17,7 +17,7 @@ from verl.batch.packed import PackedBatch
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import batch_of, to_batch
 from verl.batch.token_batch import TokenBatch
-from verl.single_controller.local import LocalGroup
+from verl.kit.preflight.local_group import LocalGroup
 from verl.tracking.metric import Max, Mean, combined
 from verl.trainer.policy import PackSettings, ShardedModel
 from verl.types import (

@@ -26,7 +26,7 @@ from verl.chat.template import ChatTemplate
 from verl.config.commands import PROBE
 from verl.config.load import load_config
 from verl.config.schema import DataConfig
-from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.lengths import read_tasks
 from verl.data.report import RowReport
 from verl.envs.base import Observation
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
@@ -94,11 +94,15 @@ def row(words: int) -> dict[str, Any]:
     return {"data_source": "mine", "prompt": prompt, "reward_model": {"ground_truth": "much"}}
 
 
+def rows_of(length: int, truncation: str) -> DataConfig:
+    return DataConfig(max_prompt_length=length, truncation=truncation, max_bad_share=0.2)
+
+
 def test_each_policy_counts_what_it_does(chat: ChatTemplate, tmp_path: Path) -> None:
     data = str(write_jsonl(tmp_path / "rows.jsonl", [row(5), row(100), {}, row(6), row(200)]))
 
     def read(truncation: str) -> tuple[list[str], str]:
-        tasks, report = read_tasks(data, chat.task_prompt_ids, RowPolicy(60, truncation, 0.2))
+        tasks, report = read_tasks(data, chat.task_prompt_ids, rows_of(60, truncation))
         return [task.id for task in tasks], str(report)
 
     bad = "1 with a bad prompt, row 2: is missing"
@@ -119,7 +123,7 @@ def test_each_policy_counts_what_it_does(chat: ChatTemplate, tmp_path: Path) -> 
 def test_a_dropped_row_has_no_note(chat: ChatTemplate, tmp_path: Path) -> None:
     stranger = to_row(example(name="get_news"), "train", 0)
     data = str(write_jsonl(tmp_path / "rows.jsonl", [stranger, row(5)]))
-    used, dropped = (str(read_tasks(data, chat.task_prompt_ids, RowPolicy(length, "drop"))[1]) for length in (1000, 60))
+    used, dropped = (str(read_tasks(data, chat.task_prompt_ids, rows_of(length, "drop"))[1]) for length in (1000, 60))
     assert used == "rows.jsonl: 2 rows, 2 used (1 with gold calls of unlisted tools, row 0), 0 dropped"
     assert dropped == "rows.jsonl: 2 rows, 1 used, 1 dropped (1 longer than 60 tokens)"
 

@@ -14,7 +14,8 @@ from tests.chat.test_chat import TEMPLATES, with_template
 from tests.support.tiny import MINI, save_tiny_model
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
-from verl.data.lengths import RowPolicy, fitting, read_tasks
+from verl.config.schema import DataConfig
+from verl.data.lengths import fitting, read_tasks
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
@@ -26,9 +27,9 @@ from verl.kit.bfcl.tasks import bfcl_tasks
 from verl.kit.lab import __main__ as lab
 from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.preflight.preflight import check_reward
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation
@@ -218,8 +219,14 @@ def test_unusable_environments_are_errors_with_their_row(
     more: dict[str, Any], field: str, said: str, chat: ChatTemplate, tmp_path: Path
 ) -> None:
     tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
+    config = DataConfig(max_prompt_length=10_000, max_bad_share=0.0)
     with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
-        fitting(tasks, prompt_fn(episode_runner(chat, "env.tool_call_format=hermes")), RowPolicy(10_000), tasks.report)
+        fitting(
+            tasks,
+            prompt_fn(episode_runner(chat, "env.tool_call_format=hermes")),
+            config,
+            tasks.report,
+        )
     assert caught.value.field == field and said in str(caught.value)
 
 
@@ -274,7 +281,7 @@ def test_a_wrong_name_is_an_error_whatever_share_of_rows_may_be_bad(
         read_tasks(
             source,
             prompt_fn(episode_runner(chat, "env.tool_call_format=toolrl")),
-            RowPolicy(10_000, max_bad_share=1.0),
+            DataConfig(max_prompt_length=10_000, max_bad_share=1.0),
         )
 
 

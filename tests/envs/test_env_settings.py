@@ -20,8 +20,8 @@ from tests.kit.tau2.test_env_tau2 import small_domain, small_task
 from tests.support.tiny import MINI
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
-from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, fitting
+from verl.config.schema import Config, DataConfig
+from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.envs.task_envs import TaskEnvs
 from verl.episodes.episode import EpisodeRunner
@@ -225,8 +225,8 @@ def test_rows_of_another_environment_are_told_at_the_door(name: str, tmp_path: P
     if isinstance(factory, Tau2Factory):
         factory._domains["retail"] = small_domain()
     with pytest.raises(DataError, match=rf"row 1, field '.*': is not a task of env.name={name}: .*; expected"):
-        fitting(tasks, prompt_ids, RowPolicy(100_000), tasks.report)
-    assert len(fitting(tasks, prompt_ids, RowPolicy(100_000, max_bad_share=0.5), tasks.report)) == 1
+        fitting(tasks, prompt_ids, DataConfig(max_prompt_length=100_000, max_bad_share=0.0), tasks.report)
+    assert len(fitting(tasks, prompt_ids, DataConfig(max_prompt_length=100_000, max_bad_share=0.5), tasks.report)) == 1
     assert [error.row for error in tasks.report.bad] == [1]
     spoiled = replace(tasks[0], answer='{"half": ')
     with pytest.raises(DataError, match=r"reward_model\.ground_truth"):

@@ -31,14 +31,15 @@ from verl.batch.experience import per_sample, turns_of, with_advantages
 from verl.batch.samples import Sample, batch_of, to_batch
 from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
+from verl.config.schema import Config, DataConfig, RewardConfig, RolloutConfig, TrainerConfig
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.collection import NoTrainableGroupsError, StepGroups
 from verl.episodes.group import GroupRollout
-from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
+from verl.episodes.manager import RewardFaultError, RolloutManager
 from verl.errors import ConfigError
 from verl.rollout.engine import Sampling
 from verl.trainer.builders.env import single_turn_runner
-from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.learner import Learner
 from verl.trainer.metrics import rollout_metrics
 from verl.trainer.ppo import PPOTrainer
 from verl.types import (
@@ -146,12 +147,16 @@ TASKS = [Task(f"t{number}", (Message("user", "w"),), "a", "s") for number in ran
 
 def trainer(algorithm: Algorithm, prompts: int = 2, cursor: TaskCursor | None = None) -> PPOTrainer:
     rollout = GroupRollout(None, None, Sampling(16), single_turn_runner(ChatTemplate, 16))  # type: ignore[arg-type]
-    settings = RolloutManagerConfig(prompts_per_step=prompts, rollouts_per_prompt=2, seed=1)
+    config = Config(
+        data=DataConfig(train_batch_size=prompts),
+        rollout=RolloutConfig(name="hf", n=2),
+        trainer=TrainerConfig(seed=1),
+    )
     model: Any = object()
     reference = None if algorithm.kl.placement is KLPlacement.NONE else model
     stream = TaskStream([TASKS], cursor=cursor)
-    learner = Learner(settings=StepSettings(), algorithm=algorithm, policy=model, reference=reference)
-    rollouts = RolloutManager(settings, algorithm, stream, rollout)
+    learner = Learner(config=config, algorithm=algorithm, policy=model, reference=reference)
+    rollouts = RolloutManager(config, algorithm, stream, rollout)
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=model)
 
 
@@ -241,10 +246,10 @@ def test_without_its_greedy_response_a_group_is_left_out(monkeypatch: pytest.Mon
     script = Scripted(dict.fromkeys(names, (0.0, 1.0)), monkeypatch)
     script.broken.add(names[0])
     learning = trainer(REMAX)
-    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
+    learning.rollouts.config = replace(learning.rollouts.config, reward=RewardConfig(max_fault_share=0.5))
     collected = asyncio.run(learning.rollouts.take(learning.step))
     assert [each.task.id for each in collected.kept] == [names[1]] and collected.drawn[0].faults == ("down",)
-    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.1)
+    learning.rollouts.config = replace(learning.rollouts.config, reward=RewardConfig(max_fault_share=0.1))
     with pytest.raises(RewardFaultError):
         script.broken.update(names)
         asyncio.run(learning.rollouts.take(learning.step))
@@ -254,7 +259,7 @@ def test_greedy_responses_count_among_those_that_may_fail(monkeypatch: pytest.Mo
     script = Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)  # one of two is lost
     script.broken.update(order(6))
     learning = trainer(REMAX)
-    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
+    learning.rollouts.config = replace(learning.rollouts.config, reward=RewardConfig(max_fault_share=0.5))
     with pytest.raises(RewardFaultError, match="4 of 6 responses"):
         asyncio.run(learning.rollouts.take(learning.step))
 
@@ -265,7 +270,7 @@ def test_a_lone_response_is_trained_where_nothing_is_compared(
 ) -> None:
     Scripted(dict.fromkeys(order(6), (1.0,)), monkeypatch)
     learning = trainer(algorithm)
-    learning.rollouts.settings = replace(learning.rollouts.settings, max_fault_share=0.5)
+    learning.rollouts.config = replace(learning.rollouts.config, reward=RewardConfig(max_fault_share=0.5))
     try:
         assert len(asyncio.run(learning.rollouts.take(learning.step)).kept) == num_kept
     except NoTrainableGroupsError:

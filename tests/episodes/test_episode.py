@@ -29,9 +29,9 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError, EngineError, ServiceDownError
 from verl.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer, Fault
 from verl.trainer.metrics import tool_metrics
 from verl.types import (

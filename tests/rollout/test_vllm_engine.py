@@ -24,14 +24,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tests.conftest import ROOT, need_vllm
 from tests.kit.plan.test_plan import plan_of
 from tests.rollout.test_hf_engine import trainer_logprobs
+from tests.support.every import every
 from tests.support.tiny import save_untrained
 from tests.support.weight_sync import sync
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with
-from verl.single_controller.local import LocalGroup
 from verl.system.scratch import scratch_folder
 from verl.transfer.bucket import BucketLayout, BucketSender
 from verl.transfer.shared_memory import ByReference, SharedFile, SharedMemory
@@ -73,6 +74,9 @@ class Runner:
 
 def settings(path: Path, dtype: str = "float32") -> VLLMSettings:
     return VLLMSettings(str(path), ROOM, dtype=dtype, tokenizer_path=str(TOKENIZER), kv_cache_gib=0.25, max_num_seqs=32)
+
+
+pytestmark = pytest.mark.long  # an engine takes 10 s to start
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +124,6 @@ def mean_gap(runner: Runner, policy: PackedPolicy, temperature: float, version: 
     return sum(found) / len(found)
 
 
-@pytest.mark.long
 def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(model_path: Path, runner: Runner) -> None:
     policy = PackedPolicy(load_causal_lm(str(model_path)))
     runner.sync(1, policy)  # other tests may have come first
@@ -163,10 +166,9 @@ def test_a_repetition_penalty_makes_what_was_said_less_likely(runner: Runner, po
         gains[token] = completion.logprobs[0] - trainer_logprobs(policy, PROMPTS[2], [token], 1.0)[0]
     others = [gain for token, gain in gains.items() if token not in PROMPTS[2]]
     assert len(others) > 3 and max(others) - min(others) < 1e-3 and min(others) > 1e-3
-    assert all(gain < min(others) - 1e-3 for token, gain in gains.items() if token in PROMPTS[2])
+    assert every(gain < min(others) - 1e-3 for token, gain in gains.items() if token in PROMPTS[2])
 
 
-@pytest.mark.long
 def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner: Runner, policy: PackedPolicy) -> None:
     first, second = runner.generate([PROMPTS[0]], Sampling(6, 0.0, n=2))
     assert first == second
@@ -177,7 +179,6 @@ def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner:
         assert max(range(VOCABULARY), key=logprobs.__getitem__) == token
 
 
-@pytest.mark.long
 def test_responses_end_where_told_and_nowhere_else(runner: Runner, policy: PackedPolicy) -> None:
     del policy
     (free,) = runner.generate([PROMPTS[0]], Sampling(6, 0.0))
@@ -466,7 +467,6 @@ def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: 
         asyncio.run(lost(process))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_an_uninterrupted_request_is_aborted_by_an_engine_that_ends(interrupted: bool) -> None:
     """A stand-in for vLLM with a real process: after SIGTERM its core aborts all requests, then it is gone."""
@@ -578,7 +578,6 @@ def test_vllm_ends_with_its_owner(model_path: Path, tmp_path: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.long
 def test_an_engine_ends_with_an_owner_whose_death_nobody_asks_after() -> None:
     owner, core = subprocess.Popen([sys.executable, "-c", ""]), subprocess.Popen(["sleep", "100"])
     while psutil.Process(owner.pid).status() != psutil.STATUS_ZOMBIE:

@@ -19,7 +19,7 @@ from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.formats.prompt import load_template
-from verl.kit.sft.demonstrations import _quoted, read_demonstrations
+from verl.kit.sft.demonstrations import _QUOTED_OUTPUT, read_demonstrations
 from verl.types import Task
 from verl.utils.reward_score import LabReward, build_reward
 
@@ -244,7 +244,7 @@ def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: P
         "He sold 48/2 =\n<code>\n```python\nprint(48/2)\n```\n</code>\n<interpreter>\n24.0\n</interpreter>\n\n24 clips."
     )
     assert response.endswith("25 in all.\n<answer>\n\\boxed{25}\n</answer>")
-    assert [response[start:end] for start, end in _quoted(response)] == [
+    assert [found[0] for found in _QUOTED_OUTPUT.finditer(response)] == [
         f"<interpreter>\n{output}\n</interpreter>" for output in ("24.0", "8.399999999999999", "25")
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.parquet"

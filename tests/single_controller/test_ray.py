@@ -28,9 +28,9 @@ import torch
 
 import verl.single_controller.ray
 from verl.errors import ConfigError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.registry import resolve
 from verl.single_controller.group import WorkerContext, WorkerError, WorkerGroup, WorkerLostError, WorkerView
-from verl.single_controller.local import LocalGroup
 from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
 from verl.workers.rank import _store
 
@@ -438,6 +438,7 @@ ray.get(intrude.remote(), timeout=60)
 @pytest.mark.parametrize("with_token", ["none", "wrong", "right"])
 def test_nobody_runs_anything_without_the_token(with_token: str, cluster: Cluster, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    variables |= verl.single_controller.ray._LOOPBACK  # else Ray looks for it at another address of this machine
     variables |= {
         "none": {"RAY_AUTH_MODE": "disabled"},
         "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},

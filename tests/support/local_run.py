@@ -20,10 +20,10 @@ from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
 from verl.kit.collapse.collapse import CollapseWatch
+from verl.kit.preflight.local_group import LocalGroup
 from verl.kit.replay.record import Recorder
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext, WorkerView
-from verl.single_controller.local import LocalGroup
 from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Run, build_trackers

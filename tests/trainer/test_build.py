@@ -48,7 +48,6 @@ from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import (
     load_chat_template,
     load_tasks,
-    rollout_settings,
     run_folder,
     train_sampling,
     val_sampling,
@@ -624,7 +623,5 @@ def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:
 
 
 def test_training_seeds_requests_of_the_transformers_engine_alone() -> None:
-    seeds = {
-        name: rollout_settings(load_config([f"rollout.name={name}", "trainer.seed=3"])).seed for name in ("vllm", "hf")
-    }
+    seeds = {name: load_config([f"rollout.name={name}", "trainer.seed=3"]).rollout_seed for name in ("vllm", "hf")}
     assert seeds == {"vllm": None, "hf": 3}

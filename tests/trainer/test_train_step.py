@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
 from tests.batch.test_packing import VOCABULARY, tiny_model
+from tests.support.every import every
 from tests.support.metric_names import known
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.correction import UNBOUNDED, Correction, token_weights
@@ -42,19 +43,20 @@ from verl.batch.samples import Sample, batch_of
 from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
+from verl.config.schema import ActorConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from verl.data.tasks import TaskStream
 from verl.episodes.group import GroupRollout
-from verl.episodes.manager import RewardFaultError, RolloutManager, RolloutManagerConfig
+from verl.episodes.manager import RewardFaultError, RolloutManager
 from verl.errors import ConfigError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.scoring.pool import DirectScorer
-from verl.single_controller.local import LocalGroup
 from verl.tracking.flops import DecoderShape
 from verl.tracking.metric import Max, Metric
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.env import single_turn_runner
-from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.learner import Learner
 from verl.trainer.metrics import Meter, Metrics
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
@@ -126,7 +128,11 @@ def trainer(
     reference = policy(lr) if algorithm.kl.placement is not KLPlacement.NONE else None
     engine, chat, learner = HFEngine(rollout_model), ChatTemplate(tokenizer()), policy(lr)
     rollout = GroupRollout(engine, DirectScorer(scorer), sampling, single_turn_runner(chat, sampling.max_tokens))  # type: ignore[arg-type]
-    settings = StepSettings(minibatches_per_step=minibatches)
+    config = Config(
+        data=DataConfig(train_batch_size=4),
+        actor=ActorConfig(ppo_mini_batch_size=4 // minibatches),
+        rollout=RolloutConfig(name="hf", n=8),
+    )
     probes = [chat.prompt_ids(tasks[0].prompt)]
     layouts = learner.connect([SharedMemory], torch.float32, 1000)  # small, so that there are several
     assert len(layouts) > 3
@@ -138,9 +144,9 @@ def trainer(
         sampling=replace(sampling, seed=1),
         tolerance=1e-4,
     )
-    rollouts = RolloutManager(RolloutManagerConfig(4, 8), algorithm, TaskStream([tasks]), rollout)
+    rollouts = RolloutManager(config, algorithm, TaskStream([tasks]), rollout)
     whole = Learner(
-        settings=settings,
+        config=config,
         algorithm=algorithm,
         policy=learner,
         reference=reference,
@@ -193,15 +199,19 @@ def test_ppo_learns_and_so_does_its_critic() -> None:
     assert [name for name in history[0] if not known(name)] == []
 
 
+def with_epochs(config: Config, epochs: int) -> Config:
+    return replace(config, actor=replace(config.actor, ppo_epochs=epochs))
+
+
 def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_first() -> None:
     once, twice = (trainer(PLAIN, minibatches=1) for _ in range(2))
-    twice.learner.settings = replace(twice.learner.settings, epochs=2)
+    twice.learner.config = with_epochs(twice.learner.config, 2)
     result = asyncio.run(once.train_step())
     assert result.metrics["actor/ppo_kl"] == 0.0
     assert twice.learner.learn(result.batch, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
     updates = []
     spied = trainer(PLAIN, minibatches=2)
-    spied.learner.settings = replace(spied.learner.settings, epochs=3)
+    spied.learner.config = with_epochs(spied.learner.config, 3)
     update = Policy.update
 
     def spy(self: Policy, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool) -> dict[str, Metric]:
@@ -248,10 +258,10 @@ def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
 
 def test_in_the_warm_up_the_critic_alone_learns() -> None:
     learning = trainer(PPO, critic=value_model())
-    learning.learner.settings = replace(learning.learner.settings, critic_warmup=1)
+    learning.learner.config = replace(learning.learner.config, trainer=TrainerConfig(critic_warmup=1))
     before = weights(learning)
     first = stepped(learning)
-    assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
+    assert every(torch.equal(full, before[name]) for name, full in weights(learning).items())
     assert "actor/loss" not in first and first["critic/grad_norm"] > 0
     assert "actor/loss" in stepped(learning)
 
@@ -368,7 +378,7 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
     for _ in range(2):
         first, second = stepped(one), stepped(two)
         assert untimed(first) == untimed(second)
-    assert all(torch.equal(full, weights(two)[name]) for name, full in weights(one).items())
+    assert every(torch.equal(full, weights(two)[name]) for name, full in weights(one).items())
 
 
 def test_groups_without_a_signal_change_nothing() -> None:
@@ -376,7 +386,7 @@ def test_groups_without_a_signal_change_nothing() -> None:
     before = weights(learning)
     metrics = stepped(learning)
     assert metrics["reward/zero_variance_groups"] == 1.0 and metrics["actor/grad_norm"] == 0.0
-    assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
+    assert every(torch.equal(full, before[name]) for name, full in weights(learning).items())
 
 
 class OnlyTheFirstTaskDiffers:
@@ -490,7 +500,7 @@ def test_the_engine_generates_with_the_trained_weights() -> None:
     engine = learning.rollouts.rollout.engine
     assert isinstance(engine, HFEngine)
     own = dict(engine._model.named_parameters(remove_duplicate=False))
-    assert all(torch.equal(own[name], full) for name, full in weights(learning).items())
+    assert every(torch.equal(own[name], full) for name, full in weights(learning).items())
 
 
 def sample(mask: tuple[bool, ...], reward: float, group: int = 0) -> Sample:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any
 
 from verl.config.schema import Config, EnvConfig, TrainerConfig
 from verl.errors import ConfigError
 
+_DEFAULTS = Config()
 _MAX_RESPONSES = 256  # per prompt, so that seeds of tasks do not overlap
 
 
@@ -30,7 +30,7 @@ class Command:
         """The default of a key; None below a key that accepts any."""
         if key in self.defaults:
             return self.defaults[key]
-        value: Any = _schema_defaults()
+        value: Any = _DEFAULTS
         for name in key.split("."):
             value = getattr(value, name, None)
         return value
@@ -51,11 +51,6 @@ def within(key: str, groups: tuple[str, ...]) -> bool:
 def groups_of(keys: tuple[str, ...]) -> list[str]:
     """The top groups of some keys, each once."""
     return list(dict.fromkeys(each.partition(".")[0] for each in keys))
-
-
-@cache
-def _schema_defaults() -> Config:
-    return Config()
 
 
 def _check_training(config: Config) -> None:

@@ -6,11 +6,12 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -20,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
 from verl.config.legacy import our_key, take_defaults, translate
 from verl.config.schema import Config
+from verl.config.show import leaves
 from verl.config.unused_keys import unused_reasons
 from verl.config.verl_keys import GROUPS, short, vocabulary
 from verl.embedded import with_embedded_paths
@@ -169,17 +171,9 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def known_keys(kind: type = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """All keys of the tree; one that ends in a dot accepts any key below it."""
-    types = get_type_hints(kind)
-    keys = []
-    for item in fields(kind):
-        inner, key = types[item.name], f"{prefix}{item.name}"
-        if is_dataclass(inner) and isinstance(inner, type):
-            keys += known_keys(inner, f"{key}.")
-        else:
-            keys.append(f"{key}." if getattr(inner, "__origin__", None) is dict else key)
-    return keys
+    return [f"{key}." if get_origin(kind) is dict else key for key, kind, _ in leaves(Config())]
 
 
 def _instead(key: str, command: Command) -> str:
@@ -207,12 +201,18 @@ def _make_writable(tree: DictConfig) -> None:
             _make_writable(tree[key])
 
 
+@cache
+def _defaults() -> DictConfig:
+    tree: DictConfig = OmegaConf.structured(Config)  # takes five times as long as a copy
+    _make_writable(tree)
+    return tree
+
+
 def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, str] = {}) -> Config:
     """spelled: keys as written by the user, where they differ"""
     known = known_keys()
     open_keys = tuple(key for key in known if key.endswith("."))
-    tree = OmegaConf.structured(Config)
-    _make_writable(tree)
+    tree = deepcopy(_defaults())
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
             written = spelled.get(key, key)

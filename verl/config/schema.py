@@ -491,6 +491,15 @@ class Config:
         return self.rollout.num_engines or max(1, self.num_ranks // self.rollout.tensor_model_parallel_size)
 
     @property
+    def rollout_seed(self) -> int | None:
+        """Of the requests; None: the engine's own random stream.
+
+        vLLM samples seeded rows one by one in a Python loop,
+        and results depend on the batch composition anyway.
+        """
+        return self.trainer.seed if self.rollout.name == "hf" else None
+
+    @property
     def minibatches_per_step(self) -> int:
         """Mini-batches per batch; each is one optimizer step per PPO epoch."""
         return max(1, self.data.train_batch_size // self.actor.ppo_mini_batch_size)

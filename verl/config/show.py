@@ -16,7 +16,7 @@ from verl.config.schema import Config
 
 def as_yaml(config: Config, command: Command) -> str:
     tree: dict[str, Any] = {}
-    for key, _, value in _leaves(config):
+    for key, _, value in leaves(config):
         *groups, name = key.split(".")
         if command.has(key):
             reduce(lambda place, group: place.setdefault(group, {}), groups, tree)[name] = value
@@ -26,7 +26,7 @@ def as_yaml(config: Config, command: Command) -> str:
 
 def key_table(command: Command) -> Table:
     table = Table("key", "type", "default", box=None, pad_edge=False)
-    for key, kind, _ in _leaves(Config()):
+    for key, kind, _ in leaves(Config()):
         if command.has(key):
             kind_name = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
             default = command.default_of(key)
@@ -34,12 +34,12 @@ def key_table(command: Command) -> Table:
     return table
 
 
-def _leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, type, value) of every setting."""
     types = get_type_hints(type(group))
     for item in fields(group):
         value, key = getattr(group, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
-            yield from _leaves(value, f"{key}.")
+            yield from leaves(value, f"{key}.")
         else:
             yield key, types[item.name], value

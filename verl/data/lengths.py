@@ -1,34 +1,19 @@
 """Overlong prompts are truncated, dropped or an error; prompts that the chat template rejects are bad rows.
 
 The length is that of the initial observation: `prompt_ids` returns its tokens before truncation
-(verl.trainer.builders.env.prompt_fn).
+(verl.trainer.builders.env.prompt_fn). `ChatTemplate.max_prompt_tokens` truncates.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from verl.config.schema import DataConfig
 from verl.data.report import RowReport
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, file_and_row
 from verl.types import Task
 
 PromptIds = Callable[[Task], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class RowPolicy:
-    """Which rows of a file are used.
-
-    max_prompt_length: in tokens
-    truncation: for longer prompts: "left" keeps their last tokens (applied by `ChatTemplate.max_prompt_tokens` wherever
-        a prompt is used), "drop" drops them, "error" raises
-    max_bad_share: maximum share of unusable rows in a file
-    """
-
-    max_prompt_length: int
-    truncation: str = "error"
-    max_bad_share: float = 0.0
 
 
 def prompt_excess(num_tokens: int, max_prompt_length: int) -> str | None:
@@ -53,17 +38,17 @@ class TaskSubset(Sequence[Task]):
         return self._tasks[self._numbers[place]]
 
 
-def read_tasks(source: str, prompt_ids: PromptIds, policy: RowPolicy) -> tuple[Sequence[Task], RowReport]:
+def read_tasks(source: str, prompt_ids: PromptIds, config: DataConfig) -> tuple[Sequence[Task], RowReport]:
     """(the usable tasks of a file, the report on its rows). Raises DataError like `TaskSet` and `fitting`."""
-    tasks = TaskSet(source, policy.max_bad_share)
-    return fitting(tasks, prompt_ids, policy, tasks.report), tasks.report
+    tasks = TaskSet(source, config.max_bad_share)
+    return fitting(tasks, prompt_ids, config, tasks.report), tasks.report
 
 
-def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, report: RowReport) -> Sequence[Task]:
+def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, config: DataConfig, report: RowReport) -> Sequence[Task]:
     """The tasks whose prompts the chat template accepts and that fit; the others are counted in `report`.
 
-    Raises DataError for an overlong prompt if `policy.truncation` is "error", for more rejected prompts than
-    `policy.max_bad_share` allows, and if no task is left.
+    Raises DataError for an overlong prompt if `config.truncation` is "error", for more rejected prompts than
+    `config.max_bad_share` allows, and if no task is left.
     """
     numbers = []
     for number, task in enumerate(tasks):
@@ -71,16 +56,16 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, policy: RowPolicy, rep
         try:
             length = len(prompt_ids(task))
         except DataError as error:
-            report.add_bad(error.at(file=file, row=row), policy.max_bad_share)
+            report.add_bad(error.at(file=file, row=row), config.max_bad_share)
             continue
-        if problem := prompt_excess(length, policy.max_prompt_length):
-            if policy.truncation == "error":
+        if problem := prompt_excess(length, config.max_prompt_length):
+            if config.truncation == "error":
                 hint = "Raise it, or set data.truncation=left or data.truncation=drop"
                 raise DataError(problem, hint=hint, file=file, row=row)
-            if policy.truncation == "drop":
-                report.drop(f"longer than {policy.max_prompt_length} tokens", row)
+            if config.truncation == "drop":
+                report.drop(f"longer than {config.max_prompt_length} tokens", row)
                 continue
-            report.notes[f"cut to the last {policy.max_prompt_length} tokens"] += 1
+            report.notes[f"cut to the last {config.max_prompt_length} tokens"] += 1
         numbers.append(number)
-    report.check(policy.max_bad_share)
+    report.check(config.max_bad_share)
     return tasks if len(numbers) == len(tasks) else TaskSubset(tasks, numbers)

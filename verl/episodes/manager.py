@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
+from verl.config.schema import Config
 from verl.data.tasks import TaskStream
 from verl.episodes.collection import StepGroups, apply_overlong_penalty
 from verl.episodes.group import GroupRollout
@@ -32,16 +33,6 @@ _SHOWN_FAULTS = 3
 
 class RewardFaultError(VerlError, RuntimeError):
     """The reward failed on more responses than max_fault_share allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutManagerConfig:
-    prompts_per_step: int
-    rollouts_per_prompt: int
-    max_staleness: int = 0  # max lag of a sample's oldest token behind the policy, in weight versions
-    max_reuse: int = 1  # max steps that train on a group, as far as its staleness allows
-    max_fault_share: float = 0.1  # max fraction of a step's responses that may go unscored
-    seed: int | None = 0  # of the requests; None: the engine uses its own random stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,7 @@ class _Used:
 class RolloutManager:
     """Draws prompts and returns their rollouts, one step at a time."""
 
-    settings: RolloutManagerConfig
+    config: Config
     algorithm: Algorithm
     tasks: TaskStream
     rollout: GroupRollout
@@ -94,19 +85,20 @@ class RolloutManager:
     _failed: asyncio.Task[TrajectoryGroup] | None = None
 
     def __post_init__(self) -> None:
-        kept_for_reuse = self.settings.max_reuse - 1  # versions; prompts started earlier would be too stale for reuse
-        self.depth = LookaheadController(self.settings.max_staleness - kept_for_reuse)
+        rollout = self.config.rollout
+        kept_for_reuse = rollout.max_reuse - 1  # versions; prompts started earlier would be too stale for reuse
+        self.depth = LookaheadController(rollout.max_staleness - kept_for_reuse)
 
     async def take(self, step: int) -> StepGroups:
         """Groups for the step that trains version `step` of the weights, which the engines hold.
 
         Raises RewardFaultError if too many responses were not scored, NoTrainableGroupsError if no group is left.
         """
-        n, waited = self.settings.rollouts_per_prompt, 0.0
+        n, waited = self.config.rollout.n, 0.0
         min_group_size = 2 if n > 1 and self.algorithm.needs_group else 1
         collected = StepGroups(self.algorithm, min_group_size, depth=self.depth.steps_ahead)
         self._add_reused(collected, step)
-        wanted = left = self.settings.prompts_per_step - len(collected.reused)
+        wanted = left = self.config.data.train_batch_size - len(collected.reused)
         await self._draw(wanted + self.depth.steps_ahead * self._fresh_per_step - len(self._slots), step)
         while left > 0:
             started = self.clock()
@@ -147,13 +139,13 @@ class RolloutManager:
     @property
     def _fresh_per_step(self) -> int:
         """Groups per step that are not reused, once there are groups to reuse."""
-        return -(-self.settings.prompts_per_step // self.settings.max_reuse)
+        return -(-self.config.data.train_batch_size // self.config.rollout.max_reuse)
 
     def _add_reused(self, collected: StepGroups, step: int) -> None:
         """Add groups of earlier steps, newest first."""
-        most, oldest = self.settings.max_reuse, step - self.settings.max_staleness
+        most, oldest = self.config.rollout.max_reuse, step - self.config.rollout.max_staleness
         self._used = [used for used in self._used if used.uses < most and used.policy_version >= oldest]
-        count = self.settings.prompts_per_step - self._fresh_per_step
+        count = self.config.data.train_batch_size - self._fresh_per_step
         for used in self._used[::-1][:count]:
             used.uses += 1
             collected.add_reused(used.group, step - used.policy_version)
@@ -179,13 +171,12 @@ class RolloutManager:
 
     def _seed(self, draw: Draw) -> int | None:
         """Seed of the prompt's first rollout; the others count up from it."""
-        if self.settings.seed is None:
-            return None
-        return (self.settings.seed << 40) + draw.number * self.settings.rollouts_per_prompt
+        seed = self.config.rollout_seed
+        return None if seed is None else (seed << 40) + draw.number * self.config.rollout.n
 
     async def _roll(self, task: Task, version: int, seed: int | None) -> TrajectoryGroup:
         """One prompt's rollouts; an empty group if its greedy baseline failed."""
-        rolled = self.rollout.run(task, self.settings.rollouts_per_prompt, version, seed)
+        rolled = self.rollout.run(task, self.config.rollout.n, version, seed)
         if not self.algorithm.greedy_baseline:
             return await rolled
         greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
@@ -218,7 +209,7 @@ class RolloutManager:
         if self._failed is not None:
             self._failed.result()
         for place, slot in enumerate(self._slots):
-            steps_to_spare = slot.policy_version + self.settings.max_staleness - step
+            steps_to_spare = slot.policy_version + self.config.rollout.max_staleness - step
             if slot.work.done():
                 return slot
             if steps_to_spare == 0 or place + 1 > left - 1 + steps_to_spare * self._fresh_per_step:
@@ -244,8 +235,8 @@ class RolloutManager:
     def _checked_faults(self, collected: StepGroups, step: int) -> str:
         """The number of faults and the first ones; empty without any. Raises RewardFaultError for too many."""
         faults = [fault for group in collected.drawn for fault in group.faults]
-        total = len(collected.drawn) * (self.settings.rollouts_per_prompt + self.algorithm.greedy_baseline)
-        shown, limit = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), self.settings.max_fault_share
+        total = len(collected.drawn) * (self.config.rollout.n + self.algorithm.greedy_baseline)
+        shown, limit = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), self.config.reward.max_fault_share
         message = f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
         if len(faults) > limit * total:
             raise RewardFaultError(f"{message}\nMore than reward.max_fault_share={limit:g}: fix the cause and resume")

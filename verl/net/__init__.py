@@ -1,1 +1,1 @@
-"""HTTP between processes: a pool of endpoints, health checks of services."""
+"""Services of a run: health checks and the token of our own."""

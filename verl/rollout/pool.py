@@ -46,7 +46,37 @@ class _ReplacedError(Exception):
     """The engine was lost and is being replaced."""
 
 
-class EnginePool:
+@dataclass(eq=False)
+class EngineSubset:
+    """Some engines of a pool, as a weight sync sees them. Engines lost meanwhile are skipped."""
+
+    pool: EnginePool
+    ranks: Sequence[int]
+
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
+        await self.pool._on(self.ranks, Method("begin_weights"), layouts)
+
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
+        """Handles may be references (`WorkerGroup.call_ref`), so that they go directly to the engines."""
+        sources = self.pool._sources
+        calls = {rank: (layout, *(handles[place] for place in sources[rank])) for rank in self.ranks}
+        await self.pool._each(calls, Method("load_bucket"))
+
+    async def end_weights(self, version: int) -> None:
+        pool = self.pool
+        await pool._on(self.ranks, Method("end_weights"), version)
+        if version != pool.version:
+            pool._in_a_row = [0] * len(pool._in_a_row)
+        pool.version = version
+        pool._synced |= set(self.ranks) - pool._lost.keys()
+        if not pool._paused:
+            pool._admit()
+
+    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        return await self.pool._on(self.ranks, Method("generate"), prompt_ids, sampling)
+
+
+class EnginePool(EngineSubset):
     """A RolloutEngine over a worker group whose workers are engines."""
 
     def __init__(
@@ -62,6 +92,7 @@ class EnginePool:
         decode: tokens to text; needed for stop strings of responses that continue with new weights
         remake: restarts a lost engine; None: losing an engine is an error
         """
+        super().__init__(self, range(workers.size))
         self._workers = workers
         self._sources = sources
         self._on_weight_sync = on_weight_sync
@@ -198,12 +229,8 @@ class EnginePool:
         remade, retried, self.num_remade, self.num_retried = self.num_remade, self.num_retried, 0, 0
         return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
 
-    @property
-    def _all(self) -> EngineSubset:
-        return EngineSubset(self, range(self._workers.size))
-
     async def interrupt(self) -> None:
-        await self._on(range(self._workers.size), Method("interrupt"))
+        await self._on(self.ranks, Method("interrupt"))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Wait until no response is in flight, then start the weight sync; new requests wait until its end."""
@@ -215,17 +242,10 @@ class EnginePool:
                     await self.interrupt()  # repeatedly, because a request may still be on its way to an engine
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._landed.wait(), _INTERRUPT_AGAIN_S)
-            await self._all.begin_weights(layouts)
+            await super().begin_weights(layouts)
         except BaseException:
             self._open.set()  # requests run on the old weights, or raise if there are none
             raise
-
-    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Offers may be references (`WorkerGroup.call_ref`), so that they go directly to the engines."""
-        await self._all.load_bucket(layout, *handles)
-
-    async def end_weights(self, version: int) -> None:
-        await self._all.end_weights(version)
 
     def _admit(self) -> None:
         self._ready |= self._synced - self._lost.keys()
@@ -244,13 +264,10 @@ class EnginePool:
             self._admit()
 
     async def sleep(self) -> None:
-        await self._on(range(self._workers.size), Method("sleep"))
+        await self._on(self.ranks, Method("sleep"))
 
     async def close(self) -> None:
-        await self._on(range(self._workers.size), Method("close"))
-
-    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        return await self._all.probe(prompt_ids, sampling)
+        await self._on(self.ranks, Method("close"))
 
     async def _on(self, ranks: Iterable[int], function: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
         """Call a function on these engines; results of those that are not lost."""
@@ -267,35 +284,6 @@ class EnginePool:
 
         asked = (answer(rank, args) for rank, args in calls.items() if rank not in self._lost)
         return list(chain.from_iterable(await asyncio.gather(*asked)))
-
-
-@dataclass(frozen=True)
-class EngineSubset:
-    """Some engines of a pool, as a weight sync sees them. Engines lost meanwhile are skipped."""
-
-    pool: EnginePool
-    ranks: Sequence[int]
-
-    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        await self.pool._on(self.ranks, Method("begin_weights"), layouts)
-
-    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        sources = self.pool._sources
-        calls = {rank: (layout, *(handles[place] for place in sources[rank])) for rank in self.ranks}
-        await self.pool._each(calls, Method("load_bucket"))
-
-    async def end_weights(self, version: int) -> None:
-        pool = self.pool
-        await pool._on(self.ranks, Method("end_weights"), version)
-        if version != pool.version:
-            pool._in_a_row = [0] * len(pool._in_a_row)
-        pool.version = version
-        pool._synced |= set(self.ranks) - pool._lost.keys()
-        if not pool._paused:
-            pool._admit()
-
-    async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        return await self.pool._on(self.ranks, Method("generate"), prompt_ids, sampling)
 
 
 def _rest(sampling: Sampling, pieces: Sequence[Completion]) -> Sampling:

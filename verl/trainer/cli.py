@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from verl.checkpoint.crash import exit_code_of, is_reported
+from verl.checkpoint.crash import crash_reported, exit_code_of, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
 from verl.config.load import load_config
@@ -166,3 +166,32 @@ def check_model(config: ModelConfig, critic_path: str | None = None, key: str = 
     for key, path in paths.items():
         if path is not None and path.startswith((".", "/", "~")) and not Path(path).is_dir():
             raise ConfigError(f"{key}: there is no folder {path!r}")
+
+
+def run_tool(name: str, config: Config, console: Console) -> int:
+    """Run an asynchronous tool of the kit, after the remaining checks. Returns the exit code."""
+    check_engine(config.rollout.name)
+    from verl.system.daemon import run_async  # slow imports: after the cheap checks
+    from verl.trainer.builders.env import check_names
+
+    check_names(config.env, config.data.prompt_template)
+    from verl.trainer.hooks import needed_tool
+
+    run_async(needed_tool(name)(config, console))
+    return 0
+
+
+@contextmanager
+def in_run_folder(config: Config, alone: bool = True) -> Iterator[Path]:
+    """The run folder, for exclusive use if `alone`; errors of the block are then reported in it."""
+    from verl.system.files import check_temporary
+    from verl.system.lock import alone_in
+    from verl.trainer.builders.run import run_folder
+
+    folder = run_folder(config.trainer)
+    check_temporary()
+    if not alone:
+        yield folder
+        return
+    with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
+        yield folder

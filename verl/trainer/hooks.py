@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -48,36 +47,28 @@ def installed_tool(name: str) -> Any | None:
 
 
 class Watch(Protocol):
-    """Looks for a collapse in the metrics of every step."""
+    """Looks for a collapse in the metrics of every step. By default it has no rules."""
 
     @property
     def triggered(self) -> Mapping[str, Any]:
         """The rules that are triggered now."""
+        return {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[object]:
         """The alarms raised by this step; `str` describes one."""
-
-    def state(self) -> dict[str, Any]:
-        """As plain JSON."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state()`."""
-
-
-@dataclass(frozen=True)
-class NoWatch:
-    """No rules."""
-
-    triggered: Mapping[str, Any] = field(default_factory=dict)
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> Sequence[object]:
         return ()
 
     def state(self) -> dict[str, Any]:
+        """As plain JSON."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """No-op."""
+        """Resume from `state()`."""
+        return
+
+
+class NoWatch(Watch):
+    """No rules."""
 
 
 class Recorder(Protocol):

@@ -9,26 +9,18 @@ from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import nonzero_advantage_rows, with_advantages, with_selected
 from verl.batch.token_batch import Ints, TokenBatch
+from verl.config.schema import Config
 from verl.tracking.metric import Metric, combined
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl
 from verl.trainer.policy import Critic, Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    minibatches_per_step: int = 1
-    epochs: int = 1  # passes over the mini-batches
-    critic_warmup: int = 0  # initial steps that update only the critic
-    train_on_observations: bool = False  # also on the environment's tokens
-    seed: int = 0
-
-
 @dataclass(kw_only=True)
 class Learner:
     """Policy, reference and critic, and their training on a batch."""
 
-    settings: StepSettings
+    config: Config
     algorithm: Algorithm
     policy: Policy
     reference: Policy | None = None
@@ -76,20 +68,21 @@ class Learner:
 
     @property
     def _needs_old_pass(self) -> bool:
-        return self.algorithm.needs_old_pass(self.settings.minibatches_per_step * self.settings.epochs)
+        return self.algorithm.needs_old_pass(self.config.updates_per_step)
 
     def _update(self, batch: TokenBatch, step: int) -> Metrics:
         """Update critic and policy on every mini-batch in every epoch."""
         policy_updates: list[dict[str, Metric]] = []
         critic_updates: list[dict[str, Metric]] = []
-        num_parts, epochs = self.settings.minibatches_per_step, self.settings.epochs
-        first_seed = (self.settings.seed << 40) + step * num_parts * epochs
+        num_parts = self.config.minibatches_per_step
+        epochs = self.config.actor.ppo_epochs
+        first_seed = (self.config.trainer.seed << 40) + step * num_parts * epochs
         parts = (part for _ in range(epochs) for part in batch.split(num_parts))
         for number, part in enumerate(parts):
             minibatch = with_selected(part, self.algorithm, first_seed + number)
             if self.critic:
                 critic_updates.append(self.critic.update(minibatch))
-            if step >= self.settings.critic_warmup:
+            if step >= self.config.trainer.critic_warmup:
                 # With the engine's old log-probs, only the first update sees the policy that has sampled.
                 compare_engine = self.algorithm.old_logprobs is OldLogprobs.TRAINER or not policy_updates
                 policy_updates.append(self.policy.update(minibatch, self._current_algorithm(), compare_engine))

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from verl.config.commands import EVAL, PROBE
 from verl.errors import ConfigError
-from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli, run_tool
 
 _PROBE_HELP = """Would training learn? toolrl probe data.train_files=[FILE] model.path=M
 
@@ -60,15 +60,7 @@ def _probe(args: CliArgs, console: Console) -> int:
     check_files("data.train_files", files, needed=True)
     if len(files) > 1:
         raise ConfigError(f"data.train_files: a probe reads one file, got {len(files)}")
-    check_engine(config.rollout.name)
-    from verl.system.daemon import run_async
-    from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
-
-    check_names(config.env, config.data.prompt_template)
-    from verl.trainer.hooks import needed_tool
-
-    run_async(needed_tool("probe")(config, console))
-    return 0
+    return run_tool("probe", config, console)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from verl.config.commands import CHAT, GENERATE
-from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_files, check_model, run_cli, run_tool
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,15 +27,7 @@ def main(argv: Sequence[str]) -> int:
         config = args.config
         check_model(config.model)
         check_files("data.val_files", config.data.val_files, needed=not chatting)
-        check_engine(config.rollout.name)
-        from verl.system.daemon import run_async
-        from verl.trainer.builders.env import check_names  # a slow import: after the cheap checks
-
-        check_names(config.env, config.data.prompt_template)
-        from verl.trainer.hooks import needed_tool
-
-        run_async(needed_tool("chat" if chatting else "generate")(config, console))
-        return 0
+        return run_tool("chat" if chatting else "generate", config, console)
 
     return run_cli(argv, __doc__ or "", command, run, known=("--chat",))
 

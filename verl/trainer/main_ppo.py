@@ -18,7 +18,7 @@ from rich.console import Console
 
 from verl.config.commands import TRAIN
 from verl.config.schema import Config
-from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, run_cli
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, in_run_folder, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,16 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: Config, console: Console, only_preflight: bool) -> int:
     """Run with exclusive use of the run folder."""
-    from verl.checkpoint.crash import crash_reported
-    from verl.system.files import check_temporary
-    from verl.system.lock import alone_in
-    from verl.trainer.builders.run import run_folder
-
-    folder = run_folder(config.trainer)
-    check_temporary()
-    if only_preflight:
-        return _train(config, console, folder, only_preflight)
-    with alone_in(folder, "choose another trainer.experiment_name"), crash_reported(folder):
+    with in_run_folder(config, alone=not only_preflight) as folder:
         return _train(config, console, folder, only_preflight)
 
 

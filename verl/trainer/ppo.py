@@ -45,7 +45,7 @@ class PPOTrainer:
         with timer.phase("rollout"):
             collected = await self.rollouts.take(self.step)
         groups = collected.drawn or collected.kept
-        batch = to_batch(collected.kept, self.learner.settings.train_on_observations)
+        batch = to_batch(collected.kept, self.learner.config.env.train_on_observations)
         kl_coefficient = kl_control.coefficient if kl_control else None
         async with self.weight_sync.ranks:
             if not self._ahead:
@@ -77,7 +77,7 @@ class PPOTrainer:
     @property
     def _ahead(self) -> bool:
         """Whether rollouts continue during the update (off-policy)."""
-        return self.rollouts.settings.max_staleness > 0
+        return self.rollouts.config.rollout.max_staleness > 0
 
     async def _learn(self, batch: TokenBatch) -> tuple[Metrics, Ints]:
         """In a thread if rollouts continue: a blocked event loop would use up the timeouts of their tools."""

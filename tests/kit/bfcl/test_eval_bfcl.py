@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from tests.kit.bfcl.bfcl_oracle import gold_calls, with_calls
 from tests.kit.evaluation.eval_play import chat, foretold, roomy
 from tests.support.episodes import play, say
+from tests.support.every import every
 from verl.envs.registry import build_env_factory
 from verl.envs.tools.arguments import ArgumentChecker
 from verl.errors import ConfigError, DataError
@@ -24,8 +25,8 @@ from verl.kit.bfcl.env import MAX_STEPS, Api
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category
 from verl.kit.evaluation.handlers import env_of
 from verl.kit.evaluation.registry import build_benchmarks
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.builders.env import build_episode_runner
 from verl.types import StopReason, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score import build_reward
@@ -75,7 +76,7 @@ def test_categories_and_their_rows(benchmark: Benchmark, tasks: dict[str, Sequen
     ids = [task.id for found in tasks.values() for task in found]
     assert len(set(ids)) == len(ids) and not {*FAULTY, *bfcl_tasks.FAULTY} & set(ids)
     notes = " ".join(benchmark.notes)
-    assert all(id in notes for id in (*FAULTY, *bfcl_tasks.FAULTY))
+    assert every(id in notes for id in (*FAULTY, *bfcl_tasks.FAULTY))
     (only,) = build_benchmarks(["bfcl/parallel"], SETTING)
     assert [each.name for each in only.categories] == ["bfcl/parallel"]
 

@@ -39,8 +39,8 @@ from verl.kit.evaluation.report import Evaluated, comparison_of, result_of
 from verl.kit.evaluation.runner import Runner
 from verl.kit.evaluation.stats import aggregate, estimate
 from verl.kit.evaluation.tables import comparison_grid, result_grid
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.scoring.process import ScoringLimits
 from verl.trainer.builders.env import single_turn_runner

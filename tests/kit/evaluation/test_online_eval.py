@@ -18,8 +18,8 @@ from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
 from verl.kit.evaluation.benchmark import Aggregate, Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.kit.evaluation.online import OnlineEvaluator, build_online_eval, eval_env
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.trainer import main_ppo
 from verl.trainer.builders.env import single_turn_runner

@@ -44,7 +44,7 @@ from verl.kit.plan.plan import (
     read_shape,
     shape_of,
 )
-from verl.single_controller.local import LocalGroup
+from verl.kit.preflight.local_group import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.env import build_episode_runner, prompt_fn

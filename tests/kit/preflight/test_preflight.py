@@ -17,10 +17,11 @@ from verl.config.schema import ModelConfig
 from verl.data.tasks import TaskSet
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
+from verl.kit.plan.parity import small_copy
 from verl.kit.plan.plan import Lengths, build_plan, find_hardware, read_lengths
 from verl.kit.preflight.preflight import check_memory, check_reward, check_round_trip, check_step, preflight
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import load_chat_template, load_inputs
@@ -29,7 +30,6 @@ from verl.trainer.metrics import score_means
 from verl.trainer.validate import Validator
 from verl.types import Completion, FinishReason, Score, Task, Trajectory
 from verl.utils.reward_score.rewards import Rewards, build_rewards
-from verl.workers.parity import small_copy
 
 REWARD = build_rewards("rlla")
 

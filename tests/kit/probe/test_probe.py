@@ -24,12 +24,12 @@ from verl.config.commands import PROBE
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.probe.advice import advice
 from verl.kit.probe.run import Shaped, criteria_of
 from verl.kit.probe.statistics import Cost, Criteria, row_of, summary
 from verl.kit.probe.zero_variance import fit_beta, predict
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_eval

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import Gemma2Config
 
+from tests.support.every import every
 from tests.support.tiny import MINI, save_tiny_model
 from verl.batch.samples import Sample
 from verl.batch.token_batch import TokenBatch
@@ -28,10 +29,10 @@ from verl.checkpoint.state import find_saved
 from verl.config.schema import ModelConfig
 from verl.data.overlap import Trace, TrainTasks
 from verl.errors import ConfigError
+from verl.kit.preflight.local_group import LocalGroup
 from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
 from verl.kit.sft.run import SFTRun, SFTSettings
 from verl.single_controller.group import WorkerContext, WorkerView
-from verl.single_controller.local import LocalGroup
 from verl.system.signals import Ended
 from verl.tracking.metric import Metric
 from verl.tracking.timers import PhaseTimer
@@ -116,7 +117,7 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
     run(model, samples, broken, steps=4)
     last = "checkpoints/step-000004/hf/model.safetensors"
     weights = load_file(broken / last)
-    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+    assert every(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
 
 
 @pytest.mark.long
@@ -140,7 +141,7 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
         find_saved(store, "main_ppo", {})
     last = "checkpoints/step-000008/hf/model.safetensors"
     weights = load_file(broken / last)
-    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+    assert every(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
     assert TrainTasks.read(str((broken / last).parent)) == TRAINED
 
 

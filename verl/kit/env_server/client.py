@@ -17,7 +17,7 @@ from verl.envs.base import Observation, StepResult
 from verl.errors import ServiceDownError
 from verl.kit.env_server import wire
 from verl.kit.env_server.wire import Answer, Step
-from verl.net.endpoints import Endpoint, EndpointPool
+from verl.kit.serving.endpoints import Endpoint, EndpointPool
 from verl.types import Message, Score, Task
 
 _log = logging.getLogger(__name__)

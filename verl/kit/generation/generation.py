@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, read_tasks
+from verl.data.lengths import read_tasks
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
@@ -34,10 +34,9 @@ async def generate(config: Config, console: Console) -> None:
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
     prompt_ids = prompt_fn(episode_runner, rewards)
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     tasks: list[Task] = []
     for source in data.val_files:
-        found, report = read_tasks(source, prompt_ids, policy)
+        found, report = read_tasks(source, prompt_ids, data)
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.eval.limit)
     episode_runner = truncating(data, episode_runner)

@@ -24,7 +24,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
 from verl.config.commands import PLAN
 from verl.config.schema import Config
-from verl.data.lengths import PromptIds, RowPolicy, fitting
+from verl.data.lengths import PromptIds, fitting
 from verl.data.report import RowReport
 from verl.errors import ConfigError
 from verl.kit.plan.memory import (
@@ -42,6 +42,7 @@ from verl.kit.plan.memory import (
     updating,
     weight_export,
 )
+from verl.kit.plan.parity import check_packs
 from verl.pretrained import read_model_config
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, forward_flops
@@ -51,7 +52,6 @@ from verl.trainer.builders.run import Inputs
 from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, sees_gpu, sequence_length
 from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
-from verl.workers.parity import check_packs
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 _NUM_ROWS = 256  # rows per file that are read, evenly spaced
@@ -418,11 +418,10 @@ def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Ta
     if not files:
         return Lengths(data.max_prompt_length, data.max_response_length, "no file given: maximum lengths")
     prompts, responses = [], []
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     for tasks in files:
         sample = tasks[:: max(1, len(tasks) // _NUM_ROWS)]
         report = RowReport(sample[0].id.partition("#")[0], len(sample))
-        for task in fitting(sample, prompt_ids, policy, report):
+        for task in fitting(sample, prompt_ids, data, report):
             prompts.append(min(len(prompt_ids(task)), data.max_prompt_length))
             golden = len(chat.response_ids(task.answer.strip())[0]) + 1
             longest = config.env.multi_turn

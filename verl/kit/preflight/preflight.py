@@ -28,13 +28,14 @@ from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
 from verl.kit.lab.__main__ import try_rewards, written_response
 from verl.kit.plan.memory import GIB
+from verl.kit.plan.parity import small_copy
 from verl.kit.plan.plan import Plan
 from verl.kit.plan.show import format_suggestions
+from verl.kit.preflight.local_group import LocalGroup
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.pretrained import read_model_config
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.scoring.pool import DirectScorer
-from verl.single_controller.local import LocalGroup
 from verl.system.daemon import run_async
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import Inputs
@@ -46,7 +47,6 @@ from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
-from verl.workers.parity import small_copy
 from verl.workers.policy_worker import PolicyWorker
 
 _NUM_ROWS = 20

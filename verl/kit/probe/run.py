@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.progress import Progress
 from verl.config.commands import PROBE
 from verl.config.load import flattened
 from verl.config.schema import Config
-from verl.data.lengths import RowPolicy, fitting
+from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
@@ -67,7 +67,7 @@ async def probe(config: Config, console: Console) -> None:
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     episode_runner = build_episode_runner(config, chat)
     rows = TaskSet(source, data.max_bad_share)
-    any_length = RowPolicy(sys.maxsize, max_bad_share=data.max_bad_share)  # overlong prompts are counted
+    any_length = replace(data, max_prompt_length=sys.maxsize, truncation="error")  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, rewards)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)
     console.print(str(rows.report), markup=False, soft_wrap=True)

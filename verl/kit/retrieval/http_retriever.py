@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.kit.retrieval.search import Passage
-from verl.net.endpoints import Endpoint, EndpointPool
+from verl.kit.serving.endpoints import Endpoint, EndpointPool
 
 
 class HttpRetriever(EndpointPool):

@@ -14,7 +14,7 @@ from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.kit.sandbox.inside import frames
 from verl.kit.sandbox.protocol import STATUS_OF, RunCodeRequest, RunCodeResponse, RunJupyterRequest, RunJupyterResponse
-from verl.net.endpoints import EndpointPool
+from verl.kit.serving.endpoints import EndpointPool
 
 CONNECT_S = 5.0
 JSON = {"Content-Type": "application/json"}

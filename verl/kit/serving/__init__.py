@@ -1,1 +1,1 @@
-"""What the HTTP servers of the kit share: token, limits, timeouts."""
+"""What servers and clients of the kit share: token, limits, timeouts; fail-over, health watches."""

@@ -20,6 +20,7 @@ from verl.config.schema import Config
 from verl.data.overlap import TrainTasks
 from verl.data.report import RowReport
 from verl.errors import ConfigError
+from verl.kit.plan.parity import check_packs
 from verl.kit.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
 from verl.kit.sft.run import COMMAND, SFTRun, SFTSettings
 from verl.single_controller.group import WorkerView
@@ -32,7 +33,6 @@ from verl.trainer.builders.threads import num_threads
 from verl.trainer.builders.workers import DTYPES, check_device, choose_device, optimizer_settings
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Task
-from verl.workers.parity import check_packs
 from verl.workers.rank import RankSpec, build_rank
 
 

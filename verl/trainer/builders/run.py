@@ -23,13 +23,13 @@ from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import find_saved, resume_config
 from verl.config.commands import TRAIN
 from verl.config.schema import Config, ModelConfig, TrainerConfig
-from verl.data.lengths import PromptIds, RowPolicy, read_tasks
+from verl.data.lengths import PromptIds, read_tasks
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.data.report import RowReport
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
-from verl.episodes.manager import RolloutManager, RolloutManagerConfig
+from verl.episodes.manager import RolloutManager
 from verl.errors import ConfigError
 from verl.net.services import check_services
 from verl.pretrained import read_tokenizer
@@ -55,7 +55,7 @@ from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_re
 from verl.trainer.builders.scorer import build_scorer
 from verl.trainer.builders.workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
 from verl.trainer.hooks import NoWatch, OnlineEval, installed_tool, needed_tool
-from verl.trainer.learner import Learner, StepSettings
+from verl.trainer.learner import Learner
 from verl.trainer.loop import COMMAND, TrainingRun
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
@@ -169,7 +169,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 total_steps=total_steps,
                 trainer=trainer,
                 validator=Validator(
-                    inputs.val, val_rollout, inputs.rewards, config.rollout.val_kwargs.n, trainer.rollouts.settings.seed
+                    inputs.val, val_rollout, inputs.rewards, config.rollout.val_kwargs.n, config.rollout_seed
                 ),
                 online_eval=inputs.online_eval,
                 workers=workers.trainer,
@@ -217,7 +217,7 @@ def build_trainer(
     learner = build_learner(config, algorithm, workers.trainer, timer)
     layouts = connect(config, learner.policy, workers)
     rollout = GroupRollout(engine, scorer, sampling, inputs.episode_runner)
-    rollouts = RolloutManager(rollout_settings(config), algorithm, stream, rollout, inputs.rewards)
+    rollouts = RolloutManager(config, algorithm, stream, rollout, inputs.rewards)
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, inputs.train[0], sampling)
     engine.restore = weight_sync.restore
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
@@ -251,13 +251,7 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, time
     """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack)
     return Learner(
-        settings=StepSettings(
-            minibatches_per_step=config.minibatches_per_step,
-            epochs=config.actor.ppo_epochs,
-            critic_warmup=config.trainer.critic_warmup,
-            train_on_observations=config.env.train_on_observations,
-            seed=config.trainer.seed,
-        ),
+        config=config,
         algorithm=algorithm,
         policy=Policy(WorkerView(ranks, "policy"), packing),
         reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
@@ -291,26 +285,13 @@ def load_tasks(
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
     """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
-    policy = RowPolicy(data.max_prompt_length, data.truncation, data.max_bad_share)
     names = [Path(source).stem for source in data.val_files]
     if len(set(names)) < len(names):
         names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
-    read = [read_tasks(source, prompt_ids, policy) for source in (*data.train_files, *data.val_files)]
+    read = [read_tasks(source, prompt_ids, data) for source in (*data.train_files, *data.val_files)]
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
     return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
-
-
-def rollout_settings(config: Config) -> RolloutManagerConfig:
-    return RolloutManagerConfig(
-        prompts_per_step=config.data.train_batch_size,
-        rollouts_per_prompt=config.rollout.n,
-        max_staleness=config.rollout.max_staleness,
-        max_reuse=config.rollout.max_reuse,
-        max_fault_share=config.reward.max_fault_share,
-        # vLLM samples seeded rows one by one in a Python loop, and results depend on the batch composition anyway.
-        seed=config.trainer.seed if config.rollout.name == "hf" else None,
-    )
 
 
 def build_meter(workers: WorkerGroup, device: str) -> Meter | None:

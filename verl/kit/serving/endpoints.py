@@ -11,7 +11,7 @@ import httpx2
 from pydantic import ValidationError
 
 from verl.errors import ConfigError, ServiceDownError
-from verl.net.health import HealthWatch
+from verl.kit.serving.health import HealthWatch
 from verl.net.services import check_urls, service_headers
 
 MIN_BACKOFF_S = 0.2  # after a failure; doubles with each consecutive one

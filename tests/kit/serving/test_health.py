@@ -23,7 +23,7 @@ from verl.errors import ServiceDownError
 from verl.kit.env_server.client import RemoteFactory
 from verl.kit.retrieval.http_retriever import HttpRetriever
 from verl.kit.sandbox.client import RemoteSandbox
-from verl.net.health import TICKS, HealthWatch
+from verl.kit.serving.health import TICKS, HealthWatch
 
 TIMEOUT_S = 1.5
 PROCESS_S = 4.0  # where servers are processes, which a busy machine may hold up

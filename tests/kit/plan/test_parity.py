@@ -21,11 +21,11 @@ from tests.rollout.test_hf_engine import generate, trainer_logprobs
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import Sample, batch_of
 from verl.errors import ConfigError
+from verl.kit.plan.parity import check_packs, packing_gap, random_model, small_copy
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.workers import attention
 from verl.workers.model import PackedPolicy
-from verl.workers.parity import check_packs, packing_gap, random_model, small_copy
 
 VOCABULARY, WINDOW = 97, 5
 IN_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
