@@ -25,8 +25,8 @@ from verl.envs.task_envs import TaskEnvs
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import ConfigError
 from verl.formats.base import Calls, Final, ParseError, build_tool_call_format
+from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
-from verl.rollout.scripted_engine import ScriptedEngine
 from verl.trainer.builders.env import build_episode_runner
 from verl.types import Message, ParsedResponse, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score.calls import CallsReward

@@ -136,7 +136,7 @@ def _all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
 
 
 _TRAIN_GROUPS = ("data", "model", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
-_ROWS = _keys("data", "prompt_template truncation max_bad_share")
+_ROWS = _keys("data", "columns map split_turns prompt_template truncation max_bad_share")
 # Sampling from an engine without a trainer.
 _ENGINE = (
     *_keys("data", "max_prompt_length max_response_length"),
@@ -170,7 +170,8 @@ PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, chec
 SFT = Command(
     name="sft",
     uses=(
-        *_keys("data", "train_files val_files train_batch_size max_prompt_length max_response_length max_bad_share"),
+        *_keys("data", "train_files val_files columns map split_turns train_batch_size max_bad_share"),
+        *_keys("data", "max_prompt_length max_response_length"),
         "model",
         *_keys("actor", "max_tokens_per_pack grad_clip optim"),
         *_all_but(
@@ -194,7 +195,15 @@ SFT = Command(
 )
 EVAL = Command(
     name="eval",
-    uses=(*_ENGINE, "rollout.n", "data.prompt_template", "env.max_tool_calls", "sandbox", "reward", "eval"),
+    uses=(
+        *_ENGINE,
+        "rollout.n",
+        *_keys("data", "columns map split_turns prompt_template"),
+        "env.max_tool_calls",
+        "sandbox",
+        "reward",
+        "eval",
+    ),
     defaults={**_GREEDY, "reward.timeout_s": 120.0},
     check=_check_eval,
 )

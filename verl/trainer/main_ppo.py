@@ -50,17 +50,22 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     """Everything heavy is imported here."""
     from verl.config.show import as_yaml
     from verl.data.overlap import TRAIN_TASKS
+    from verl.data.rows import DATA_VERSIONS, version_of
     from verl.system.daemon import run_async
     from verl.system.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.trainer.builders.run import built, load_inputs
+    from verl.tracking.jsonl import write_jsonl
+    from verl.trainer.builders.env import with_tool_call_format
+    from verl.trainer.builders.run import built, load_chat_template, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu
     from verl.trainer.hooks import installed_tool, needed_tool
 
     check_device(config.trainer)
+    config = with_tool_call_format(config, load_chat_template(config.model))
     inputs = load_inputs(config)
     for line in (*map(str, inputs.reports), *(inputs.online_eval.files() if inputs.online_eval else ())):
         console.print(line, markup=False, soft_wrap=True)
+    console.print(inputs.choices(config.env.tool_call_format), markup=False, soft_wrap=True)
     plan_of_run = installed_tool("plan")
     plan = plan_of_run(config, inputs) if plan_of_run else None
     if only_preflight or config.trainer.preflight:
@@ -74,6 +79,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config, TRAIN), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
+        write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))

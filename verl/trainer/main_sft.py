@@ -28,7 +28,9 @@ def _run(args: CliArgs, console: Console) -> int:
     check_files("data.val_files", config.data.val_files)
     with in_run_folder(config) as folder:
         from verl.config.show import as_yaml
+        from verl.data.rows import DATA_VERSIONS, version_of
         from verl.system.files import replacing
+        from verl.tracking.jsonl import write_jsonl
         from verl.trainer.hooks import needed_tool
 
         batch = config.data.train_batch_size
@@ -38,6 +40,7 @@ def _run(args: CliArgs, console: Console) -> int:
         with needed_tool("sft")(config, folder, console) as run:
             with replacing(folder / "config.yaml") as unfinished:
                 unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")
+            write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
             last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
     console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)

@@ -68,6 +68,7 @@ async def evaluate(config: Config, console: Console) -> None:
         tool_call_format=models[0].tool_call_format,
         reward=config.reward.name,
         reward_options=config.reward.options,
+        data=config.data,
     )
     built = build_benchmarks(wanted.benchmarks, context)
     requested: Pending = [

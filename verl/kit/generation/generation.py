@@ -18,7 +18,13 @@ from verl.net.services import check_services
 from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
-from verl.trainer.builders.env import build_episode_runner, prompt_fn, services_of_rows, truncating
+from verl.trainer.builders.env import (
+    build_episode_runner,
+    prompt_fn,
+    services_of_rows,
+    truncating,
+    with_tool_call_format,
+)
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Message, Score, Task
@@ -30,6 +36,7 @@ async def generate(config: Config, console: Console) -> None:
     config = with_model_limits(config)
     data, output = config.data, config.eval.output
     chat = load_chat_template(config.model)
+    config = with_tool_call_format(config, chat)
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])

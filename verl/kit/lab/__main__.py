@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from verl.chat.native import NativeFormat
-from verl.config.schema import ModelConfig
+from verl.config.schema import DataConfig, ModelConfig
 from verl.data.tasks import TaskSet
 from verl.embedded import embedded_path
 from verl.errors import ConfigError, DataError, VerlError
@@ -158,11 +158,16 @@ def _table(report: LabReport) -> Table:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("toolrl lab", description="Check a reward on data.")
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
-    parser.add_argument("--reward", default="rlla", help="a built-in reward, or module:attribute, or file.py:attribute")
+    parser.add_argument("--reward", default="auto", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--format", metavar="NAME", help="tool-call format, for rewards that compare parsed calls")
     parser.add_argument("--format-option", type=option, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--model", help="folder of the model, for --format native")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--column", type=option, action="append", default=[], metavar="THEIRS=OURS", help="rename a column"
+    )
+    parser.add_argument("--map", metavar="FILE.PY:FUNCTION", help="converts every row, as data.map")
+    parser.add_argument("--split-turns", choices=("all", "last"), default="all", help="as data.split_turns")
     parser.add_argument("--limit", type=_count, help="check only the first N usable rows")
     parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
     parser.add_argument("--show", type=_count, default=20, help="number of violations and unusable rows to list")
@@ -194,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rewards = build_rewards(arguments.reward, dict(arguments.option))
         style = _format(arguments)
-        tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0)
+        data = DataConfig(columns=dict(arguments.column), map=arguments.map, split_turns=arguments.split_turns)
+        tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0, data=data)
         count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
         tried = track(islice(tasks, count), "Scoring", count, console=console)
         report = try_rewards(rewards, tried, arguments.step, style)

@@ -40,7 +40,7 @@ from verl.net.services import check_services
 from verl.system.lock import alone_in
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
-from verl.trainer.builders.env import build_episode_runner, prompt_fn, truncating
+from verl.trainer.builders.env import build_episode_runner, prompt_fn, truncating, with_tool_call_format
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Task, TrajectoryGroup
@@ -65,8 +65,9 @@ async def probe(config: Config, console: Console) -> None:
     config = with_model_limits(config)
     data, (source,) = config.data, config.data.train_files
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
+    config = with_tool_call_format(config, chat)
     episode_runner = build_episode_runner(config, chat)
-    rows = TaskSet(source, data.max_bad_share)
+    rows = TaskSet(source, data.max_bad_share, data)
     any_length = replace(data, max_prompt_length=sys.maxsize, truncation="error")  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, rewards)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)

@@ -36,6 +36,7 @@ from verl.utils.reward_score.rewards import Rewards
 
 # Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
 _HEALTH_SHARE = 0.8
+AUTO = "auto"
 _RETRIES = 2  # of an episode after a service failure, as of a tool call: enough for a restart, not for an outage
 _SLOWEST_STEPS = 4  # an episode may take as long as this many of its slowest steps
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
@@ -107,9 +108,22 @@ def check_tools(chat: ChatTemplate, tool_call_format: ToolCallFormat, tools: Seq
         chat.check_tools((Message("user", "a"),), tools)
 
 
+def with_tool_call_format(config: Config, chat: ChatTemplate) -> Config:
+    """env.tool_call_format=auto decided: the model's own format if its chat template lists tools, else ToolRL's."""
+    if config.env.tool_call_format != AUTO:
+        return config
+    try:
+        check_tools(chat, PLAIN)
+        name = "native"
+    except ConfigError:
+        name = "toolrl"
+    return replace(config, env=replace(config.env, tool_call_format=name))
+
+
 def check_names(env: EnvConfig, prompt_template: str | None) -> None:
     """Raises ConfigError for unknown names, before the heavy imports of `build_episode_runner`."""
-    turn_limit(env, build_format(env.tool_call_format, env.tool_call_format_options, prompt_template))
+    if env.tool_call_format != AUTO:
+        turn_limit(env, build_format(env.tool_call_format, env.tool_call_format_options, prompt_template))
     if env.name != "tool":
         resolve("environment", env.name, ENVS)
     for each in env.tools:

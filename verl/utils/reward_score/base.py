@@ -10,7 +10,9 @@ from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 
+AUTO = "auto"  # calls for tasks with a gold turn, rlla for others (verl/utils/reward_score/rewards.py)
 REWARDS: Mapping[str, str] = {
+    AUTO: "verl.utils.reward_score.rlla:RllaReward",
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
     "sum": "verl.utils.reward_score.weighted:WeightedSum",
     "calls": "verl.utils.reward_score.calls:CallsReward",
