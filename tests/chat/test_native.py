@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.chat.test_chat import TEMPLATES, with_template
+from tests.kit.lab.lab import try_reward
 from tests.support.tiny import MINI
 from verl.chat.native import BoundNativeFormat, NativeFormat
 from verl.chat.template import ChatTemplate
+from verl.config.load import load_config
+from verl.envs.task_envs import TaskEnvs
+from verl.episodes.episode import EpisodeRunner
 from verl.errors import ConfigError
 from verl.formats.base import Calls, Final, ParseError, build_tool_call_format
-from verl.types import Message, ToolCall, ToolSpec
+from verl.kit.preflight.scripted_engine import ScriptedEngine
+from verl.rollout.engine import Sampling
+from verl.trainer.builders.env import build_episode_runner
+from verl.types import Message, ParsedResponse, Task, ToolCall, ToolSpec, Trajectory
+from verl.utils.reward_score.calls import CallsReward
 
 PARAMETERS = {
     "type": "object",
@@ -75,6 +87,61 @@ def chat_of(name: str) -> ChatTemplate:
     ends = marks.intersection(("<|call|>", "<|observation|>", "<|tool_response>"))  # of turns that call
     more = tokenizer.convert_tokens_to_ids(sorted(ends))
     return ChatTemplate(tokenizer, tuple(more))
+
+
+def weather(city: str) -> str:
+    """Tells the weather."""
+    return f"21 degrees in {city}"
+
+
+def episode_tools(runner: EpisodeRunner) -> tuple[ToolSpec, ...]:
+    envs = runner.envs
+    assert isinstance(envs, TaskEnvs)
+    initial = envs.known_initial_observation(Task("t", (QUESTION,), "", "own"))
+    assert initial is not None
+    return tuple(initial.tools)
+
+
+@pytest.fixture
+def mini() -> ChatTemplate:
+    return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "model"))
+
+
+SCRAPS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    '{"name": "weather"',
+    ', "arguments": {',
+    "}",
+    "}}",
+    "[",
+    "3",
+    "\n",
+)
+QWEN_RESPONSES = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|im_end|>"},
+    },
+}
+HOSTED: dict[str | None, BoundNativeFormat] = {}
+
+
+def _qwen_for(parser: str | None) -> ChatTemplate:
+    chat = qwen()
+    if parser is None:
+        chat.tokenizer.response_template = QWEN_RESPONSES
+    return chat
 
 
 def qwen() -> ChatTemplate:
@@ -158,26 +225,102 @@ def test_a_call_that_the_parser_does_not_read_is_malformed() -> None:
 
 def test_the_tokenizers_own_response_template_comes_first() -> None:
     chat = qwen()
-    chat.tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "thinking": {"open": "<think>", "close": "</think>"},
-            "tool_calls": {
-                "open": "<tool_call>",
-                "close": "</tool_call>",
-                "content": "json",
-                "repeats": True,
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close": "<|im_end|>"},
-        },
-    }
+    chat.tokenizer.response_template = QWEN_RESPONSES
     style = native(chat)
     assert style.parser is None
     assert style.parse(style.render((ROME, NOON)), (WEATHER, CLOCK)) == Calls((ROME, NOON))
     assert style.parse("<think>\n<tool_call>{}</tool_call>\n</think>\n\nIt is warm.") == Final()
     for text in ("{", '{"name": "weather"}', '{"name": "weather", "arguments": "{}"}', "[]", "3"):
         assert isinstance(style.parse(f"<tool_call>\n{text}\n</tool_call>"), ParseError)
+
+
+@pytest.mark.parametrize("parser", [None, pytest.param("hermes", marks=needs_vllm)])
+@settings(deadline=None, max_examples=200)
+@given(text=st.text() | st.lists(st.sampled_from(SCRAPS), max_size=20).map("".join))
+def test_no_text_raises_and_problems_are_short(parser: str | None, text: str) -> None:
+    style = HOSTED[parser] if parser in HOSTED else HOSTED.setdefault(parser, native(_qwen_for(parser), parser=parser))
+    found = style.parse(text, (WEATHER, CLOCK))
+    assert found == style.parse(text, (WEATHER, CLOCK))
+    assert isinstance(found, Calls | Final | ParseError)
+    if isinstance(found, ParseError):
+        assert 0 < len(found.problem) < 300 and found.problem.endswith(".")
+
+
+def test_gpt_oss_by_a_response_template() -> None:
+    """Its results are rendered only after the call that they answer; its calls end with a token of their own."""
+    chat = chat_of("gptoss")
+    chat.tokenizer.response_template = {
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "thinking": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+            "content": {"open": "<|channel|>final<|message|>", "close": "<|return|>"},
+            "tool_calls": {
+                "open_pattern": r"to=functions\.(?P<name>\w+)<\|channel\|>commentary json<\|message\|>",
+                "close": "<|call|>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }
+    try:
+        style = native(chat)
+        text, results = style.render((ROME,)), (Message("tool", "21", tool="weather"),)
+        assert style.parse(text, (WEATHER,)) == Calls((ROME,))
+        call = Message("assistant", "", (ROME,), calls_in_content=False)
+        after = str(chat.tokenizer.decode(chat.answer_ids(results, ended=False)))
+        assert chat.rendered((QUESTION,)) + text + after == chat.rendered((QUESTION, call, *results))
+    finally:
+        del chat.tokenizer.response_template
+
+
+def test_the_embedded_model_has_no_tools_in_its_template(mini: ChatTemplate) -> None:
+    config = load_config(["model.path=m", "data.train_files=[t]", "data.val_files=[v]", "env.tool_call_format=native"])
+    with pytest.raises(ConfigError, match="does not list tools"):
+        build_episode_runner(config, mini)
+
+
+@needs_vllm
+def test_an_episode_is_the_dialogue_that_the_template_renders() -> None:
+    """A call, its result, an answer: the ledger's tokens are those of the chat template, and the calls are scored."""
+    chat = qwen()
+    words = ["env.name=tool", f"env.tools=[{__name__}:weather]", "env.tool_call_format=native"]
+    runner = build_episode_runner(
+        load_config(["model.path=m", "data.train_files=[t]", "data.val_files=[v]", *words]), chat
+    )
+    call = ToolCall("weather", {"city": "Rome"})
+    turns = (native(chat).render((call,)), "It has 21 degrees.")
+    prompts: list[tuple[int, ...]] = []
+
+    def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
+        prompts.append(tuple(prompt_ids))
+        return (*chat.response_ids(turns[len(prompts) - 1])[0], chat.end_token_id)
+
+    gold = Message("assistant", "", (call,), calls_in_content=False)
+    task = Task("t", (QUESTION,), "", "own", gold=gold)
+    sampling = Sampling(max_tokens=512, temperature=1.0)
+    episode = asyncio.run(runner.run(ScriptedEngine(script), sampling, task, 0, None))
+    assert isinstance(episode, Trajectory) and len(episode.turns) == 2
+    schema = episode_tools(runner)
+    result = Message("tool", "21 degrees in Rome", tool="weather")
+    assert prompts[0] == chat.prompt_ids((QUESTION,), schema)
+    assert prompts[1] == chat.prompt_ids((QUESTION, gold, result), schema)
+    assert episode.turns[0].parsed == ParsedResponse((call,)) and episode.turns[1].parsed == ParsedResponse()
+    assert CallsReward().score(episode, task, 0).parts == {"format": 1.0, "correctness": 3.0, "length": 0.0}
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "glm4moe", "gemma4"])
+def test_the_lab_proves_the_reward_in_the_models_own_format(name: str) -> None:
+    city = ToolCall("weather", {"city": "Rome"})
+    answer, one = Message("assistant", "It is warm."), Message("assistant", "", (city,), calls_in_content=False)
+    both = Message("assistant", "", (ROME, NOON), calls_in_content=False)
+    golds = [answer, one] if name in SINGLE else [answer, one, both]
+    tasks = [Task(f"t{n}", (QUESTION,), "", "own", tools=(WEATHER, CLOCK), gold=gold) for n, gold in enumerate(golds)]
+    report = try_reward(CallsReward(), tasks, tool_call_format=native(chat_of(name)))
+    assert report.violations == []
+    assert report.stats["gold"].responses == len(golds)
+    assert report.stats.keys() >= {"over-calling", "no call", "wrong value", "half a call"}
 
 
 def test_a_chat_template_without_a_known_parser_is_an_error_that_names_the_option() -> None:

@@ -57,12 +57,15 @@ class NativeFormat:
 
     def bound(self, chat: ChatTemplate) -> "BoundNativeFormat":
         """Raises ConfigError if no parser is known for the chat template, or if the parser does not read its calls."""
-        if self.parser is None and getattr(chat.tokenizer, "response_template", None) is not None:
-            made = BoundNativeFormat(None, chat=chat, read=_template_reader(chat))
-        else:
-            name = self.parser or _family(chat)
-            made = BoundNativeFormat(name, chat=chat, read=_vllm_reader(name, chat))
-        made.check()
+        try:
+            if self.parser is None and getattr(chat.tokenizer, "response_template", None) is not None:
+                made = BoundNativeFormat(None, chat=chat, read=_template_reader(chat))
+            else:
+                name = self.parser or _family(chat)
+                made = BoundNativeFormat(name, chat=chat, read=_vllm_reader(name, chat))
+            made.check()
+        except DataError as error:
+            raise ConfigError(f"env.tool_call_format=native: {error.problem}; choose another format") from error
         return made
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
@@ -107,12 +110,13 @@ class BoundNativeFormat(NativeFormat):
             calls = self.read(written, tools)
         except BadCallError as error:
             return ParseError(str(error))
-        if calls:
-            return Calls(tuple(calls))
-        return ParseError("The call cannot be parsed.") if self._mark in spoken(written, self.in_thought) else Final()
+        begun = spoken(written, self.in_thought).count(self._mark)
+        if begun > len(calls) and (not calls or self._mark.startswith("<")):  # other marks also occur in arguments
+            return ParseError("A call cannot be parsed, or its tool is unknown.")  # some parsers drop such calls
+        return Calls(tuple(calls)) if calls else Final()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as the chat template writes them, without the end of the turn."""
+        """The calls as the chat template writes them, without the end of the turn. Raises DataError if it does not."""
         text = _rendered_turn(self.chat, calls)[0]
         return f"\n{THINK_END}\n\n{text}" if self.in_thought and THINK_END not in text else text
 
@@ -138,17 +142,15 @@ def _where(chat: ChatTemplate) -> str:
 
 
 def _rendered_turn(chat: ChatTemplate, calls: Sequence[ToolCall]) -> tuple[str, str]:
-    """(calls as the policy writes them, how the template ends the turn). Raises ConfigError if it renders no calls."""
+    """(calls as the policy writes them, how the template ends the turn). Raises DataError if it renders no calls."""
     numbered = tuple(replace(call, id=f"call{number:05}") for number, call in enumerate(calls))
     turn = Message("assistant", "", numbered, calls_in_content=False)
-    try:
-        whole, prompt = chat.rendered((_QUESTION, turn), (), False), chat.rendered((_QUESTION,))
-        answered = [chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS]
-    except DataError as error:
-        raise ConfigError(f"env.tool_call_format=native: {error.problem}") from error
-    head = prompt if whole.startswith(prompt) else _shared_start(*answered)
+    whole, prompt = chat.rendered((_QUESTION, turn), (), False), chat.rendered((_QUESTION,))
+    head = prompt
+    if not whole.startswith(prompt):  # it opens a thought, which the template drops from whole turns
+        head = _shared_start(*(chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS))
     if not whole.startswith(head) or not all(call.name in whole for call in calls):
-        raise ConfigError(f"env.tool_call_format=native: {_where(chat)} does not render calls; choose another format")
+        raise DataError(f"{_where(chat)} does not render calls")
     text = whole.removeprefix(head)
     ends = [text.rfind(str(chat.tokenizer.decode([stop]))) for stop in chat.stop_token_ids]
     place = max(ends) if max(ends) >= 0 else len(text)
@@ -165,10 +167,14 @@ def _template_reader(chat: ChatTemplate) -> Read:
             message = chat.tokenizer.parse_response(written + end, prefix=prefix, tools=schemas)
             functions = [call["function"] for call in message.get("tool_calls") or ()]
         except Exception as error:  # the response template is data of the model's author
-            raise BadCallError(f"The call cannot be parsed: {error}") from error
+            raise BadCallError(_problem(error)) from error
         return [to_call(each, "arguments") for each in functions]
 
     return read
+
+
+def _problem(error: Exception) -> str:
+    return f"The call cannot be parsed: {' '.join(str(error).split())[:200].rstrip('.')}."
 
 
 def _family(chat: ChatTemplate) -> str:
@@ -210,7 +216,7 @@ def _vllm_reader(name: str, chat: ChatTemplate) -> Read:
         try:
             found = parser.extract_tool_calls(spoken(written, in_thought), request)
         except Exception as error:  # a parser of free text, of many authors
-            raise BadCallError(f"The call cannot be parsed: {error}") from error
+            raise BadCallError(_problem(error)) from error
         values = [(call.function.name, read_whole_json(call.function.arguments)) for call in found.tool_calls]
         return [to_call({"name": name, "arguments": arguments}, "arguments") for name, arguments in values]
 

@@ -70,9 +70,9 @@ def _check_training(config: Config) -> None:
             "number of steps does not follow from trainer.total_epochs; set trainer.total_training_steps"
         )
     _check_env_judges(config)
-    if config.reward.name in ("otc_ppo", "otc_grpo") and config.env.multi_turn:  # c of the paper is this limit
-        given, limit = config.reward.options.get("max_calls"), config.env.call_limit
-        if given != limit:
+    for name, options in config.reward.terms.items():
+        given, limit = options.get("max_calls"), config.env.call_limit  # c of the paper is this limit
+        if name in ("otc_ppo", "otc_grpo") and config.env.multi_turn and given != limit:
             raise ConfigError(
                 f"reward.options.max_calls must be env.max_tool_calls={limit}; write "
                 f"reward.options.max_calls=${{env.max_tool_calls}}, got {given!r}"
@@ -106,7 +106,7 @@ def _check_packs(config: Config) -> None:
 
 def _check_env_judges(config: Config) -> None:
     """With reward=env and an environment that does not judge, all rewards would be 0."""
-    if config.reward.name == "env" and config.env.name in ("single_turn", "tool"):
+    if "env" in config.reward.terms and config.env.name in ("single_turn", "tool"):
         raise ConfigError(f"reward.name=env needs an environment that judges; env.name={config.env.name} does not")
 
 

@@ -42,8 +42,10 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     """
     written = _parse(argv)
     recipe = written.pop("recipe", _default_recipe(written, command))
-    written = _without_shorthands(written, command)
-    preset = {} if recipe is None else read_recipe(str(recipe), command)
+    written = _with_reward_list(_without_shorthands(written, command))
+    preset = {} if recipe is None else _with_reward_list(read_recipe(str(recipe), command))
+    if "reward.name" in written and "sum" in (written["reward.name"], preset.get("reward.name")):
+        preset = {key: value for key, value in preset.items() if not key.startswith("reward.options")}
 
     def base(key: str) -> Any:
         return preset[key] if key in preset else command.default_of(key)
@@ -83,6 +85,20 @@ def _without_shorthands(written: Mapping[str, Any], command: Command) -> dict[st
             raise ConfigError(f"{key} is given twice, once by its shorthand {key.partition('.')[0]}=")
         full[key] = value
     return full
+
+
+def _with_reward_list(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with `reward=[..]` as the reward that sums up several."""
+    if "reward" not in settings:
+        return settings
+    given = settings.pop("reward")
+    if not isinstance(given, list):
+        expected = "a list of {name: .., weight: .., options: ..}; for one reward, use reward.name"
+        raise ConfigError(f"reward={given}: must be {expected}")
+    for key in settings:
+        if key == "reward.name" or key.startswith("reward.options"):
+            raise ConfigError(f"{key} contradicts reward=[..], which has the names and options of all rewards")
+    return settings | {"reward.name": "sum", "reward.options": {"terms": given}}
 
 
 def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:

@@ -377,7 +377,10 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """A known name, module:attribute or file.py:attribute, and its options (docs/reward.md)."""
+    """A known name, module:attribute or file.py:attribute, and its options (docs/reward.md).
+
+    Several: reward=[{name: .., weight: .., options: {..}}, ..]
+    """
 
     name: str = "auto"  # calls for rows with a gold turn, rlla for others
     options: dict[str, Any] = field(default_factory=dict)
@@ -393,6 +396,15 @@ class RewardConfig:
         _at_least(256, self, "reward.", "memory_mib")  # math-verify alone needs half of it
         _one_of(("policy", "infrastructure"), "reward.fault_policy", self.fault_policy)
         _shares(self, "reward.", "max_fault_share")
+
+    @property
+    def terms(self) -> dict[str, dict[str, Any]]:
+        """{name: options} of the reward, or of all in a sum."""
+        if self.name != "sum":
+            return {self.name: self.options}
+        terms: list[Any] = self.options.get("terms", [])
+        given: list[dict[str, Any]] = [{"name": each} if isinstance(each, str) else each for each in terms]
+        return {each["name"]: each.get("options", {}) for each in given if "name" in each}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import argparse
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,10 +21,11 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from verl.config.schema import DataConfig
+from verl.chat.native import NativeFormat
+from verl.config.schema import DataConfig, ModelConfig
 from verl.data.tasks import TaskSet
 from verl.embedded import embedded_path
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
 from verl.formats.history import with_calls_written
 from verl.formats.plain import PLAIN, PlainFormat
@@ -96,15 +98,17 @@ def written_response(response: str | Message, tool_call_format: ToolCallFormat) 
     return message.content
 
 
-def _responses(reward: LabReward, task: Task, step: int, tool_call_format: ToolCallFormat) -> list[tuple[str, str]]:
+def _responses(reward: LabReward, task: Task, step: int, tool_call_format: ToolCallFormat) -> Iterator[tuple[str, str]]:
     """(kind, text) of the gold response and of all mutations; gold calls are also cut in half."""
     gold = reward.gold(task, step)
-    mutations = [(each.name, each.text) for each in reward.mutations(task, step)]
-    found = [(kind, written_response(each, tool_call_format)) for kind, each in [(GOLD, gold), *mutations]]
+    text = written_response(gold, tool_call_format)
+    yield GOLD, text
+    for mutation in reward.mutations(task, step):
+        with suppress(DataError):  # some chat templates render one call only, so no policy writes several
+            yield mutation.name, written_response(mutation.text, tool_call_format)
     if isinstance(gold, Message) and gold.tool_calls:
-        text, last = found[0][1], tool_call_format.render(gold.tool_calls[-1:])
-        found.append(("half a call", text[: len(text) - len(last) // 2 - 1]))
-    return found
+        last = tool_call_format.render(gold.tool_calls[-1:])
+        yield "half a call", text[: len(text) - len(last) // 2 - 1]
 
 
 def try_rewards(
@@ -122,7 +126,7 @@ def try_rewards(
             raise ConfigError(f"{task.id}: reward {name!r} does not define maximum(), gold() and mutations()")
         try:
             maximum = float(reward.maximum(task, step))
-            responses = _responses(reward, task, step, tool_call_format)
+            responses = list(_responses(reward, task, step, tool_call_format))
             episodes = [as_trajectory(task, text, tool_call_format) for _, text in responses]
             scores = [float(reward.score(episode, task, step).total) for episode in episodes]
         except VerlError:
@@ -156,6 +160,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
     parser.add_argument("--reward", default="auto", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--format", metavar="NAME", help="tool-call format, for rewards that compare parsed calls")
+    parser.add_argument("--format-option", type=option, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--model", help="folder of the model, for --format native")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument(
         "--column", type=option, action="append", default=[], metavar="THEIRS=OURS", help="rename a column"
@@ -166,6 +172,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
     parser.add_argument("--show", type=_count, default=20, help="number of violations and unusable rows to list")
     return parser.parse_args(argv)
+
+
+def _format(arguments: argparse.Namespace) -> ToolCallFormat:
+    if arguments.format is None:
+        return PLAIN
+    found = build_tool_call_format(arguments.format, dict(arguments.format_option))
+    if not isinstance(found, NativeFormat):
+        return found
+    if arguments.model is None:
+        raise ConfigError("--format native needs --model PATH, whose chat template renders the calls")
+    from verl.trainer.builders.run import load_chat_template  # a heavy import
+
+    return found.bound(load_chat_template(ModelConfig(path=arguments.model)))
 
 
 def _count(text: str) -> int:
@@ -179,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=True, emoji=False)
     try:
         rewards = build_rewards(arguments.reward, dict(arguments.option))
-        style = PLAIN if arguments.format is None else build_tool_call_format(arguments.format)
+        style = _format(arguments)
         data = DataConfig(columns=dict(arguments.column), map=arguments.map, split_turns=arguments.split_turns)
         tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0, data=data)
         count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)

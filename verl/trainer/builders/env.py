@@ -52,8 +52,8 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:
         tool_call_format = replace(tool_call_format, in_thought=True)
     if isinstance(tool_call_format, NativeFormat):
-        tool_call_format = tool_call_format.bound(chat)
         check_tools(chat, tool_call_format)
+        tool_call_format = tool_call_format.bound(chat)
     sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
     pool = build_sandbox(sandbox, sandbox_timeout_s) if any(_runs_code(each) for each in env.tools) else None
     if pool is None and sandbox != SandboxConfig():

@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import AUTO, GroupReward, LabReward, Reward, build_reward
+from verl.utils.reward_score.weighted import WeightedSum
 
 _RLLA, _CALLS = "rlla", "calls"  # of auto; they have the same options
 
@@ -32,10 +33,11 @@ class Rewards:
         return self.default if task.reward in (None, self.name) else named_reward(task.reward)
 
     def names(self, task: Task) -> tuple[str, ...]:
-        """The names of the task's reward."""
+        """The names of the task's reward, or of all in a sum."""
         if task.reward is None and self.name == AUTO:
             return (_RLLA if task.gold is None else _CALLS,)
-        return (task.reward or self.name,)
+        reward = self.of(task)
+        return reward.names if isinstance(reward, WeightedSum) else (task.reward or self.name,)
 
     def all_of(self, tasks: Iterable[Task]) -> list[Reward]:
         """The distinct rewards of these tasks, the run's own first."""
