@@ -154,8 +154,9 @@ def check_toolrl(name: str = "--help", *arguments: str) -> None:
         raise ConfigError(f"unknown command 'toolrl {name}'")
     options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
     if name in SETTINGS:
-        known = ("--help", "--cfg", "--preflight", "--gpu")
+        known = ("--help", "--cfg", "--preflight", "--gpu", *(["--tools"] if name == "chat" else []))
         settings = [each for each in arguments if not each.startswith("--") and each != "job"]
+        settings = settings[1:] if name == "chat" and "=" not in settings[0] else settings  # the folder of a run
         load_config([each for each in settings if not PLACEHOLDER.fullmatch(each)], SETTINGS[name])
     else:
         known = help_of(name)

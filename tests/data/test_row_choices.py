@@ -244,7 +244,7 @@ def test_a_run_judged_by_its_environment_refuses_rows_of_one_that_does_not_judge
         ]
         config = load_config([f"model.path={tmp_path}", "reward.name=env", *words])
         chat = with_template((TEMPLATES / "qwen2.5.jinja").read_text())
-        prompt_ids = prompt_fn(build_episode_runner(config, chat), config.reward.name)
+        prompt_ids = prompt_fn(build_episode_runner(config, chat), build_rewards(config.reward.name))
         if refused:
             with pytest.raises(DataError, match="'env': the environment single_turn does not judge"):
                 prompt_ids(to_task(each, "x#0"))
@@ -262,7 +262,9 @@ def test_an_environment_of_ones_own_that_does_not_judge_cannot_be_the_reward(
         "class Judging(Plain):\n    async def judge(self):\n        return None\n"
     )
     for name, refused in (("Plain", True), ("Judging", False)):
-        prompt_ids = prompt_fn(episode_runner(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), "env")
+        prompt_ids = prompt_fn(
+            episode_runner(chat, f"env.name={mine}:{name}", "env.tool_call_format=toolrl"), build_rewards("env")
+        )
         if refused:
             with pytest.raises(DataError, match="Plain does not judge; expected an environment that does"):
                 prompt_ids(task())

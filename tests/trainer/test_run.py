@@ -107,9 +107,10 @@ def test_a_run_under_a_running_event_loop_in_an_empty_folder(model: Path, tmp_pa
     code = """
 import asyncio, os, sys
 from rich.console import Console
-from toolrl import load_config, train
+from toolrl import load_config
+from verl.trainer.main_ppo import train
 async def cell():
-    return train(load_config(sys.argv[2:]), Console(), only_preflight=False)
+    train(load_config(sys.argv[2:]), Console(), only_preflight=False)
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     sys.exit(asyncio.run(cell()))

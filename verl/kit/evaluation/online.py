@@ -114,6 +114,7 @@ def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
         config.eval.hub,
         max_tool_calls=config.env.call_limit if config.env.tools else None,
         tool_call_format=config.env.tool_call_format or HANDLER,
+        data=config.data,
     )
     benchmarks = build_benchmarks(config.eval.benchmarks, context)
     eval_tasks = [

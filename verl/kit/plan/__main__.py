@@ -38,15 +38,19 @@ def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
     from verl.kit.plan.show import show
     from verl.system.daemon import run_async
-    from verl.trainer.builders.env import build_episode_runner, prompt_fn
+    from verl.trainer.builders.env import build_episode_runner, prompt_fn, with_tool_call_format
     from verl.trainer.builders.run import load_chat_template
+    from verl.utils.reward_score.rewards import build_rewards
 
     hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
-    tasks = [TaskSet(source, config.data.max_bad_share) for source in config.data.train_files]
+    data = config.data
+    tasks = [TaskSet(source, data.max_bad_share, data) for source in data.train_files]
+    rewards = build_rewards(config.reward.name, config.reward.options)
     chat = load_chat_template(config.model)
+    config = with_tool_call_format(config, chat)
     episode_runner = build_episode_runner(config, chat)
     try:
-        lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, config.reward.name))
+        lengths = read_lengths(config, chat, tasks, prompt_fn(episode_runner, rewards))
     finally:
         run_async(episode_runner.close())
     estimate = build_plan(config, lengths, hardware)

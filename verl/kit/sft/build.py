@@ -113,7 +113,7 @@ def _load(
     max_length, max_bad_share = _longest(config), config.data.max_bad_share
     for source in files:
         report = RowReport(source)
-        found = read_demonstrations(source, max_bad_share, report)
+        found = read_demonstrations(source, max_bad_share, report, config.data)
         samples += sft_samples(found, chat, max_length, max_bad_share, report, first_group=len(demonstrations))
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)

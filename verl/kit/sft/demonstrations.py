@@ -15,8 +15,11 @@ import numpy as np
 
 from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
-from verl.data.messages import chat_rows, check_columns, read_messages, read_object, read_tools
+from verl.config.schema import DataConfig
+from verl.data.conversations import offered_tools, read_conversation
+from verl.data.messages import check_columns, read_messages, read_object, read_tools
 from verl.data.report import RowReport
+from verl.data.source import AS_WRITTEN, source_rows
 from verl.errors import DataError, file_and_row
 from verl.types import Message, ToolSpec
 
@@ -44,40 +47,48 @@ class Demonstration:
 
 
 def read_demonstrations(
-    source: str, max_bad_share: float = 0.0, report: RowReport | None = None
+    source: str,
+    max_bad_share: float = 0.0,
+    report: RowReport | None = None,
+    data: DataConfig = AS_WRITTEN,
 ) -> list[Demonstration]:
     """The demonstrations of a file. Raises DataError if more than `max_bad_share` of its rows are unusable.
 
-    Three row formats: OpenAI's {messages: [...]}, ToolRL's SFT file {instruction, input, output}, or ToolRL's parquet
-    {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools` in addition.
+    Layouts: OpenAI's {messages: [...]} and those of verl/data/layouts.py, ToolRL's SFT file {instruction, input,
+    output}, or ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools`.
     """
     found, report = [], report or RowReport(source)
-    for number, row in enumerate(chat_rows(source)):
+    for number, rows in enumerate(source_rows(source, data)):
         report.num_rows += 1
+        if not rows:
+            report.drop("left out by data.map", number)
+            continue
         try:
-            found.append(replace(to_demonstration(row), id=f"{Path(source).name}#{number}"))
+            made = [to_demonstration(row, data.split_turns) for row in rows]
         except DataError as error:
             report.add_bad(error.at(file=source, row=number), max_bad_share)
+            continue
+        report.num_split += len(made) - 1
+        found += [replace(each, id=f"{Path(source).name}#{number}") for each in made]
     report.check(max_bad_share)
     return found
 
 
-def to_demonstration(row: Any) -> Demonstration:
-    """Validates and converts one row. Raises DataError."""
+def to_demonstration(row: Any, split_turns: str = "all") -> Demonstration:
+    """Validates and converts one row. Raises DataError. split_turns: as for RL, the assistant turns that are trained"""
     if isinstance(row, DataError):
         raise row
     if not isinstance(row, Mapping):
         raise DataError(f"is of type {type(row).__name__}", "an object")
     check_columns(row)
-    tools = read_tools(row.get("tools"))
     if row.get("messages") is not None:
-        messages = read_messages(row["messages"], "messages")
-        if not any(message.role == "assistant" for message in messages):
+        conversation = read_conversation(row, split_turns)
+        turns = [place for place, message in enumerate(conversation.messages) if message.role == "assistant"]
+        if not turns:
             raise DataError("has no assistant turn", "at least one message of role assistant", field="messages")
-        for number, message in enumerate(messages):
-            if not (message.content or message.tool_calls or message.template_fields or message.role == "tool"):
-                raise DataError("is empty", "a text", field=f"messages[{number}].content")
-        return Demonstration(messages, tools=tools)
+        first = turns[-1 if split_turns == "last" else 0]
+        return Demonstration(conversation.messages, first, tools=conversation.tools)
+    tools = offered_tools(row, read_tools(row.get("tools")), {})
     if "output" in row:
         prompt = [Message("system", _text(row, "instruction"))] if row.get("instruction") else []
         prompt.append(Message("user", _text(row, "input")))

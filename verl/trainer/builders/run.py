@@ -23,9 +23,10 @@ from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import find_saved, resume_config
 from verl.config.commands import TRAIN
 from verl.config.schema import Config, ModelConfig, TrainerConfig
-from verl.data.lengths import PromptIds, read_tasks
+from verl.data.lengths import PromptIds, read_tasks, split_rows
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.data.report import RowReport
+from verl.data.source import source_name
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
@@ -100,6 +101,13 @@ class Inputs:
     reports: list[RowReport]  # one per data file
     train_tasks: TrainTasks
 
+    def choices(self, tool_call_format: str | None) -> str:
+        """What the run decided by its data and model, in one line."""
+        names = dict.fromkeys(name for task in chain(*self.train) for name in self.rewards.names(task))
+        validated = ", ".join(self.val) or "none, data.val_files and data.val_share are not set"
+        style = tool_call_format or "none"
+        return f"reward: {', '.join(names)}; tool-call format: {style}; validation rows: {validated}"
+
 
 def load_inputs(config: Config) -> Inputs:
     """Load algorithm, reward, tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid
@@ -110,7 +118,7 @@ def load_inputs(config: Config) -> Inputs:
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     run_async(check_services([episode_runner, rewards.default]))
-    train, val, reports = load_tasks(config, prompt_fn(episode_runner, config.reward.name))
+    train, val, reports = load_tasks(config, prompt_fn(episode_runner, rewards))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(chain(*train)))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
@@ -285,13 +293,33 @@ def load_tasks(
 ) -> tuple[list[Sequence[Task]], dict[str, Sequence[Task]], list[RowReport]]:
     """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
-    names = [Path(source).stem for source in data.val_files]
-    if len(set(names)) < len(names):
-        names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in data.val_files]
+    names = _set_names(data.val_files)
     read = [read_tasks(source, prompt_ids, data) for source in (*data.train_files, *data.val_files)]
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
-    return sets[:num_train], dict(zip(names, sets[num_train:], strict=True)), reports
+    train, val = sets[:num_train], sets[num_train:]
+    if data.val_share:
+        held_out = [split_rows(tasks, data.val_share, config.trainer.seed) for tasks in train]
+        names, train, val = _set_names(data.train_files), [rest for rest, _ in held_out], [part for _, part in held_out]
+    _check_batch(config, sum(map(len, train)))
+    return train, dict(zip(names, val, strict=True)), reports
+
+
+def _set_names(files: Sequence[str]) -> list[str]:
+    names = [source_name(source) for source in files]
+    if len(set(names)) < len(names):
+        names = ["_".join(Path(each).with_suffix("").parts[-2:]) for each in files]
+    return names
+
+
+def _check_batch(config: Config, num_tasks: int) -> None:
+    """Raises ConfigError if a batch would hold a task twice."""
+    batch = config.data.train_batch_size
+    if batch > num_tasks:
+        hint = f"data.train_batch_size={num_tasks} actor.ppo_mini_batch_size={num_tasks}"
+        raise ConfigError(
+            f"data.train_batch_size={batch} exceeds the {num_tasks} tasks of the training data; set {hint}"
+        )
 
 
 def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
