@@ -74,7 +74,7 @@ BAD_ROWS: dict[str, tuple[Any, str, str]] = {
     "not an object": (3, "", "is of type int"),
     "no source": ({key: value for key, value in row().items() if key != "data_source"}, "data_source", "is missing"),
     "source of wrong type": (row(data_source=1), "data_source", "is of type int"),
-    "no prompt": ({"data_source": "rlla"}, "prompt", "is missing"),
+    "no prompt": ({"data_source": "rlla", "reward_model": {"ground_truth": "x"}}, "prompt", "is missing"),
     "prompt is a text": (row(prompt="hi"), "prompt", "is not JSON"),
     "empty prompt": (row(prompt=[]), "prompt", "is empty"),
     "message is a text": (row(prompt=["hi"]), "prompt[0]", "is of type str"),

@@ -37,7 +37,7 @@ _DATE = re.compile(r"[^.\n]*\b(?:today|current (?:date|time))\b[^.\n]*\.", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """columns: those that tell the layout, with their types; `conversations.from` is a field of its first element."""
+    """columns: those that identify it, with their types; `conversations.from` is a field of the first element."""
 
     name: str
     columns: Mapping[str, tuple[type, ...]]
@@ -155,8 +155,8 @@ def _turns(turns: Sequence[Any], read_calls: Callable[[str, str], tuple[str, lis
         if role == "tool":
             messages += _results(text, messages)
         elif role == "assistant":
-            said, calls = ("", _json_calls(text, field)) if speaker == "function_call" else read_calls(text, field)
-            _add_assistant(messages, said, calls)
+            content, calls = ("", _json_calls(text, field)) if speaker == "function_call" else read_calls(text, field)
+            _add_assistant(messages, content, calls)
         elif role != "system" or "<tools>" not in text:
             messages.append({"role": role, "content": text})
     return messages
@@ -181,10 +181,10 @@ def _results(text: str, messages: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def _tagged_calls(text: str, field: str) -> tuple[str, list[Row]]:
     calls = [_call(_json_or_python(found, f"{field}.value"), f"{field}.value") for found in _CALL.findall(text)]
-    said = _CALL.sub("", text).strip() if calls else text
-    if "<tool_call>" in said:
+    content = _CALL.sub("", text).strip() if calls else text
+    if "<tool_call>" in content:
         raise DataError("has a <tool_call> without an end", "<tool_call> .. </tool_call>", field=f"{field}.value")
-    return said, calls
+    return content, calls
 
 
 def _python_calls(text: str, field: str) -> tuple[str, list[Row]]:

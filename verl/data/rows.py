@@ -30,7 +30,7 @@ _HUB_NAME = re.compile(
 )
 _HUB_FORM = "owner/name[@configuration][:split][?revision]"
 _DEEPEST = 100  # maximum nesting of lists and objects in a row; copying recurses
-DATA_VERSIONS = "data.jsonl"  # in a run's folder: `version_of` every data file
+DATA_VERSIONS = "data_versions.jsonl"  # in a run's folder: `version_of` every data file
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 
 

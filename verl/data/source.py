@@ -1,5 +1,6 @@
 """Rows as tasks and demonstrations read them: mapped, renamed, without fill values, in a known layout."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def source_name(source: str) -> str:
     name = Path(source).name
     for suffix in (".gz", ".parquet", ".jsonl", ".json", ".csv"):
         name = name.removesuffix(suffix)
-    return name.partition("@")[0].partition(":")[0]
+    return re.split("[@:?]", name)[0]
 
 
 def source_rows(source: str, data: DataConfig = AS_WRITTEN) -> Iterator[list[Any]]:

@@ -226,7 +226,7 @@ def build_trainer(
     layouts = connect(config, learner.policy, workers)
     rollout = GroupRollout(engine, scorer, sampling, inputs.episode_runner)
     rollouts = RolloutManager(config, algorithm, stream, rollout, inputs.rewards)
-    weight_sync = build_weight_sync(config, learner.policy, engine, layouts, chat, inputs.train[0], sampling)
+    weight_sync = build_weight_sync(config, learner.policy, engine, layouts, inputs, sampling)
     engine.restore = weight_sync.restore
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
 
@@ -336,19 +336,19 @@ def build_weight_sync(
     policy: Policy,
     engine: RolloutEngine,
     layouts: Sequence[BucketLayout],
-    chat: ChatTemplate,
-    tasks: Sequence[Task],
+    inputs: Inputs,
     sampling: Sampling,
 ) -> WeightSync:
     """Weight sync, checked on the first tokens of the first training prompts."""
     dtype = DTYPES[engine_dtype(config)]
     precision = torch.bfloat16 if torch.bfloat16 in (dtype, DTYPES[config.model.compute_dtype]) else torch.float32
     max_tokens = min(_PROBE_TOKENS, sampling.max_tokens)
+    prompt_ids = prompt_fn(inputs.episode_runner)
     return WeightSync(
         policy=policy,
         engine=engine,
         layouts=layouts,
-        probes=[chat.task_prompt_ids(task)[:_PROBE_PROMPT_TOKENS] for task in tasks[:_NUM_PROBES]],
+        probes=[tuple(prompt_ids(task))[:_PROBE_PROMPT_TOKENS] for task in inputs.train[0][:_NUM_PROBES]],
         sampling=replace(sampling.whole(), max_tokens=max_tokens, seed=config.trainer.seed),
         tolerance=_TOLERANCE[precision],
     )
