@@ -59,7 +59,8 @@ def serving_chat_template(
     bos_token: put before prompts without a chat template
     Raises ConfigError for a format whose prompts cannot be written as a template.
     """
-    head = "".join([_file("common"), *(f"{{%- set {key} = {_literal(value)} -%}}" for key, value in _all(options))])
+    variables = (f"{{%- set {key} = {_literal(value)} -%}}" for key, value in (options or {}).items())
+    head = "".join([_file("common"), *variables])
     if tool_call_format.template_tools:
         return _before(head + _file("tools_only"), base)
     body = _BODIES.get(type(tool_call_format))
@@ -81,10 +82,6 @@ def serving_chat_template(
     return _before(head + (_file("json") if body == "toolrl" else "") + _file(body), base)
 
 
-def _all(options: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
-    return list((options or {}).items())
-
-
 def _before(head: str, base: str) -> str:
     """Both in one template. The empty expression keeps the trimming at the end of `head` from the beginning of `base`,
     and Jinja drops one line break at the end of a template."""
@@ -97,7 +94,7 @@ def _file(name: str) -> str:
 
 def _literal(value: Any) -> str:
     """A value of JSON as a Jinja literal."""
-    return json.dumps(value, ensure_ascii=False)
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _macro(signature: str, body: str) -> str:
