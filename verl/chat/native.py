@@ -110,8 +110,8 @@ class BoundNativeFormat(NativeFormat):
             calls = self.read(written, tools)
         except BadCallError as error:
             return ParseError(str(error))
-        begun = spoken(written, self.in_thought).count(self._mark)
-        if begun > len(calls) and (not calls or self._mark.startswith("<")):  # other marks also occur in arguments
+        attempted = spoken(written, self.in_thought).count(self._mark)
+        if attempted > len(calls) and (not calls or self._mark.startswith("<")):  # other marks also occur in arguments
             return ParseError("A call cannot be parsed, or its tool is unknown.")  # some parsers drop such calls
         return Calls(tuple(calls)) if calls else Final()
 
