@@ -16,6 +16,7 @@ import pytest
 from bench.common import Result, Side, alternate, median_ratio
 from bench.results import BEGIN, END, scoreboard
 from tests.conftest import ROOT
+from tests.support.every import every
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason
 
@@ -172,7 +173,7 @@ def test_a_scripted_response_goes_on_where_it_was_broken_off(monkeypatch: pytest
         await engine.interrupt()
         return [completion for each in await asyncio.gather(*started) for completion in each]
 
-    assert all(each.token_ids == () and each.finish_reason is FinishReason.ABORT for each in asyncio.run(responses()))
+    assert every(each.token_ids == () and each.finish_reason is FinishReason.ABORT for each in asyncio.run(responses()))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from rich.console import Console
 import toolrl
 import verl
 from tests.conftest import ROOT
+from tests.support.every import every
 from verl.cli import COMMANDS, main
 from verl.config.commands import TRAIN
 from verl.system import packages
@@ -55,7 +56,7 @@ def test_every_runnable_module_has_a_command() -> None:
 def test_help_lists_every_command_and_loads_nothing_heavy(tmp_path: Path) -> None:
     code = "import sys, toolrl; from verl.cli import main; main(['--help']); print([*sys.modules])"
     shown = run_python(code, tmp_path)
-    assert all(f"\n  {name} " in shown.stdout for name in COMMANDS)
+    assert every(f"\n  {name} " in shown.stdout for name in COMMANDS)
     loaded = shown.stdout.splitlines()[-1]
     assert not [name for name in ("torch", "ray", "hydra", "rich", "asyncio", "numpy") if f"'{name}'" in loaded]
 
@@ -150,6 +151,6 @@ def test_messages_of_an_installed_package_name_what_it_has(tmp_path: Path, monke
     spec.loader.exec_module(module)
     assert "scripts/" not in module.SET_UP
     locked = (ROOT / "scripts" / "requirements" / "cpu-nodeps.txt").read_text().splitlines()
-    assert all(line in module.SET_UP for line in locked if not line.startswith("#"))
+    assert every(line in module.SET_UP for line in locked if not line.startswith("#"))
     assert module.script("scripts/x.py") == "scripts/x.py of toolrl's repository"
     assert packages.script("scripts/x.py") == "scripts/x.py"

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
+from tests.support.every import every
 from tests.support.tiny import run_words, save_tiny_model
 from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
@@ -208,7 +209,7 @@ def test_whole_folders_load(whole: Path, folder: Path) -> None:
     removed(folder)
     torch.save(tensors, folder / "pytorch_model.bin")
     loaded = read_causal_lm(str(folder), torch.float32).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert every(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert read_model_config(str(whole)).hidden_size == 64
 
 

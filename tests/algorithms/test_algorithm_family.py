@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.support.every import every
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns, returns_to_go
@@ -211,7 +212,7 @@ def test_generated_pages_are_up_to_date() -> None:
     check = [sys.executable, "scripts/pages.py", "--check"]
     assert subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
     page = (ROOT / "docs" / "algorithms.md").read_text()
-    assert all(f"`{name}`" in page for name in ADV_ESTIMATORS)
+    assert every(f"`{name}`" in page for name in ADV_ESTIMATORS)
 
 
 def test_the_table_tells_what_a_preset_is_made_of() -> None:
@@ -224,7 +225,7 @@ def test_the_table_tells_what_a_preset_is_made_of() -> None:
 def test_the_command_prints_every_algorithm_and_refuses_other_words() -> None:
     command = [sys.executable, "-m", "verl.algorithms"]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert all(f" {name} " in said for name in ALGORITHMS)
+    assert every(f" {name} " in said for name in ALGORITHMS)
     assert subprocess.run([*command, "--all"], cwd=ROOT, capture_output=True, check=False).returncode == 2
 
 

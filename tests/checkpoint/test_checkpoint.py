@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.batch.test_packing import random_samples, tiny_model
 from tests.conftest import ROOT
+from tests.support.every import every
 from tests.workers.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss, values
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import with_loss_weights
@@ -140,7 +141,7 @@ def check_equal(folder: Path) -> None:
         assert again == straight  # losses, gradient norms, learning rates and noise, bit for bit
         assert straight[0]["lr"] != straight[1]["lr"]
         assert restored.keys() == weights.keys()
-        assert all(torch.equal(restored[each], weights[each]) for each in weights)
+        assert every(torch.equal(restored[each], weights[each]) for each in weights)
 
 
 @pytest.mark.slow
@@ -189,7 +190,7 @@ def check_untrained(folder: Path) -> None:
     (metrics, wanted), *others = outcomes
     for again, weights in others:
         assert again == metrics
-        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        assert every(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
 def check_errors(folder: Path) -> None:
@@ -534,7 +535,7 @@ def test_a_kill_at_any_moment(tmp_path: Path) -> None:
         store = CheckpointStore(folder, 2, 1)
         path = store.latest(hashes=True)
         assert read_manifest(path).step in (told, told + 1)
-        assert all(verify(each, hashes=True) for each in folder.glob("step-*"))
+        assert every(verify(each, hashes=True) for each in folder.glob("step-*"))
         assert verify(folder / pointer(folder, "best")["folder"], hashes=True).step == 1
         assert verify(folder / pointer(folder, "latest")["folder"], hashes=True).step in (told, told + 1)
         assert not [each for each in folder.iterdir() if each.name.startswith(".")]

@@ -14,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
+from tests.support.every import every
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
 from verl.algorithms.names import KLPlacement
@@ -408,7 +409,7 @@ def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
     tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(OBSOLETE)]
     assert sum(map(len, tables)) == len(set().union(*tables))
     known = known_keys()
-    assert all(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
+    assert every(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
 
 
 def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:

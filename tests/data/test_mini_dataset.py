@@ -20,6 +20,7 @@ from scripts.mini.tools import read_tools
 from scripts.mini.values import split_values
 from scripts.raw.rlla import CALL_THOUGHT, RESPONSE_THOUGHT, SCHEMA
 from tests.conftest import ROOT
+from tests.support.every import every
 from verl.formats.toolrl_text import THINK, THINK_END, parse_gold
 from verl.utils.reward_score.rlla import compute_score
 
@@ -109,7 +110,7 @@ def test_thoughts_are_placeholders_in_rl_rows_and_short_in_sft_rows(splits):
 @pytest.mark.long
 def test_careless_demonstrations_think_of_every_call_and_make_the_first(splits):
     careful = build(seed=0, careless=0.0)
-    assert all(splits[name] == careful[name] for name in ROWS if name != "sft")
+    assert every(splits[name] == careful[name] for name in ROWS if name != "sft")
     cut = kept = 0
     for row, whole in zip(splits["sft"], careful["sft"], strict=True):
         assert row["prompt"] == whole["prompt"]

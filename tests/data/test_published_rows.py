@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from scripts.data import math_problems, retool_sft, search_qa
 from tests.scripts.test_data_scripts import SOLUTION, violations
+from tests.support.every import every
 from tests.support.tiny import MINI
 from tests.utils.reward_score.test_recipe_rewards import episode
 from verl.chat.template import ChatTemplate
@@ -212,4 +213,4 @@ def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path,
     (sample,) = sft_samples(read_demonstrations(str(sft)), chat, 4096)
     prompt = opening("retool", rl, chat)
     assert tuple(sample.token_ids[: len(prompt)]) == prompt
-    assert not any(sample.action_mask[: len(prompt)]) and sample.action_mask[len(prompt)]
+    assert every(not trained for trained in sample.action_mask[: len(prompt)]) and sample.action_mask[len(prompt)]

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.batch.test_packing import tiny_model
+from tests.support.every import every
 from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
@@ -79,7 +80,7 @@ def test_every_token_carries_the_version_that_wrote_it(on_weight_sync: OnWeightS
         ]
         assert set(completion.versions) == found and list(completion.versions) == sorted(completion.versions)
     if on_weight_sync is OnWeightSync.CONTINUE:
-        assert all(asked[:2] == (7, 7) and set(asked[2:]) <= {0, 1} for asked in engine.asked)
+        assert every(asked[:2] == (7, 7) and set(asked[2:]) <= {0, 1} for asked in engine.asked)
 
 
 class Recites:

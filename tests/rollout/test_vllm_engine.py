@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tests.conftest import ROOT, need_vllm
 from tests.kit.plan.test_plan import plan_of
 from tests.rollout.test_hf_engine import trainer_logprobs
+from tests.support.every import every
 from tests.support.tiny import save_untrained
 from tests.support.weight_sync import sync
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
@@ -165,7 +166,7 @@ def test_a_repetition_penalty_makes_what_was_said_less_likely(runner: Runner, po
         gains[token] = completion.logprobs[0] - trainer_logprobs(policy, PROMPTS[2], [token], 1.0)[0]
     others = [gain for token, gain in gains.items() if token not in PROMPTS[2]]
     assert len(others) > 3 and max(others) - min(others) < 1e-3 and min(others) > 1e-3
-    assert all(gain < min(others) - 1e-3 for token, gain in gains.items() if token in PROMPTS[2])
+    assert every(gain < min(others) - 1e-3 for token, gain in gains.items() if token in PROMPTS[2])
 
 
 def test_greedy_is_the_likeliest_token_with_its_logprob_at_temperature_1(runner: Runner, policy: PackedPolicy) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.every import every
 from verl.errors import ConfigError
 from verl.kit.lab.__main__ import as_trajectory
 from verl.scoring.pool import Fault, ScoringPool
@@ -332,7 +333,7 @@ def test_a_pool_ends_while_it_scores(file: Path) -> None:
         assert all(each.done() for each in waiting)
         return pids
 
-    assert all(map(ended, asyncio.run(leave())))
+    assert every(map(ended, asyncio.run(leave())))
 
 
 def test_a_response_of_megabytes_is_scored(pool: ScoringPool) -> None:

@@ -438,6 +438,7 @@ ray.get(intrude.remote(), timeout=60)
 @pytest.mark.parametrize("with_token", ["none", "wrong", "right"])
 def test_nobody_runs_anything_without_the_token(with_token: str, cluster: Cluster, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    variables |= verl.single_controller.ray._LOOPBACK  # else Ray looks for it at another address of this machine
     variables |= {
         "none": {"RAY_AUTH_MODE": "disabled"},
         "wrong": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},

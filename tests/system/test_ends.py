@@ -21,6 +21,7 @@ from rich.console import Console
 
 from tests.checkpoint.test_checkpoint import on_a_small_disk
 from tests.conftest import ROOT
+from tests.support.every import every
 from tests.support.local_run import local_fit, local_trainer
 from tests.support.tiny import MINI, run_words, save_tiny_model
 from tests.trainer.test_run import final_weights, rows, run, start_code
@@ -335,7 +336,7 @@ def same_end(one: Path, two: Path) -> None:
     kept = [[{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows(out)] for out in (one, two)]
     assert kept[0] == kept[1]
     weights = final_weights(two)
-    assert all(torch.equal(weight, weights[name]) for name, weight in final_weights(one).items())
+    assert every(torch.equal(weight, weights[name]) for name, weight in final_weights(one).items())
 
 
 VALIDATED = ("trainer.test_freq=2", f"data.val_files=[{MINI / 'test.parquet'}]")

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.every import every
 from verl.errors import ConfigError
 from verl.kit.sandbox.cgroups import find_cgroups
 from verl.system import watcher
@@ -159,7 +160,7 @@ def test_cgroups_of_a_killed_run_are_gone() -> None:
     )
     assert process.stdout is not None
     folders = cgroups.folders(process.stdout.readline().strip())
-    assert all(folder.is_dir() for folder in folders)
+    assert every(folder.is_dir() for folder in folders)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 60

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from tests.conftest import need_vllm
+from tests.support.every import every
 from tests.support.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
@@ -102,7 +103,7 @@ def test_an_engine_that_is_killed_or_stopped_in_a_rollout_changes_nothing(
     said = "died during" if signum == signal.SIGKILL else STOPPED
     assert f"rollout rank 0 of 1 (process {attack.hit[0]} " in caplog.text and said in caplog.text
     assert figures(tmp_path) == figures(unbroken)
-    assert all(torch.equal(weight, weights(tmp_path)[name]) for name, weight in weights(unbroken).items())
+    assert every(torch.equal(weight, weights(tmp_path)[name]) for name, weight in weights(unbroken).items())
 
 
 def test_an_engine_that_is_killed_while_the_policy_learns_is_replaced(model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, need_vllm
+from tests.support.every import every
 from tests.support.metric_names import known
 from tests.support.tiny import MINI, run_words, save_tiny_model
 from verl.tracking.jsonl import read_jsonl
@@ -138,7 +139,7 @@ def test_a_killed_run_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
             k: v for k, v in two.items() if not k.startswith(timed)
         }
     resumed = final_weights(broken)
-    assert all(torch.equal(weight, resumed[name]) for name, weight in final_weights(straight).items())
+    assert every(torch.equal(weight, resumed[name]) for name, weight in final_weights(straight).items())
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
 from tests.batch.test_packing import VOCABULARY, tiny_model
+from tests.support.every import every
 from tests.support.metric_names import known
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.correction import UNBOUNDED, Correction, token_weights
@@ -260,7 +261,7 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
     learning.learner.config = replace(learning.learner.config, trainer=TrainerConfig(critic_warmup=1))
     before = weights(learning)
     first = stepped(learning)
-    assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
+    assert every(torch.equal(full, before[name]) for name, full in weights(learning).items())
     assert "actor/loss" not in first and first["critic/grad_norm"] > 0
     assert "actor/loss" in stepped(learning)
 
@@ -377,7 +378,7 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
     for _ in range(2):
         first, second = stepped(one), stepped(two)
         assert untimed(first) == untimed(second)
-    assert all(torch.equal(full, weights(two)[name]) for name, full in weights(one).items())
+    assert every(torch.equal(full, weights(two)[name]) for name, full in weights(one).items())
 
 
 def test_groups_without_a_signal_change_nothing() -> None:
@@ -385,7 +386,7 @@ def test_groups_without_a_signal_change_nothing() -> None:
     before = weights(learning)
     metrics = stepped(learning)
     assert metrics["reward/zero_variance_groups"] == 1.0 and metrics["actor/grad_norm"] == 0.0
-    assert all(torch.equal(full, before[name]) for name, full in weights(learning).items())
+    assert every(torch.equal(full, before[name]) for name, full in weights(learning).items())
 
 
 class OnlyTheFirstTaskDiffers:
@@ -499,7 +500,7 @@ def test_the_engine_generates_with_the_trained_weights() -> None:
     engine = learning.rollouts.rollout.engine
     assert isinstance(engine, HFEngine)
     own = dict(engine._model.named_parameters(remove_duplicate=False))
-    assert all(torch.equal(own[name], full) for name, full in weights(learning).items())
+    assert every(torch.equal(own[name], full) for name, full in weights(learning).items())
 
 
 def sample(mask: tuple[bool, ...], reward: float, group: int = 0) -> Sample:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.batch.test_packing import random_samples, tiny_model
+from tests.support.every import every
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import with_loss_weights
 from verl.batch.packing import assign, make_units, pack
@@ -67,7 +68,7 @@ def train(rank: int, world: int, kind: str) -> dict[str, Any]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         module = wrapper(model)
         engine = FSDPEngine(module, decoder_layers(module), mesh, settings, compute_dtype=torch.float64)
-        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        assert every(isinstance(parameter, DTensor) for parameter in module.parameters())
         outcome[name] = [engine.update(packs, loss) for _ in range(2)]
         named = hf_named_parameters(module) if isinstance(module, PackedPolicy) else module.named_parameters()
         outcome[f"{name} weights"] = {key: full.clone() for key, full in engine.export_weights(named)}

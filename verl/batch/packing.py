@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -73,12 +73,10 @@ def make_units(batch: TokenBatch, share_prefix: bool, max_tokens: int) -> list[U
 
 def _heads(batch: TokenBatch) -> list[Ints]:
     """[B] the tokens before the first trained one; all where none is trained."""
-    tokens, mask = batch.token_ids, batch.action_mask
-    heads = []
-    for low, high in pairwise(batch.bounds.tokens.tolist()):
-        trained = int(mask[low:high].argmax())  # 0 if there is none, too
-        heads.append(tokens[low : low + trained] if mask[low + trained] else tokens[low:high])
-    return heads
+    starts, ends = batch.bounds.tokens[:-1], batch.bounds.tokens[1:].copy()
+    some = batch.num_trained > 0
+    ends[some] = np.flatnonzero(batch.action_mask)[batch.bounds.trained[:-1][some]]
+    return [batch.token_ids[low:high] for low, high in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _split(members: list[int], lengths: Sequence[int], heads: Sequence[Ints], max_tokens: int) -> list[Unit]:
@@ -102,10 +100,11 @@ def _common_length(heads: Sequence[Ints]) -> int:
     """Tokens that all heads begin with."""
     first, *others = heads
     length = min(map(len, heads))
+    start = first[:length].tobytes()
     for head in others:
-        differs = first[:length] != head[:length]
-        if np.count_nonzero(differs):
-            length = int(differs.argmax())
+        if head[:length].tobytes() != start:  # compared as bytes in a tenth of the time
+            length = int((first[:length] != head[:length]).argmax())
+            start = first[:length].tobytes()
     return length
 
 
@@ -116,7 +115,8 @@ def assign(units: Sequence[Unit], max_tokens: int, num_ranks: int = 1) -> list[l
     """
     num_packs = max(1, math.ceil(sum(unit.num_tokens for unit in units) / max_tokens))
     num_packs = math.ceil(num_packs / num_ranks) * num_ranks
-    while (packs := _deal(units, num_packs, max_tokens)) is None:
+    largest_first = sorted(units, key=lambda unit: -unit.num_tokens)
+    while (packs := _deal(largest_first, num_packs, max_tokens)) is None:
         num_packs += num_ranks
     return packs
 
@@ -124,12 +124,12 @@ def assign(units: Sequence[Unit], max_tokens: int, num_ranks: int = 1) -> list[l
 def _deal(units: Sequence[Unit], num_packs: int, max_tokens: int) -> list[list[Unit]] | None:
     packs: list[list[Unit]] = [[] for _ in range(num_packs)]
     loads = [(0, number) for number in range(num_packs)]
-    for unit in sorted(units, key=lambda unit: -unit.num_tokens):
-        load, number = heapq.heappop(loads)
+    for unit in units:
+        load, number = loads[0]
         if load + unit.num_tokens > max_tokens:
             return None
         packs[number].append(unit)
-        heapq.heappush(loads, (load + unit.num_tokens, number))
+        heapq.heapreplace(loads, (load + unit.num_tokens, number))
     return packs
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import ROOT
 from tests.support.episodes import Played, call, calls, play, say
+from tests.support.every import every
 from verl.envs.base import Observation, StepResult
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, ServiceDownError
@@ -305,7 +306,7 @@ def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
     async def use() -> None:
         remote = RemoteFactory(["http://127.0.0.1:1", shop_url])
         played = await asyncio.gather(*(play(remote(task), buy(task)) for task in build_tasks("shop", {"count": 4})))
-        assert all(each.score is not None and each.score.total == 1.0 for each in played)
+        assert every(each.score is not None and each.score.total == 1.0 for each in played)
         await remote.close()
 
     asyncio.run(use())

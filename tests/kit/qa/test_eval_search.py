@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from tests.kit.evaluation.eval_play import category, groups, scores
+from tests.support.every import every
 from tests.support.service import free_port, service
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.formats.base import build_tool_call_format
@@ -130,7 +131,7 @@ def test_a_server_of_passages_can_be_searched_instead(tmp_path: Path) -> None:
         (group,) = groups(benchmark.categories[0], "hermes", lambda _: looked_up("hermes", 1, "<answer>Rome</answer>"))
     (episode,) = group.trajectories
     assert "Rome is the capital" in episode.turns[0].responses[0].content and group.scores[0].total == 1.0
-    assert not any("7,119" in note for note in benchmark.notes)
+    assert every("7,119" not in note for note in benchmark.notes)
 
 
 def test_bamboogle_ends_after_three_calls(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_gold_answers_are_right_and_silence_is_not(name: str, file: tuple[str, .
         for gold in golds:
             found = parts(f"<think>t</think> <answer>{gold}</answer>", *golds)
             assert (found["exact_match"], found["f1"], found["contains"]) == (1, pytest.approx(1), 1)
-        assert not any(parts("", *golds).values())
+        assert every(part == 0 for part in parts("", *golds).values())
     few = tasks[:3]
     said = scores(one, "hermes", lambda task: [f"<answer>{json.loads(task.answer)[0]}</answer>"], few)
     assert [score.total for score in said] == [1.0] * 3

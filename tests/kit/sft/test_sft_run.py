@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import Gemma2Config
 
+from tests.support.every import every
 from tests.support.tiny import MINI, save_tiny_model
 from verl.batch.samples import Sample
 from verl.batch.token_batch import TokenBatch
@@ -116,7 +117,7 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
     run(model, samples, broken, steps=4)
     last = "checkpoints/step-000004/hf/model.safetensors"
     weights = load_file(broken / last)
-    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+    assert every(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
 
 
 @pytest.mark.long
@@ -140,7 +141,7 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
         find_saved(store, "main_ppo", {})
     last = "checkpoints/step-000008/hf/model.safetensors"
     weights = load_file(broken / last)
-    assert all(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+    assert every(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
     assert TrainTasks.read(str((broken / last).parent)) == TRAINED
 
 

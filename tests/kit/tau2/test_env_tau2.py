@@ -24,7 +24,7 @@ from verl.envs.registry import build_env_factory
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.functions import Toolbox
 from verl.errors import ConfigError, ServiceDownError
-from verl.kit.tau2.common import calculate
+from verl.kit.tau2.common import ServiceTools
 from verl.kit.tau2.database import Database
 from verl.kit.tau2.env import Domain, Tau2Env, Tau2Factory, run_actions
 from verl.kit.tau2.retail import RetailTools
@@ -191,7 +191,7 @@ def test_what_cannot_be_done_is_told_and_changes_nothing(name: str, arguments: M
     ("expression", "value"), [("2 * (3.5 - 1)", "5.0"), ("-1/3", "-0.33"), ("3131.1 + 4777.75 + 367.38", "8276.23")]
 )
 def test_calculate(expression: str, value: str) -> None:
-    assert calculate(expression) == value
+    assert ServiceTools(Database({})).calculate(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_calculate(expression: str, value: str) -> None:
 )
 def test_calculate_understands_nothing_else(expression: str) -> None:
     with pytest.raises(ToolError):
-        calculate(expression)
+        ServiceTools(Database({})).calculate(expression)
 
 
 RECORDS = st.dictionaries(

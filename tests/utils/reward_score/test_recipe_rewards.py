@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import real_data
 from tests.kit.lab.lab import try_reward
+from tests.support.every import every
 from verl.errors import ConfigError, DataError
 from verl.text import prompt_sha256
 from verl.types import (
@@ -126,7 +127,7 @@ def test_same_answers(answer: str, gold: str, same: bool) -> None:
 def test_the_gold_answer_of_published_problems_is_right_and_a_wrong_one_is_not(name: str) -> None:
     rows = [json.loads(line) for line in real_data("math", name).read_text().splitlines()]
     golds = [row["answer"] if isinstance(row["answer"], str) else ",".join(row["answer"]) for row in rows]
-    assert all(math_correct(rf"Thus $x$ is \boxed{{{gold}}}", gold) for gold in golds)
+    assert every(math_correct(rf"Thus $x$ is \boxed{{{gold}}}", gold) for gold in golds)
     assert not any(math_correct(rf"\boxed{{{gold}, -987654321}}", gold) for gold in golds[:100])
 
 

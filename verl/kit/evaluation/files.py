@@ -1,6 +1,7 @@
 """Benchmark data: files under one folder, or a data set loaded by its hub name (verl/kit/evaluation/hub.py)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ Fields = Mapping[str, type | tuple[type, ...]]
 Numbered = tuple[str, dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """Published rows. files: their possible names; hub: the published data set, if any"""
+
+    files: tuple[str, ...]
+    source: str
+    hub: HubSet | None
+
+
 def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
     """The first of `names` in the folder or at most two levels below it. Raises ConfigError with the hint."""
     for name in names:
@@ -23,12 +33,11 @@ def find_file(data_dir: Path, names: Sequence[str], hint: str) -> Path:
     raise ConfigError(f"{' or '.join(names)} is not in {str(data_dir)!r} (eval.data_dir) or below it; {hint}")
 
 
-def rows_of(
-    context: BenchmarkContext, names: Sequence[str], hub: HubSet | None, prefix: str, fields: Fields, hint: str
-) -> Iterator[Numbered]:
+def rows_of(context: BenchmarkContext, rows: RowSet, prefix: str, fields: Fields) -> Iterator[Numbered]:
     """Rows of a file as in `numbered_rows`, else of the data set, with ids from `prefix`. Raises ConfigError."""
+    hub = rows.hub
     try:
-        path = find_file(context.data_dir, names, hint)
+        path = find_file(context.data_dir, rows.files, f"it is {rows.source}, as rows of {{{', '.join(fields)}}}")
     except ConfigError as missing:
         if hub is None:
             raise

@@ -4,11 +4,10 @@ The answer is the last `\boxed{}`; math-verify compares it (verl/utils/reward_sc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
-from verl.kit.evaluation.files import Fields, answer_texts, rows_of
+from verl.kit.evaluation.files import Fields, RowSet, answer_texts, rows_of
 from verl.kit.evaluation.hub import HubSet
 from verl.types import Message, Task
 
@@ -17,35 +16,32 @@ _PLAIN = f"Solve the user's problem. {_ANSWER}"
 _PYTHON = f"Solve the user's problem. Let Python compute what is easy to get wrong. {_ANSWER}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Set:
-    """files: their possible names; hub: the published data set; faulty: id -> why no equivalent answer passes"""
-
-    files: tuple[str, ...]
-    source: str
-    hub: HubSet
-    faulty: Mapping[str, str] = field(default_factory=dict)
-
-
+_FIELDS: Fields = {"id": str, "problem": str, "answer": (str, list)}
 _PROBLEM = {"problem": "problem", "answer": "answer"}
 _QUESTION = {"problem": "question", "answer": "answer"}
-_SETS: Mapping[str, _Set] = {
-    "gsm8k": _Set(
+_SETS: Mapping[str, RowSet] = {
+    "gsm8k": RowSet(
         ("gsm8k_test.jsonl",),
         "the test set of openai/gsm8k, with the text after #### as the answer",
         HubSet("openai/gsm8k", _QUESTION, config="main"),
     ),
-    "math500": _Set(
-        ("math500.jsonl",), "the test set of HuggingFaceH4/MATH-500", HubSet("HuggingFaceH4/MATH-500", _PROBLEM)
+    "math500": RowSet(
+        ("math500.jsonl",),
+        "the test set of HuggingFaceH4/MATH-500",
+        HubSet("HuggingFaceH4/MATH-500", _PROBLEM),
     ),
-    "aime24": _Set(
-        ("aime24.jsonl",), "the 30 problems of AIME 2024", HubSet("HuggingFaceH4/aime_2024", _PROBLEM, split="train")
+    "aime24": RowSet(
+        ("aime24.jsonl",),
+        "the 30 problems of AIME 2024",
+        HubSet("HuggingFaceH4/aime_2024", _PROBLEM, split="train"),
     ),
-    "aime25": _Set(("aime25.jsonl",), "the 30 problems of AIME 2025", HubSet("math-ai/aime25", _PROBLEM)),
-    "amc23": _Set(
-        ("amc23.jsonl",), "the 40 problems of AMC 2023 with whole-number answers", HubSet("math-ai/amc23", _QUESTION)
+    "aime25": RowSet(("aime25.jsonl",), "the 30 problems of AIME 2025", HubSet("math-ai/aime25", _PROBLEM)),
+    "amc23": RowSet(
+        ("amc23.jsonl",),
+        "the 40 problems of AMC 2023 with whole-number answers",
+        HubSet("math-ai/amc23", _QUESTION),
     ),
-    "olympiadbench": _Set(
+    "olympiadbench": RowSet(
         ("olympiadbench.jsonl",),
         "the 675 open-ended English text problems of OlympiadBench (Hothan/OlympiadBench)",
         HubSet(
@@ -54,11 +50,11 @@ _SETS: Mapping[str, _Set] = {
             split="train",
             config="OE_TO_maths_en_COMP",
         ),
-        {
-            "olympiadbench-1782": "the gold answer m_max = n^2 - n - 1 equals no n^2 - n - 1 for math-verify",
-            "olympiadbench-2045": "the gold answer t(0,4] is no interval",
-        },
     ),
+}
+_FAULTY = {  # id -> why no equivalent answer passes
+    "olympiadbench-1782": "the gold answer m_max = n^2 - n - 1 equals no n^2 - n - 1 for math-verify",
+    "olympiadbench-2045": "the gold answer t(0,4] is no interval",
 }
 _CALLS = 4  # default limit on Python calls
 _BEFORE_ANSWER = "####"  # in GSM8K's published rows, between solution and answer
@@ -74,20 +70,17 @@ def math(context: BenchmarkContext) -> Benchmark:
         for suffix, asked, episode in (("", _PLAIN, plain), ("_python", _PYTHON, python))
         for name in _SETS
     ]
-    faulty = [f"excluded: {row}, {why}" for each in _SETS.values() for row, why in each.faulty.items()]
+    faulty = [f"excluded: {row}, {why}" for row, why in _FAULTY.items()]
     few = "sets of 30 or 40 problems: one answer is worth 2.5 to 3.3 points; average several rollouts of each (n)"
     return Benchmark("math", tuple(categories), notes=(*faulty, few))
 
 
 def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:
-    one = _SETS[name]
-    hint = f"it is {one.source}, as rows of {{id, problem, answer}}"
     tasks = []
-    fields: Fields = {"id": str, "problem": str, "answer": (str, list)}
-    for place, row in rows_of(context, one.files, one.hub, name, fields, hint):
+    for place, row in rows_of(context, _SETS[name], name, _FIELDS):
         answer = row["answer"]
         if isinstance(answer, str):
             answer = answer.rpartition(_BEFORE_ANSWER)[2].strip()
         prompt = (Message("system", asked), Message("user", row["problem"]))
         tasks.append(Task(row["id"], prompt, ", ".join(answer_texts(answer, place, "answer")), name))
-    return [task for task in tasks if task.id not in one.faulty]
+    return [task for task in tasks if task.id not in _FAULTY]

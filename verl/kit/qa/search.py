@@ -5,11 +5,10 @@ The tool is BM25 over the passages in data_dir, or set by `BenchmarkContext.sear
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
-from verl.kit.evaluation.files import Fields, answer_texts, find_file, rows_of
+from verl.kit.evaluation.files import Fields, RowSet, answer_texts, find_file, rows_of
 from verl.kit.evaluation.hub import HubSet
 from verl.types import Message, Task
 
@@ -21,33 +20,22 @@ _ASK = Message(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Set:
-    """files: possible file names; hub: the published data set, if any; question, golds: fields of its rows"""
-
-    files: tuple[str, ...]
-    source: str
-    hub: HubSet | None
-    question: str = "question"
-    golds: str = "golden_answers"
-
-
+_FIELDS: Fields = {"question": str, "golden_answers": (str, list)}
+_BAMBOOGLE_FIELDS: Fields = {"Question": str, "Answer": (str, list)}
 _OURS = {"question": "question", "golden_answers": "golden_answers"}
-_SETS: Mapping[str, _Set] = {
-    "bamboogle": _Set(
+_SETS: Mapping[str, RowSet] = {
+    "bamboogle": RowSet(
         ("bamboogle.json", "Bamboogle/data.json"),
         "benchmarks/Bamboogle/data.json of ToolRL's repository (qiancheng0/ToolRL)",
         HubSet("RUC-NLPIR/FlashRAG_datasets", {"Question": "question", "Answer": "golden_answers"}, config="bamboogle"),
-        "Question",
-        "Answer",
     ),
-    "search/hotpotqa_100": _Set(("hotpotqa_100.jsonl",), "100 questions of HotpotQA's dev set (distractor)", None),
-    "search/hotpotqa_dev": _Set(
+    "search/hotpotqa_100": RowSet(("hotpotqa_100.jsonl",), "100 questions of HotpotQA's dev set (distractor)", None),
+    "search/hotpotqa_dev": RowSet(
         ("hotpotqa_dev_closed.jsonl.gz", "hotpotqa_dev.jsonl"),
         "HotpotQA's dev set",
         HubSet("RUC-NLPIR/FlashRAG_datasets", _OURS, split="dev", config="hotpotqa"),
     ),
-    "search/nq_open": _Set(
+    "search/nq_open": RowSet(
         ("nq_open_dev.jsonl.gz", "nq_open_dev.jsonl"),
         "NQ-Open's dev set (google-research-datasets/nq_open)",
         HubSet("google-research-datasets/nq_open", {**_OURS, "golden_answers": "answer"}, split="validation"),
@@ -94,11 +82,10 @@ def _notes(context: BenchmarkContext) -> tuple[str, ...]:
 
 
 def _tasks(context: BenchmarkContext, name: str) -> list[Task]:
-    one = _SETS[name]
-    fields: Fields = {one.question: str, one.golds: (str, list)}
-    hint = f"it is {one.source}, as rows of {{{one.question}, {one.golds}}}"
+    fields = _BAMBOOGLE_FIELDS if name == "bamboogle" else _FIELDS
+    question, golds = fields
     tasks = []
-    for place, row in rows_of(context, one.files, one.hub, name, fields, hint):
-        answer = json.dumps(answer_texts(row[one.golds], place, one.golds))
-        tasks.append(Task(place, (_ASK, Message("user", row[one.question])), answer, name))
+    for place, row in rows_of(context, _SETS[name], name, fields):
+        answer = json.dumps(answer_texts(row[golds], place, golds))
+        tasks.append(Task(place, (_ASK, Message("user", row[question])), answer, name))
     return tasks

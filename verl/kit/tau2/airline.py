@@ -12,7 +12,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from verl.envs.tools.base import ToolError
-from verl.kit.tau2.common import ServiceTools, UserId, calculate
+from verl.kit.tau2.common import ServiceTools, UserId
 from verl.kit.tau2.database import Record
 
 ReservationId = Annotated[str, Field(description="Id of a reservation, for example 'ZFA04Y'")]
@@ -57,9 +57,7 @@ _CITIES = {
 class AirlineTools(ServiceTools):
     """What an agent of the airline can look up and do."""
 
-    def calculate(self, expression: Annotated[str, Field(description="Numbers, + - * / and parentheses")]) -> str:
-        """Calculate an expression."""
-        return calculate(expression)
+    calculate = ServiceTools.calculate
 
     def get_user_details(self, user_id: UserId) -> Record:
         """Profile of a user: membership, payment methods, saved passengers, reservations."""
@@ -199,9 +197,7 @@ class AirlineTools(ServiceTools):
         self._database["users"].edit(user_id)["payment_methods"][payment_id] = certificate
         return f"Certificate {payment_id} of {amount} dollars was added to user {user_id}."
 
-    def transfer_to_human_agents(self, summary: Annotated[str, Field(description="What the user wants")]) -> str:
-        """Hand the user over to a human, only where the request is out of your reach."""
-        return "Transfer successful"
+    transfer_to_human_agents = ServiceTools.transfer_to_human_agents
 
     def _reservation(self, reservation_id: str) -> Record:
         self._find("reservations", "Reservation", reservation_id)

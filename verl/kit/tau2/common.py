@@ -12,7 +12,7 @@ UserId = Annotated[str, Field(description="Id of a user, for example 'sara_doe_4
 
 
 class ServiceTools:
-    """Tools that operate on one episode's database."""
+    """Tools that operate on one episode's database. A domain names those that it takes over, in its own order."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -23,7 +23,10 @@ class ServiceTools:
             raise ToolError(f"{kind} {key} not found")
         return self._database[table][key]
 
+    def calculate(self, expression: Annotated[str, Field(description="Numbers, + - * / and parentheses")]) -> str:
+        """Calculate an expression."""
+        return str(round(float(value_of(expression)), 2))
 
-def calculate(expression: str) -> str:
-    """The value of an expression, rounded to two decimals."""
-    return str(round(float(value_of(expression)), 2))
+    def transfer_to_human_agents(self, summary: Annotated[str, Field(description="What the user wants")]) -> str:
+        """Hand the user over to a human, only where the request is out of your reach."""
+        return "Transfer successful"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl.envs.tools.base import ToolError
-from verl.kit.tau2.common import ServiceTools, UserId, calculate
+from verl.kit.tau2.common import ServiceTools, UserId
 from verl.kit.tau2.database import Record
 
 ProductId = Annotated[str, Field(description="Id of a product, not of an item")]
@@ -24,9 +24,7 @@ _OPEN = ("pending", "pending (item modified)")
 class RetailTools(ServiceTools):
     """What an agent of the shop can look up and do."""
 
-    def calculate(self, expression: Annotated[str, Field(description="Numbers, + - * / and parentheses")]) -> str:
-        """Calculate an expression."""
-        return calculate(expression)
+    calculate = ServiceTools.calculate
 
     def find_user_id_by_email(self, email: str) -> str:
         """Find a user by email."""
@@ -156,9 +154,7 @@ class RetailTools(ServiceTools):
         user["address"] = _address(address1, address2, city, state, country, zip)
         return user
 
-    def transfer_to_human_agents(self, summary: Annotated[str, Field(description="What the user wants")]) -> str:
-        """Hand the user over to a human, only where the request is out of your reach."""
-        return "Transfer successful"
+    transfer_to_human_agents = ServiceTools.transfer_to_human_agents
 
     def _user_where(self, fits: Callable[[Record], bool]) -> str:
         for user_id, user in self._database["users"].items():
