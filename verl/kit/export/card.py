@@ -66,9 +66,13 @@ def model_card(
 
 
 def _shown(value: Any) -> str:
+    """Of a path on this machine, the name alone: cards are published."""
     if value is None or value == []:
         return _MISSING
-    return ", ".join(map(_shown, value)) if isinstance(value, list) else f"`{str(value).replace('|', chr(92) + '|')}`"
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    text = Path(value).name if isinstance(value, str) and Path(value).is_absolute() else str(value)
+    return f"`{text.replace('|', chr(92) + '|')}`"
 
 
 def _digest(tasks: Path) -> str | None:
