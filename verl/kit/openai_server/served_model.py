@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.checkpoint import STATE, read_state
-from verl.data.messages import chat_rows
+from verl.data.source import source_rows
 from verl.embedded import embedded_path
 from verl.errors import ConfigError, VerlError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
@@ -154,7 +154,7 @@ def _prompt_of_rows(files: list[str] | tuple[str, ...]) -> tuple[str, PromptTemp
     found: dict[tuple[str, str], None] = {}
     for source in files:
         try:
-            rows = list(islice(chat_rows(embedded_path(source)), _ROWS))
+            rows = [row for made in islice(source_rows(embedded_path(source)), _ROWS) for row in made]
         except (VerlError, OSError):
             continue  # moved since the training
         for row in rows:
