@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def _prompt_of_rows(files: list[str] | tuple[str, ...]) -> tuple[str, PromptTemp
     found: dict[tuple[str, str], None] = {}
     for source in files:
         try:
-            rows = list(islice(chain.from_iterable(source_rows(embedded_path(source))), _ROWS))
+            rows = [row for made in islice(source_rows(embedded_path(source)), _ROWS) for row in made]
         except (VerlError, OSError):
             continue  # moved since the training
         for row in rows:
