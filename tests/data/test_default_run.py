@@ -18,11 +18,11 @@ from verl.data.lengths import split_rows
 from verl.data.rows import DATA_VERSIONS, version_of
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
+from verl.scoring.rewards import build_rewards
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_ppo
 from verl.trainer.builders.env import with_tool_call_format
 from verl.trainer.builders.run import Inputs, load_chat_template, load_inputs
-from verl.utils.reward_score.rewards import build_rewards
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from verl.errors import DataError
 from verl.formats.hermes import HermesFormat
 from verl.kit.lab.__main__ import try_rewards
 from verl.kit.sft.demonstrations import read_demonstrations
+from verl.scoring.rewards import build_rewards
 from verl.trainer.builders.run import load_chat_template
-from verl.utils.reward_score.rewards import build_rewards
 
 XLAM = {
     "id": 1,

@@ -31,6 +31,7 @@ from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer, ScoringPool
+from verl.scoring.rewards import build_rewards
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_generation
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, single_turn_runner
@@ -38,7 +39,6 @@ from verl.trainer.builders.run import load_inputs
 from verl.trainer.validate import Validator
 from verl.types import Task
 from verl.utils.reward_score.base import GroupReward
-from verl.utils.reward_score.rewards import build_rewards
 
 BOXED = "\\boxed{4}"
 NO_TOOLS = "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from verl.tracking.tracker import Run, Trackers, build_trackers
+from verl.tracking.tracker import RunInfo, Trackers, build_trackers
 
 CONFIG = {"trainer": {"logger": ["console"], "seed": 0}, "actor": {"optim": {"lr": 1e-6}}}
 ROW = {"task": "a.jsonl#1", "prompt": "user: hi", "response": "assistant: hello\nthere", "answer": "x", "score": 1.5}
 
 
-def two_sessions(name: str, folder: Path) -> Run:
+def two_sessions(name: str, folder: Path) -> RunInfo:
     """A run of steps 0 to 2 that is resumed after step 1."""
-    run = Run(folder / "run", "exp/a", "proj", CONFIG)
+    run = RunInfo(folder / "run", "exp/a", "proj", CONFIG)
     state: dict[str, Any] = {}
     for step, steps in ((-1, (0, 1, 2)), (1, (2, 3))):
         trackers = build_trackers([name], run)
@@ -42,7 +42,7 @@ def is_on(trackers: Trackers) -> bool:
     return not trackers.members[-1]._off  # type: ignore[attr-defined]
 
 
-def run_id(run: Run, name: str) -> str:
+def run_id(run: RunInfo, name: str) -> str:
     return (run.folder / f"{name}_run_id.txt").read_text().strip()
 
 

@@ -28,7 +28,7 @@ from verl.tracking.jsonl import JsonlTracker, read_jsonl
 from verl.tracking.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
-from verl.tracking.tracker import TRACKERS, Run, Tracker, Trackers, build_trackers
+from verl.tracking.tracker import TRACKERS, RunInfo, Tracker, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts, sample_rows
 from verl.types import (
     Completion,
@@ -50,15 +50,15 @@ METRICS |= {"val/mini test/total": 2.0, "perf/tokens_per_s": 512.4, "time/step_s
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path / "run")
+def run(tmp_path: Path) -> RunInfo:
+    return RunInfo(tmp_path / "run")
 
 
 def steps_of(path: Path) -> list[int]:
     return [row["step"] for row in read_jsonl(path)]
 
 
-def test_jsonl_has_one_line_a_step_and_no_number_json_lacks(run: Run) -> None:
+def test_jsonl_has_one_line_a_step_and_no_number_json_lacks(run: RunInfo) -> None:
     tracker = JsonlTracker(run)
     tracker.log(0, {"val/a/total": 1.5})
     tracker.log(1, {"actor/grad_norm": math.nan, "actor/loss": math.inf})
@@ -68,11 +68,11 @@ def test_jsonl_has_one_line_a_step_and_no_number_json_lacks(run: Run) -> None:
     assert second["actor/grad_norm"] is None and second["actor/loss"] is None
 
 
-def test_a_killed_writer_loses_no_whole_line_and_a_torn_one_goes_at_resume(run: Run) -> None:
+def test_a_killed_writer_loses_no_whole_line_and_a_torn_one_goes_at_resume(run: RunInfo) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from verl.tracking.jsonl import JsonlTracker\n"
-        "from verl.tracking.tracker import Run\n"
-        "tracker = JsonlTracker(Run(Path(sys.argv[1])))\n"
+        "from verl.tracking.tracker import RunInfo\n"
+        "tracker = JsonlTracker(RunInfo(Path(sys.argv[1])))\n"
         "for step in range(1, 6): tracker.log(step, {'reward/é/total': 1.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -95,10 +95,10 @@ def test_a_killed_writer_loses_no_whole_line_and_a_torn_one_goes_at_resume(run: 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written .*Choose another path"):
-        JsonlTracker(Run(tmp_path / "file")).log(1, {})
+        JsonlTracker(RunInfo(tmp_path / "file")).log(1, {})
 
 
-def test_tensorboard_reads_what_was_written_and_forgets_what_a_resume_repeats(run: Run) -> None:
+def test_tensorboard_reads_what_was_written_and_forgets_what_a_resume_repeats(run: RunInfo) -> None:
     first = TensorBoardTracker(run)
     first.restore(-1, {})
     for step in (1, 2, 3):
@@ -144,11 +144,13 @@ class FakeWandb:
         self.finished += 1
 
 
-def test_wandb_continues_its_run_on_resume_and_not_at_a_start_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_continues_its_run_on_resume_and_not_at_a_start_over(
+    run: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
 
-    def session(step: int, state: dict[str, Any], run: Run = run) -> dict[str, Any]:
+    def session(step: int, state: dict[str, Any], run: RunInfo = run) -> dict[str, Any]:
         trackers = build_trackers(["wandb"], run)
         trackers.restore(step, state)
         trackers.log(step + 1, {"actor/lr": 0.5})
@@ -158,7 +160,7 @@ def test_wandb_continues_its_run_on_resume_and_not_at_a_start_over(run: Run, mon
     state = session(0, {})
     session(1, state)
     session(1, {})  # known from the folder
-    session(1, state, Run(run.folder / "copy"))  # known from the checkpoint
+    session(1, state, RunInfo(run.folder / "copy"))  # known from the checkpoint
     assert len(set(fake.ids)) == 1 and len(fake.ids) == fake.finished == 4
     assert fake.logged[1] == {"step": 2, "actor/lr": 0.5}
     session(-1, {})
@@ -170,7 +172,7 @@ def test_wandb_continues_its_run_on_resume_and_not_at_a_start_over(run: Run, mon
     [("wandb", "wandb"), ("trackio", "trackio"), ("mlflow", "mlflow-skinny"), ("swanlab", "swanlab")],
 )
 def test_a_missing_package_is_told_with_its_name_on_the_index(
-    name: str, install: str, run: Run, monkeypatch: pytest.MonkeyPatch
+    name: str, install: str, run: RunInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"names {name}, which cannot be imported .*: pip install {install};"):
@@ -187,7 +189,7 @@ def test_every_package_has_an_extra_with_bounds() -> None:
         assert re.fullmatch(rf"{each.install or each.package}>=[\d.]+,<[\d.]+", line)
 
 
-def test_the_settings_know_every_tracker(run: Run) -> None:
+def test_the_settings_know_every_tracker(run: RunInfo) -> None:
     assert set(LOGGERS) == {"console", *TRACKERS}
     with pytest.raises(ConfigError, match="did you mean 'wandb'"):
         build_trackers(["wandbb"], run)
@@ -221,7 +223,7 @@ class Unready(Tracker):
 
 
 def test_a_users_tracker_is_taken_from_a_file_and_its_failure_ends_it_alone(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: RunInfo, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OWN)
@@ -253,7 +255,7 @@ class Failing(Tracker):
         raise OSError("gone")
 
 
-def test_all_trackers_are_told_and_closed_though_one_fails(run: Run) -> None:
+def test_all_trackers_are_told_and_closed_though_one_fails(run: RunInfo) -> None:
     members = build_trackers(["console"], run, Display(3, Console(file=io.StringIO()))).members
     assert [type(member).__name__ for member in members] == ["Display", "JsonlTracker", "TensorBoardTracker"]
     trackers = Trackers((*members, Failing()))

@@ -21,7 +21,7 @@ from verl.data.source import AS_WRITTEN, source_name, source_rows
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import listed_tools, parse_gold
 from verl.types import Message, Task, ToolCall, ToolSpec
-from verl.utils.reward_score.rewards import named_reward
+from verl.utils.reward_score.base import named_reward
 
 GROUND_TRUTH = "reward_model.ground_truth"
 DATA_SOURCE = "rlla"  # of ToolRL's rows

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.tracking.tracker import Run, Tracker
+from verl.tracking.tracker import RunInfo, Tracker
 
 _TABLE = "rollouts"
 _PARAM_CHARS, _PARAMS_PER_CALL = 6000, 100  # MLflow's limits
@@ -26,7 +26,7 @@ class Service(Tracker):
     package: str  # to import
     install = ""  # if its name on the index is another
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         try:
             self._api = importlib.import_module(self.package)
         except ImportError as error:
@@ -68,7 +68,7 @@ class Service(Tracker):
             self._opened = self._open(self._run, self._id)
         return self._opened
 
-    def _open(self, run: Run, id: str) -> Any:
+    def _open(self, run: RunInfo, id: str) -> Any:
         """A session of the run with this id, which may exist."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class WandbTracker(Service):
 
     package = "wandb"
 
-    def _open(self, run: Run, id: str) -> Any:
+    def _open(self, run: RunInfo, id: str) -> Any:
         folder, config = str(run.folder), dict(run.config)
         session = self._api.init(project=run.project, name=run.name, id=id, resume="allow", dir=folder, config=config)
         session.define_metric("step")
@@ -106,7 +106,7 @@ class TrackioTracker(Service):
 
     package = "trackio"
 
-    def _open(self, run: Run, id: str) -> Any:
+    def _open(self, run: RunInfo, id: str) -> Any:
         name = f"{run.name}-{id}"
         return self._api.init(project=run.project, name=name, resume="allow", config=dict(run.config), embed=False)
 
@@ -119,7 +119,7 @@ class SwanLabTracker(Service):
 
     package = "swanlab"
 
-    def _open(self, run: Run, id: str) -> Any:
+    def _open(self, run: RunInfo, id: str) -> Any:
         folder = str(run.folder / "swanlog")
         return self._api.init(
             project=run.project, name=run.name, id=id, resume="allow", log_dir=folder, config=dict(run.config)
@@ -136,7 +136,7 @@ class MlflowTracker(Service):
     package = "mlflow"
     install = "mlflow-skinny"  # the client
 
-    def _open(self, run: Run, id: str) -> Any:
+    def _open(self, run: RunInfo, id: str) -> Any:
         client = self._client = self._api.MlflowClient()
         known = client.get_experiment_by_name(run.project)
         experiment = client.create_experiment(run.project) if known is None else known.experiment_id

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInfo:
     folder: Path
     name: str = "default"
     project: str = "toolrl"
@@ -114,18 +114,18 @@ class Trackers:
             member.restore(step, state)
 
 
-def build_trackers(names: Iterable[str], run: Run, display: Tracker | None = None) -> Trackers:
+def build_trackers(names: Iterable[str], run: RunInfo, display: Tracker | None = None) -> Trackers:
     """JSONL and TensorBoard always, the display if given, and those named.
 
     A name is a key of TRACKERS, "console" (the display), or `module:attribute` or `file.py:attribute` of a callable
-    that takes a `Run` and returns a tracker. Raises ConfigError for a name or a tracker that cannot be used.
+    that takes a `RunInfo` and returns a tracker. Raises ConfigError for a name or a tracker that cannot be used.
     """
     chosen = [name for name in dict.fromkeys((*ALWAYS, *names)) if name != "console"]
     members = [_build(name, run) for name in chosen]
     return Trackers(tuple(members if display is None else [display, *members]))
 
 
-def _build(name: str, run: Run) -> Tracker:
+def _build(name: str, run: RunInfo) -> Tracker:
     make = resolve("tracker", name, TRACKERS)
     try:
         member: Tracker = make(run)

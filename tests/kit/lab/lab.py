@@ -6,9 +6,9 @@ from dataclasses import replace
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
 from verl.kit.lab.__main__ import LabReport, try_rewards
+from verl.scoring.rewards import Rewards
 from verl.types import Task
 from verl.utils.reward_score.base import LabReward
-from verl.utils.reward_score.rewards import Rewards
 
 
 def try_reward(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from verl.formats.base import TOOL_CALL_FORMATS, Calls, build_tool_call_format
 from verl.formats.inline import InlineFormat
-from verl.kit.openai_server.parsing import Answer, AnswerReader
+from verl.kit.openai_server.parsing import AssistantMessage, ResponseReader
 from verl.types import ToolCall
 
 RAIN = ToolCall("get_rain", {"city": "Kala"})
@@ -24,8 +24,8 @@ pieces = st.sampled_from(
 )
 
 
-def reader(name: str) -> AnswerReader:
-    return AnswerReader(build_tool_call_format(name))
+def reader(name: str) -> ResponseReader:
+    return ResponseReader(build_tool_call_format(name))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def reader(name: str) -> AnswerReader:
     ],
 )
 def test_text_around_the_calls_is_content(name: str, text: str, answer: str) -> None:
-    assert reader(name).read(text) == Answer(answer, (RAIN,))
+    assert reader(name).read(text) == AssistantMessage(answer, (RAIN,))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_text_around_the_calls_is_content(name: str, text: str, answer: str) -> 
 def test_a_format_that_pauses_has_one_call_and_its_content_as_written(
     name: str, text: str, content: str, code: str
 ) -> None:
-    assert reader(name).read(text) == Answer(content, (ToolCall("python", {"code": code}),))
+    assert reader(name).read(text) == AssistantMessage(content, (ToolCall("python", {"code": code}),))
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)

@@ -14,7 +14,7 @@ from tests.conftest import need_vllm
 from verl.embedded import embedded_path
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.inline import InlineFormat
-from verl.kit.openai_server.parsing import PARSER_NAME, AnswerReader
+from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
 from verl.kit.openai_server.served_model import TrainedFormat
 from verl.kit.openai_server.serving_files import TOOL_PARSER, serving_texts
 from verl.types import ToolCall
@@ -99,7 +99,7 @@ def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) ->
     parser, asked, chance = parser_class(name, tmp_path), request(), random.Random(0)
     with_calls = 0
     for text in responses(name):
-        answer = AnswerReader(build_tool_call_format(name)).read(text)
+        answer = ResponseReader(build_tool_call_format(name)).read(text)
         expected = [(call.name, dict(call.arguments)) for call in answer.calls]
         _, content, calls = new_parser(parser, asked).parse(text, asked, enable_auto_tools=True)
         assert [(call.name, json.loads(call.arguments)) for call in calls or ()] == expected

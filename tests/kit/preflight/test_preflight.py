@@ -23,13 +23,13 @@ from verl.kit.preflight.preflight import check_memory, check_reward, check_round
 from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
+from verl.scoring.rewards import Rewards, build_rewards
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
 from verl.trainer.validate import Validator
 from verl.types import Completion, FinishReason, Score, Task, Trajectory
-from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 REWARD = build_rewards("rlla")
 

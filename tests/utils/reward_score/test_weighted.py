@@ -12,10 +12,10 @@ from verl.config.load import load_config
 from verl.errors import ConfigError, DataError
 from verl.kit.lab.__main__ import as_trajectory
 from verl.scoring.pool import ScoringPool
+from verl.scoring.rewards import Rewards, build_rewards
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score import build_reward
 from verl.utils.reward_score.base import GroupReward
-from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.weighted import WeightedSum
 
 TASK = Task("t", (Message("user", "2 + 2?"),), "4", "own", extra={"level": 3})

@@ -33,13 +33,13 @@ from verl.kit.evaluation.stats import RESAMPLES
 from verl.kit.evaluation.tables import Grid, comparison_grid, result_grid
 from verl.net.services import check_services
 from verl.scoring.pool import ScoringPool
+from verl.scoring.rewards import build_rewards
 from verl.system.files import replacing
 from verl.system.lock import alone_in
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
 from verl.trainer.builders.env import build_format, category_runner, prompt_fn
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import scoring_limits
-from verl.utils.reward_score.rewards import build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
 _SETTINGS = (  # of an engine, sampling and scoring, that affect a score

@@ -9,8 +9,7 @@ from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.kit.evaluation.runner import EXACT
-from verl.utils.reward_score.base import LabReward, build_reward
-from verl.utils.reward_score.rewards import named_reward
+from verl.utils.reward_score.base import LabReward, build_reward, named_reward
 
 
 def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:

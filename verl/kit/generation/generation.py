@@ -13,6 +13,7 @@ from verl.data.lengths import read_tasks
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
+from verl.scoring.rewards import build_rewards
 from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
@@ -26,7 +27,6 @@ from verl.trainer.builders.env import (
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Score, Task
-from verl.utils.reward_score.rewards import build_rewards
 
 
 async def generate(config: Config, console: Console) -> None:

@@ -32,9 +32,9 @@ from verl.formats.plain import PLAIN, PlainFormat
 from verl.formats.response import parsed_response
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.registry import option
+from verl.scoring.rewards import Rewards, build_rewards
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
 from verl.utils.reward_score.base import LabReward
-from verl.utils.reward_score.rewards import Rewards, build_rewards
 
 GOLD = "gold"
 _TOLERANCE = 1e-9

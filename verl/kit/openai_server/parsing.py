@@ -18,7 +18,7 @@ PARSER_NAME = "toolrl"  # for vLLM's --tool-call-parser
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AssistantMessage:
     """content: the text around the calls"""
 
     content: str
@@ -26,12 +26,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class AnswerReader:
+class ResponseReader:
     """Splits responses of one tool-call format."""
 
     tool_call_format: ToolCallFormat
 
-    def read(self, text: str, tools: Sequence[ToolSpec] = ()) -> Answer:
+    def read(self, text: str, tools: Sequence[ToolSpec] = ()) -> AssistantMessage:
         """The content and calls of a complete response; without calls, or with malformed ones, all is content.
 
         A format that pauses for its tool runs the first call: what follows was not seen in training.
@@ -39,13 +39,13 @@ class AnswerReader:
         written = self._until_pause(text) if self._inline else text
         parsed = self.tool_call_format.parse(written, tools)
         if not isinstance(parsed, Calls):
-            return Answer(text)
+            return AssistantMessage(text)
         start = written.rfind(OPENING) if self._fenced else self._call_start(written)
         before = written[: max(start, 0)]
         if self._inline:  # exactly as written, because the turn continues after the call
-            return Answer(before, parsed.calls)
+            return AssistantMessage(before, parsed.calls)
         end = max((written.rfind(tag) + len(tag) for tag in self._closing if tag in written), default=len(written))
-        return Answer("\n".join(filter(None, (before.rstrip(), written[end:].strip()))), parsed.calls)
+        return AssistantMessage("\n".join(filter(None, (before.rstrip(), written[end:].strip()))), parsed.calls)
 
     def certain_content(self, text: str) -> str:
         """The beginning of the content that is certain before the response is complete."""

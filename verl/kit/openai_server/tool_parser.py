@@ -20,13 +20,13 @@ from vllm.tool_parsers.abstract_tool_parser import (
 
 from verl.formats.base import build_tool_call_format
 from verl.formats.inline import InlineFormat
-from verl.kit.openai_server.parsing import PARSER_NAME, AnswerReader
+from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
 from verl.types import ToolCall, ToolSpec
 
 
 def register_tool_parser(name: str, options: Mapping[str, Any]) -> None:
     """Register the tool parser of this tool-call format with vLLM, under the name `toolrl`. Raises ConfigError."""
-    reader = AnswerReader(build_tool_call_format(name, options))
+    reader = ResponseReader(build_tool_call_format(name, options))
     parser = type("ToolRLParser", (FormatToolParser,), {"reader": reader})
     ToolParserManager.register_module(PARSER_NAME, module=parser)
 
@@ -34,7 +34,7 @@ def register_tool_parser(name: str, options: Mapping[str, Any]) -> None:
 class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be installed
     """One instance per response; `reader` is set by `register_tool_parser`."""
 
-    reader: AnswerReader
+    reader: ResponseReader
     supports_required_and_named = False  # these would be forced by a JSON grammar, which is not the policy's format
     engine_based_streaming = True  # so that `finish_streaming` is called
 

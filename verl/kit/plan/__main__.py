@@ -37,10 +37,10 @@ def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     from verl.data.tasks import TaskSet
     from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
     from verl.kit.plan.show import show
+    from verl.scoring.rewards import build_rewards
     from verl.system.daemon import run_async
     from verl.trainer.builders.env import build_episode_runner, prompt_fn, with_tool_call_format
     from verl.trainer.builders.run import load_chat_template
-    from verl.utils.reward_score.rewards import build_rewards
 
     hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
     data = config.data

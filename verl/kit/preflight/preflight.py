@@ -36,13 +36,13 @@ from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.pretrained import read_model_config
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
+from verl.scoring.rewards import Rewards
 from verl.system.daemon import run_async
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import Inputs
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward
-from verl.utils.reward_score.rewards import Rewards
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers

@@ -37,6 +37,7 @@ from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.probe.advice import advice
 from verl.kit.probe.statistics import Cost, Criteria, Rollout, row_of, summary
 from verl.net.services import check_services
+from verl.scoring.rewards import Rewards, build_rewards
 from verl.system.lock import alone_in
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.builders.engine import standalone_engine, with_model_limits
@@ -45,7 +46,6 @@ from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
 from verl.types import Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward
-from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 
 _COSTS = "cost.jsonl"  # of every completed start

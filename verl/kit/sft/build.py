@@ -27,7 +27,7 @@ from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import Bundle, Cluster
 from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
-from verl.tracking.tracker import Run, build_trackers
+from verl.tracking.tracker import RunInfo, build_trackers
 from verl.trainer.builders.run import closing_run, load_chat_template
 from verl.trainer.builders.threads import num_threads
 from verl.trainer.builders.workers import DTYPES, check_device, choose_device, optimizer_settings
@@ -67,7 +67,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
     )
     num_ranks = trainer.nnodes * trainer.n_gpus_per_node
     display = Display(total_steps, console)
-    run = Run(folder, trainer.experiment_name, trainer.project_name, asdict(config))
+    run = RunInfo(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
     join = trainer.nnodes > 1
     with (

@@ -30,9 +30,9 @@ from verl.formats.inline import InlineFormat
 from verl.formats.plain import PLAIN, PlainFormat
 from verl.formats.prompt import PromptTemplateMixin, TurnFormat
 from verl.registry import resolve
+from verl.scoring.rewards import Rewards
 from verl.types import Message, Task, ToolSpec
 from verl.utils.reward_score.base import Reward, TaskCheckingReward
-from verl.utils.reward_score.rewards import Rewards
 
 # Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
 _HEALTH_SHARE = 0.8

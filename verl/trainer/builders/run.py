@@ -37,13 +37,14 @@ from verl.pretrained import read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import Scorer
+from verl.scoring.rewards import Rewards, build_rewards
 from verl.single_controller.group import WorkerGroup, WorkerView
 from verl.single_controller.ray import Cluster
 from verl.system.daemon import run_async
 from verl.tracking.console import Display
 from verl.tracking.flops import DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
-from verl.tracking.tracker import Run, Trackers, build_trackers
+from verl.tracking.tracker import RunInfo, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
 from verl.trainer.builders.algorithm import (
     build_algorithm,
@@ -65,7 +66,6 @@ from verl.trainer.validate import Validator
 from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketLayout
 from verl.types import Task
-from verl.utils.reward_score.rewards import Rewards, build_rewards
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import ModelInfo, TrainingRank
 
@@ -151,7 +151,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     )
     display = Display(total_steps, console)
     run_config = {**asdict(config), **prompt_record(inputs.episode_runner.observations.tool_call_format)}
-    run = Run(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
+    run = RunInfo(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots, join = 2 * config.num_ranks + config.num_engines, config.trainer.nnodes > 1

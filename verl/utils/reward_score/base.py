@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from inspect import Parameter, isawaitable, signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +11,7 @@ from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 
-AUTO = "auto"  # calls for tasks with a gold turn, rlla for others (verl/utils/reward_score/rewards.py)
+AUTO = "auto"  # calls for tasks with a gold turn, rlla for others (verl/scoring/rewards.py)
 REWARDS: Mapping[str, str] = {
     AUTO: "verl.utils.reward_score.rlla:RllaReward",
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
@@ -159,3 +160,9 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     if options:
         raise ConfigError(f"reward {name!r} is a plain function and takes no options, but got {sorted(options)}")
     return FunctionReward(found)
+
+
+@cache
+def named_reward(name: str) -> Reward:
+    """The reward that rows select by this name, built once with default options. Raises ConfigError."""
+    return build_reward(name)

@@ -2,20 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.base import AUTO, GroupReward, LabReward, Reward, build_reward
+from verl.utils.reward_score.base import AUTO, GroupReward, LabReward, Reward, build_reward, named_reward
 from verl.utils.reward_score.weighted import WeightedSum
 
 _RLLA, _CALLS = "rlla", "calls"  # of auto; they have the same options
-
-
-@cache
-def named_reward(name: str) -> Reward:
-    """The reward that rows select by this name, built once with default options. Raises ConfigError."""
-    return build_reward(name)
 
 
 @dataclass(frozen=True)
