@@ -176,6 +176,7 @@ def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine
 def test_a_row_of_an_environment_needs_a_format(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row(), row(env="shop"))
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
+    words.append("data.train_batch_size=1")
     with pytest.raises(DataError, match=r"row 1, field 'env': 'shop' needs env.tool_call_format"):
         load_inputs(load_config(words))
     path = write(tmp_path / "rows.jsonl", row(env="single_turn"))
@@ -376,5 +377,6 @@ def test_the_services_of_what_rows_name_are_asked_before_the_run(tmp_path: Path)
     )
     path = write(tmp_path / "rows.jsonl", row(), row(env=f"{mine}:Shop"))
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
+    words.append("data.train_batch_size=1")
     with pytest.raises(ServiceDownError, match="the shop: is closed"):
         load_inputs(load_config([*words, "env.tool_call_format=toolrl"]))

@@ -126,7 +126,7 @@ def _conversations(row: Row) -> Row:
 
 
 LAYOUTS = (
-    Layout("a task", {"prompt": _LIST}, _unchanged),
+    Layout("a task", {"prompt": (object,)}, _unchanged),
     Layout("OpenAI", {"messages": (object,)}, _unchanged),
     Layout("ToolRL's SFT file", {"input": (str,), "output": (str,)}, _unchanged),
     Layout("xLAM", {"query": (str,), "tools": _LIST, "answers": _LIST}, _query),

@@ -52,7 +52,7 @@ def run_cli(
 
     With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
     known: options of this command besides --help and --cfg job; those with a value end in =
-    Exit codes: 0; 2 for an unusable configuration, data or folder; 1 for a failed run;
+    Exit codes: what `run` returns if that is a number, else 0; 2 for an unusable configuration, data or folder; 1 for a failed run;
     130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
     console = Console(highlight=False, emoji=False)
@@ -75,8 +75,8 @@ def run_cli(
             if "--cfg" in options:
                 console.print(as_yaml(config, command), markup=False, soft_wrap=True)
                 return 0
-            run(CliArgs(config, options), console)
-            return 0
+            outcome = run(CliArgs(config, options), console)
+            return outcome if isinstance(outcome, int) else 0
     except ModuleNotFoundError as error:
         if (problem := missing_package(error)) is None:
             raise

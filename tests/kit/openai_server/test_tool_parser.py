@@ -94,7 +94,7 @@ def responses(name: str) -> list[str]:
     return [*whole, written[:-3], f"{written} {written}", f"{thought}{written}\n<response> Wait. </response>"]
 
 
-@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS.keys() - {"native"}))  # which needs a tokenizer
 def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) -> None:
     parser, asked, chance = parser_class(name, tmp_path), request(), random.Random(0)
     with_calls = 0

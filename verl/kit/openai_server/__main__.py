@@ -103,6 +103,9 @@ def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:
     texts = serving_texts(model.folder, chosen_format(options, model, template))
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"toolrl-serve-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:  # vLLM imports the parser
+        raise ConfigError(f"{folder} may be written by another user; remove it, or set TMPDIR to a folder of your own")
     write_serving_files(folder, texts)
     return folder
 
