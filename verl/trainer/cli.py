@@ -52,8 +52,8 @@ def run_cli(
 
     With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
     known: options of this command besides --help and --cfg job; those with a value end in =
-    Exit codes: what `run` returns if that is a number, else 0; 2 for an unusable configuration, data or folder; 1 for a failed run;
-    130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
+    Exit codes: what `run` returns if that is a number, else 0; 2 for an unusable configuration, data or folder; 1 for a
+    failed run; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
     console = Console(highlight=False, emoji=False)
     logging.basicConfig(
