@@ -203,6 +203,7 @@ def test_the_tokens_of_an_episode_end_as_the_whole_dialogue(name: str) -> None:
         assert prompt + text + after == whole
 
 
+@pytest.mark.long
 @needs_vllm
 def test_parallel_results_follow_in_order() -> None:
     chat = qwen()

@@ -450,6 +450,7 @@ def test_nobody_runs_anything_without_the_token(with_token: str, cluster: Cluste
     assert (ended.returncode == 0, mark.exists()) == (with_token == "right", with_token == "right"), ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("token", [None, "0" * 64])
 def test_raw_calls_without_the_token_are_refused(token: str | None, of_the_run: Sockets) -> None:
     calls = (

@@ -34,6 +34,7 @@ NAMES = st.from_regex("a[a-z_]{0,7}", fullmatch=True)
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3))
 
 
+@pytest.mark.long
 @given(VALUES)
 @settings(deadline=None, max_examples=200)
 def test_a_value_comes_back_from_its_argument(value: Any) -> None:

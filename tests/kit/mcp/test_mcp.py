@@ -133,6 +133,7 @@ def test_an_answer_that_cannot_be_read_is_told_at_once() -> None:
     asyncio.run(tools[0].close())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("manner", ["stderr", "stdout"])
 def test_30_mb_of_noise_for_each_request_on_stderr_or_stdout_are_passed_over(manner: str) -> None:
     async def play(env: ToolEnv) -> None:

@@ -155,6 +155,7 @@ CALL_LISTS = st.lists(CALL, min_size=1, max_size=4)
 BROKEN = st.sampled_from(["{", '{"name": "A"}', '{"name": 1, "parameters": {}}', "[]", ""])
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(
     CALL_LISTS,
