@@ -66,7 +66,7 @@ def test_a_format_that_pauses_has_one_call_and_its_content_as_written(
     assert reader(name).read(text) == AssistantMessage(content, (ToolCall("python", {"code": code}),))
 
 
-@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("name", sorted(set(TOOL_CALL_FORMATS).difference({"native"})))  # needs a tokenizer
 @settings(max_examples=200)
 @given(text=st.lists(pieces, max_size=10).map("".join))
 def test_streamed_content_is_the_beginning_of_the_answer(name: str, text: str) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.conftest import need_vllm
+from verl.chat.native import NativeFormat
+from verl.chat.template import ChatTemplate
 from verl.embedded import embedded_path
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.inline import InlineFormat
@@ -32,8 +36,6 @@ TOOLS = [
 
 @cache
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(embedded_path("embedded:model"))
 
 
@@ -60,9 +62,11 @@ def new_parser(parser: Any, asked: Any) -> Any:
     return parser(tokenizer(), asked.tools)
 
 
-def streamed(parser: Any, asked: Any, text: str, ended: bool, chance: random.Random) -> tuple[str, list[Any]]:
+def streamed(
+    parser: Any, asked: Any, text: str, ended: bool, chance: random.Random, model: Any = None
+) -> tuple[str, list[Any]]:
     """The reassembled answer to a response that comes in chunks of random sizes."""
-    used, content, calls = new_parser(parser, asked), "", {}
+    used, content, calls = parser(model or tokenizer(), asked.tools), "", {}
     ids = [tokenizer().eos_token_id] if ended else []
     pieces, rest = [], text
     while rest:
@@ -94,7 +98,7 @@ def responses(name: str) -> list[str]:
     return [*whole, written[:-3], f"{written} {written}", f"{thought}{written}\n<response> Wait. </response>"]
 
 
-@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("name", sorted(set(TOOL_CALL_FORMATS).difference({"native"})))
 def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) -> None:
     parser, asked, chance = parser_class(name, tmp_path), request(), random.Random(0)
     with_calls = 0
@@ -108,6 +112,40 @@ def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) ->
         for ended in (True, False):
             assert streamed(parser, asked, text, ended, chance) == (answer.content, expected)
     assert with_calls >= 2  # for Llama a call is the whole response
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
+def test_the_native_format_is_that_of_the_tokenizer(family: str, tmp_path: Path) -> None:
+    """The parser is bound to the model's tokenizer when vLLM makes it, as training does at its start."""
+    from vllm.parser import ParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    template = (Path(__file__).parents[2] / "chat" / "templates" / f"{family}.jinja").read_text()
+    model, chance, variables = tmp_path / "model", random.Random(0), {"enable_thinking": False}
+    shutil.copytree(embedded_path("embedded:model"), model)
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / TOOL_PARSER).write_text(
+        serving_texts(model, TrainedFormat("native", template_options=variables))[TOOL_PARSER]
+    )
+    ToolParserManager.import_tool_parser(str(tmp_path / TOOL_PARSER))
+    own = AutoTokenizer.from_pretrained(model)
+    arguments: Any = {"tool_parser_name": PARSER_NAME, "enable_auto_tools": True, "model_name": "m", "tokenizer": own}
+    parser, asked = ParserManager.get_parser(**arguments), request()
+    calls = [ToolCall("get_rain", {"city": "Kala"}), ToolCall("get_rain", {"city": "Möri <b>"})]
+    written = NativeFormat().bound(ChatTemplate(own)).render(calls)
+    thought, expected = (
+        written.partition("<tool_call>")[0].strip(),
+        [(call.name, dict(call.arguments)) for call in calls],
+    )
+    for text, content, found in (
+        (written, thought, expected),
+        (f"I look.\n{written}", f"I look.\n{thought}".strip(), expected),
+        ("Just text < b", "Just text < b", []),
+        (written[:-20], written[:-20], []),
+    ):
+        _, whole, read = parser(own, asked.tools).parse(text, asked, enable_auto_tools=True)
+        assert (whole or "", [(call.name, json.loads(call.arguments)) for call in read or ()]) == (content, found)
+        assert streamed(parser, asked, text, True, chance, own) == (content, found)
 
 
 def test_requests_are_adjusted_to_the_format(tmp_path: Path) -> None:
