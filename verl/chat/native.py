@@ -100,7 +100,7 @@ class BoundNativeFormat(NativeFormat):
         return self.chat.opens_thought
 
     @cached_property
-    def _mark(self) -> str:
+    def mark(self) -> str:
         """The text with which every call begins, such as a tag: a response with it, but without a call, is malformed"""
         begin = _shared_start(*(self.render([call]) for call in _TRIAL_CALLS)).rpartition(THINK_END)[2].strip()
         return begin.partition("{")[0].strip() or begin
@@ -110,8 +110,8 @@ class BoundNativeFormat(NativeFormat):
             calls = self.read(written, tools)
         except BadCallError as error:
             return ParseError(str(error))
-        attempted = spoken(written, self.in_thought).count(self._mark)
-        if attempted > len(calls) and (not calls or self._mark.startswith("<")):  # other marks also occur in arguments
+        attempted = spoken(written, self.in_thought).count(self.mark)
+        if attempted > len(calls) and (not calls or self.mark.startswith("<")):  # other marks also occur in arguments
             return ParseError("A call cannot be parsed, or its tool is unknown.")  # some parsers drop such calls
         return Calls(tuple(calls)) if calls else Final()
 

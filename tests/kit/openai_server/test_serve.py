@@ -109,14 +109,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             [*command, "--api-key", "secret", "--", "--dtype", "float32"], stdout=output, stderr=output
         )
         try:
-            _wait(process, port, log)
+            wait_for(process, port, log)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
             process.wait(60)
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     import httpx2
 
     end = time.monotonic() + START_S

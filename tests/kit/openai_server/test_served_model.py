@@ -92,3 +92,17 @@ def test_the_record_comes_first_then_rows_then_reward_then_chat_template(tmp_pat
     assert of({}, llama).name == "llama3_json"
     with pytest.raises(ConfigError, match="its chat template lists no tools; set --tool-call-format"):
         of({"reward.name": "math"}, "{{ messages }}")
+
+
+def test_demonstrations_name_the_format_too(tmp_path: Path) -> None:
+    """SFT has no env.tool_call_format: its record has the format of the schemas, and texts that list tools have
+    theirs."""
+    model = TrainedModel(Path("m"), {"data.train_files": ["gone.jsonl"]}, {"tool_call_format": "native"})
+    assert trained_format(model, "{{ tools }}").name == "native"
+    listing = "**Available Tools**\n1. Name: f\nDescription: F.\nParameters: {}"
+    for row in (
+        {"instruction": listing, "input": "a", "output": "b"},
+        {"messages": [{"role": "system", "content": listing}, {"role": "user", "content": "a"}]},
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        assert of({"data.train_files": [str(tmp_path / "rows.jsonl")]}, "{{ tools }} <tool_call>").name == "toolrl"

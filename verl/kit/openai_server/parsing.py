@@ -49,6 +49,8 @@ class ResponseReader:
 
     def certain_content(self, text: str) -> str:
         """The beginning of the content that is certain before the response is complete."""
+        if self._mark and not self._mark.startswith("<"):  # a text that content may have, too
+            return ""
         text = self._until_pause(text) if self._inline else text
         start = self._call_start(text)
         if start < 0:
@@ -68,6 +70,11 @@ class ResponseReader:
         return isinstance(self.tool_call_format, InlineFormat)
 
     @property
+    def _mark(self) -> str | None:
+        """With which every call of the native format begins; None for other formats."""
+        return getattr(self.tool_call_format, "mark", None)
+
+    @property
     def _fenced(self) -> bool:
         return self._inline and not isinstance(self.tool_call_format, TagsFormat)
 
@@ -80,11 +87,12 @@ class ResponseReader:
                 return (OPENING,)
             case Llama3JsonFormat():
                 return (PYTHON_TAG, THINK)
-        return (TOOL_CALL, FUNCTION)
+        return (self._mark,) if self._mark else (TOOL_CALL, FUNCTION)
 
     @property
     def _closing(self) -> tuple[str, ...]:
-        return () if isinstance(self.tool_call_format, Llama3JsonFormat) else (TOOL_CALL_END, FUNCTION_END)
+        whole = isinstance(self.tool_call_format, Llama3JsonFormat)
+        return () if whole or self._mark else (TOOL_CALL_END, FUNCTION_END)
 
     def _call_start(self, text: str) -> int:
         """Where calls begin, or may begin in a text that continues; -1 if nowhere so far."""

@@ -94,7 +94,8 @@ def _pointed(checkpoints: Path, name: str) -> Path:
 
 
 def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTemplate | None = None) -> TrainedFormat:
-    """The format of the model's run; without env.tool_call_format, that of its rows, reward or chat template.
+    """The format of the model's run; without env.tool_call_format, that of its demonstrations, rows, reward or chat
+    template.
 
     chat_template: the model's; prompt: that of the training rows, if it cannot be read from them
     Raises ConfigError if it is unknown.
@@ -109,6 +110,8 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
             options["prompt_template"] = settings["data.prompt_template"]
         own = rows[1] if rows is not None and rows[0] == name else prompt
         return TrainedFormat(name, options, own, template_options, settings.get("env.name") != "single_turn")
+    if made := model.state.get("tool_call_format"):
+        return TrainedFormat(made, template_options=template_options)
     if rows is not None:
         return TrainedFormat(rows[0], prompt=rows[1], template_options=template_options)
     name = _REWARDS.get(str(settings.get("reward.name"))) or native_format(chat_template)
@@ -158,16 +161,22 @@ def _prompt_of_rows(files: list[str] | tuple[str, ...]) -> tuple[str, PromptTemp
         except (VerlError, OSError):
             continue  # moved since the training
         for row in rows:
-            messages = row.get("prompt") if isinstance(row, Mapping) else None
-            for message in messages if isinstance(messages, list) else ():
-                if isinstance(message, Mapping) and message.get("role") == "system" and message.get("content"):
-                    found |= dict.fromkeys(_without_list(str(message["content"])))
+            for system in _system_texts(row) if isinstance(row, Mapping) else ():
+                found |= dict.fromkeys(_without_list(system))
     if len(found) > 1:
         raise ConfigError(
             "the training rows have several system prompts around their tools; choose one with --prompt-template FILE "
             f"(a text with {TOOLS})"
         )
     return next(((name, PromptTemplate(text)) for name, text in found), None)
+
+
+def _system_texts(row: Mapping[str, Any]) -> list[str]:
+    """Of a task, a conversation, or a demonstration in ToolRL's form."""
+    messages = row.get("prompt") or row.get("messages")
+    listed = [message for message in messages if isinstance(message, Mapping)] if isinstance(messages, list) else []
+    texts = [row.get("instruction"), *(each.get("content") for each in listed if each.get("role") == "system")]
+    return [str(text) for text in texts if text]
 
 
 def _without_list(system: str) -> list[tuple[str, str]]:

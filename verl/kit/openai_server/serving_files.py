@@ -9,13 +9,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from verl.chat.native import NativeFormat
 from verl.chat.template import ChatTemplate
 from verl.errors import ConfigError
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
 from verl.kit.openai_server.chat_template import serving_chat_template
 from verl.kit.openai_server.served_model import TrainedFormat
-from verl.pretrained import read_tokenizer
+from verl.pretrained import end_tokens, read_tokenizer
 from verl.system.files import replacing
 
 CHAT_TEMPLATE = "tool_chat_template.jinja"
@@ -26,7 +27,7 @@ import json
 
 from verl.kit.openai_server.tool_parser import register_tool_parser
 
-register_tool_parser({name}, json.loads({options}))
+register_tool_parser({name}, json.loads({options}), json.loads({template_options}))
 '''
 
 
@@ -43,7 +44,9 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
         separate_turns=trained.separate_turns,
         bos_token=_bos(tokenizer) if raw else "",
     )
-    chat = ChatTemplate(tokenizer, template_options=trained.template_options)
+    chat = ChatTemplate(tokenizer, end_tokens(str(folder)), template_options=trained.template_options)
+    if isinstance(tool_call_format, NativeFormat):
+        tool_call_format.bound(chat)  # an error here, not in the server
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:  # as in training
         trained = replace(trained, options={**trained.options, "in_thought": True})
     return {CHAT_TEMPLATE: template, TOOL_PARSER: _parser_text(trained)}
@@ -75,4 +78,8 @@ def _bos(tokenizer: PreTrainedTokenizerBase) -> str:
 def _parser_text(trained: TrainedFormat) -> str:
     """Without the options of prompts, which name files of this machine and do not matter for responses."""
     options = {key: value for key, value in trained.options.items() if key not in ("prompt_template", "raw")}
-    return _PARSER_TEXT.format(name=json.dumps(trained.name), options=repr(json.dumps(options)))
+    return _PARSER_TEXT.format(
+        name=json.dumps(trained.name),
+        options=repr(json.dumps(options)),
+        template_options=repr(json.dumps(dict(trained.template_options))),
+    )

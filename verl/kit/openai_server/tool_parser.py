@@ -7,7 +7,8 @@ is written; calls follow complete at the end of the response, when it is certain
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -24,22 +25,39 @@ from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
 from verl.types import ToolCall, ToolSpec
 
 
-def register_tool_parser(name: str, options: Mapping[str, Any]) -> None:
-    """Register the tool parser of this tool-call format with vLLM, under the name `toolrl`. Raises ConfigError."""
-    reader = ResponseReader(build_tool_call_format(name, options))
-    parser = type("ToolRLParser", (FormatToolParser,), {"reader": reader})
+def register_tool_parser(name: str, options: Mapping[str, Any], template_options: Mapping[str, Any] = {}) -> None:
+    """Register the tool parser of this tool-call format with vLLM, under the name `toolrl`. Raises ConfigError.
+
+    template_options: variables of the chat template that were set in training, for the format `native`
+    """
+    tool_call_format = build_tool_call_format(name, options)
+
+    @cache
+    def reader_of(tokenizer: Any) -> ResponseReader:
+        if name != "native":
+            return ResponseReader(tool_call_format)
+        from verl.chat.native import NativeFormat  # transformers, which the other formats do not need
+        from verl.chat.template import ChatTemplate
+        from verl.pretrained import end_tokens
+
+        assert isinstance(tool_call_format, NativeFormat)
+        stops = end_tokens(tokenizer.name_or_path)
+        return ResponseReader(tool_call_format.bound(ChatTemplate(tokenizer, stops, template_options=template_options)))
+
+    parser = type("ToolRLParser", (FormatToolParser,), {"reader_of": staticmethod(reader_of)})
     ToolParserManager.register_module(PARSER_NAME, module=parser)
 
 
 class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be installed
-    """One instance per response; `reader` is set by `register_tool_parser`."""
+    """One instance per response; `reader_of` is set by `register_tool_parser`."""
 
-    reader: ResponseReader
+    reader_of: Callable[[Any], ResponseReader]
     supports_required_and_named = False  # these would be forced by a JSON grammar, which is not the policy's format
     engine_based_streaming = True  # so that `finish_streaming` is called
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
+        self.reader = self.reader_of(tokenizer)
         self._text = ""
         self._streamed = ""  # content
         self._tools: list[ToolSpec] = []

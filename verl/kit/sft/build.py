@@ -99,6 +99,8 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
                 resume_config=resumable,
                 saved=saved,
                 train_tasks=train_tasks,
+                # schemas are rendered by the chat template alone
+                tool_call_format="native" if any(each.tools for each in demonstrations) else None,
             )
             with crash_reported(folder, sft_run.where), sft_run.listening(trainer.save_on_signal, console):
                 yield sft_run

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
@@ -33,7 +31,7 @@ from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager
 from verl.errors import ConfigError
 from verl.net.services import check_services
-from verl.pretrained import read_tokenizer
+from verl.pretrained import end_tokens, read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import Scorer
@@ -275,17 +273,6 @@ def load_chat_template(config: ModelConfig) -> ChatTemplate:
     key = "model.tokenizer_path" if config.tokenizer_path else "model.path"
     tokenizer = read_tokenizer(config.tokenizer_path or config.path, key)
     return ChatTemplate(tokenizer, end_tokens(config.path), template_options=config.chat_template_options)
-
-
-def end_tokens(model: str) -> tuple[int, ...]:
-    """The eos_token_id entries of a model's generation config; empty if it has none. ConfigError if it is unreadable"""
-    try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
-    except Exception as error:  # a damaged file may raise anything
-        if isinstance(error, OSError) and not (Path(model) / GENERATION_CONFIG_NAME).exists():
-            return ()
-        raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
-    return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 def load_tasks(
