@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,11 @@ from tests.conftest import ROOT, need_vllm
 from tests.kit.export.test_export import hub
 from tests.kit.openai_server.test_serve import make_run
 from tests.support.count_lines import count_lines
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.data.tasks import TaskSet
 from verl.kit.api.run import load_run
+from verl.scoring.rewards import build_rewards
 
 FOLDER = ROOT / "examples"
 SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.name != "grpo_from_scratch.py")
@@ -64,6 +69,28 @@ def run(*command: str) -> str:
 def test_an_example_is_short() -> None:
     assert {path.stem for path in SCRIPTS} >= {"openai_rows", "own_reward", "mcp_tool", "hub_data", "serve", "plot"}
     assert {path.name: count_lines(path) for path in SCRIPTS if count_lines(path) > MOST_LINES} == {}
+
+
+@pytest.mark.parametrize("script", TRAINING, ids=lambda path: path.stem)
+def test_an_example_resolves(script: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the start of its process: settings are valid, rows are tasks, pickled objects and names resolve."""
+    found: dict[str, Config] = {}
+
+    def run_command(name: str, arguments: list[str]) -> None:
+        found[name] = load_config(arguments)
+        raise Started
+
+    monkeypatch.setattr("verl.kit.api.api.run_command", run_command)
+    with pytest.raises(Started):
+        runpy.run_path(script.name, run_name="__main__")
+    config = found["train"]
+    if "gsm8k" not in config.data.train_files[0]:
+        assert len(TaskSet(config.data.train_files[0], data=config.data)) >= config.data.train_batch_size
+    assert build_rewards(config.reward.name, config.reward.options)
+
+
+class Started(Exception):  # noqa: N818  no error
+    """Instead of a process."""
 
 
 @pytest.mark.slow
