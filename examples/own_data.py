@@ -11,6 +11,6 @@ def short_and_right(response: str, answer: str) -> dict[str, float]:
     return {"score": right + 0.1 * short, "right": right, "short": short}  # score is the total
 
 
-small = {"rollout.n": 4, "data.train_batch_size": 3, "actor.ppo_mini_batch_size": 3}
+small = {"rollout.name": "hf", "rollout.n": 4, "data.train_batch_size": 3, "actor.ppo_mini_batch_size": 3}
 run = toolrl.train("embedded", rows, reward=short_and_right, steps=2, settings=small)
 print(run.metrics[-1]["reward/total"], run.model_path)

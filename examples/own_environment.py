@@ -18,5 +18,5 @@ class Counter:
 
 
 rows = [{"prompt": "Reach the goal. ", "goal": goal} for goal in (3, 5)]
-small = {"rollout.n": 4, "data.train_batch_size": 2, "actor.ppo_mini_batch_size": 2}
+small = {"rollout.name": "hf", "rollout.n": 4, "data.train_batch_size": 2, "actor.ppo_mini_batch_size": 2}
 print(toolrl.train("embedded", rows, env=Counter, steps=2, settings=small).metrics[-1])

@@ -10,7 +10,7 @@ def rain(city: str) -> bool:
 
 answers = {"Does it rain in Oslo?": "yes", "Does it rain in Rome?": "no"}
 rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in answers.items()]
-small = {"rollout.n": 4, "data.train_batch_size": 2, "actor.ppo_mini_batch_size": 2}
+small = {"rollout.name": "hf", "rollout.n": 4, "data.train_batch_size": 2, "actor.ppo_mini_batch_size": 2}
 reward = lambda response, answer: float(answer in response)  # noqa: E731
 run = toolrl.train("embedded", rows, reward=reward, tools=[rain], steps=2, settings=small)
 run.rollouts(step=2)[0].show()
