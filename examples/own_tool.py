@@ -5,7 +5,7 @@ import toolrl
 
 def rain(city: str) -> bool:
     """Whether it rains in a city."""
-    return {"Oslo": True, "Rome": False}[city]
+    return city == "Oslo"  # what it raises other than ToolError would be a fault of the tool
 
 
 answers = {"Does it rain in Oslo?": "yes", "Does it rain in Rome?": "no"}
