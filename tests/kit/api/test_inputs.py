@@ -72,8 +72,8 @@ def test_callables_get_names_and_nothing_else_does(tmp_path: Path) -> None:
     assert resolve("object", found["b"]["name"], {})(4) == 8 and resolve("object", found["e"], {})(4) == 2
     again = resolve("tool", found["c"], {})
     assert again.spec == tool.spec and again("Oslo") == "Oslo"
-    with pytest.raises(ConfigError, match="has no 'wether'; did you mean 'weather'"):
-        resolve("object", f"{file}:wether", {})
+    with pytest.raises(ConfigError, match="has no 'weathr'; did you mean 'weather'"):
+        resolve("object", f"{file}:weathr", {})
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:

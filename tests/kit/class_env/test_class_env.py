@@ -86,10 +86,10 @@ def test_an_episode_is_played_and_judged(counter: ClassFactory) -> None:
 
 def test_calls_that_do_not_fit_are_the_policys_errors(counter: ClassFactory) -> None:
     ((result,),) = [
-        played(counter, calls(ToolCall("incremet", {}), ToolCall("increment", {}), ToolCall("get_reward", {})))
+        played(counter, calls(ToolCall("incremnt", {}), ToolCall("increment", {}), ToolCall("get_reward", {})))
     ]
     texts = [message.content for message in result.messages]
-    assert texts[0] == "Error: there is no function 'incremet'; did you mean 'increment'?"
+    assert texts[0] == "Error: there is no function 'incremnt'; did you mean 'increment'?"
     assert "'step' is a required property" in texts[1] and "no function 'get_reward'" in texts[2]
 
 

@@ -108,7 +108,7 @@ def test_shaping_rewards_see_their_own_scores_and_keep_their_own_state() -> None
         ([], "names no reward"),
         ([3], "must be a name or"),
         ([{"weight": 1.0}], "must be a name or"),
-        ([{"name": "math", "wieght": 1.0}], "no key 'wieght'; did you mean 'weight'"),
+        ([{"name": "math", "weigh": 1.0}], "no key 'weigh'; did you mean 'weight'"),
         ([{"name": "math", "weight": "much"}], "must be a finite number, got 'much'"),
         ([{"name": "math", "weight": True}], "must be a finite number"),
         ([{"name": "math", "weight": float("nan")}], "must be a finite number"),
