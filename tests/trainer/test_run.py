@@ -178,7 +178,7 @@ def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int
     assert alive == []
     pointer = json.loads((tmp_path / "run" / "checkpoints" / "latest.json").read_text())
     again = run([*words[:-2], f"trainer.total_training_steps={pointer['step'] + 1}"])
-    assert "main_generation --chat" in again and rows(tmp_path)[-1]["step"] == pointer["step"] + 1
+    assert "toolrl chat" in again and rows(tmp_path)[-1]["step"] == pointer["step"] + 1
 
 
 def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() -> None:
