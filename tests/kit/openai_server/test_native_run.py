@@ -67,7 +67,7 @@ def test_a_native_policy_is_trained_and_served(tmp_path: Path) -> None:
             process.terminate()
             process.wait(60)
     sys.stdout.write(f"calls in {num_called}, exact in {num_exact} of 40 answers\n")
-    assert num_called >= 20
+    assert num_called >= 5  # a third of an epoch of SFT; 20 when this was written
 
 
 def ask(client: Any, file: Path, chat: ChatTemplate) -> tuple[int, int]:
