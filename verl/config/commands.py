@@ -171,7 +171,8 @@ SFT = Command(
     name="sft",
     uses=(
         *_keys("data", "train_files val_files columns map split_turns train_batch_size max_bad_share"),
-        *_keys("data", "max_prompt_length max_response_length"),
+        *_keys("data", "max_prompt_length max_response_length prompt_template"),
+        *_keys("env", "tool_call_format tool_call_format_options"),
         "model",
         *_keys("actor", "max_tokens_per_pack grad_clip optim"),
         *_all_but(

@@ -109,7 +109,9 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
         if settings.get("data.prompt_template") is not None:
             options["prompt_template"] = settings["data.prompt_template"]
         own = rows[1] if rows is not None and rows[0] == name else prompt
-        return TrainedFormat(name, options, own, template_options, settings.get("env.name") != "single_turn")
+        return TrainedFormat(
+            name, options, own, template_options, settings.get("env.name", "single_turn") != "single_turn"
+        )
     if made := model.state.get("tool_call_format"):
         return TrainedFormat(made, template_options=template_options)
     if rows is not None:
