@@ -523,7 +523,11 @@ def test_what_cannot_be_used_names_its_key(words: list[str], said: str) -> None:
         (SFT, ["trainer.test_freq=3"], "trainer.test_freq=3 has no effect: there are no data.val_files"),
         (SFT, ["actor.optim.schedule=constant", "actor.optim.min_lr_ratio=0.5"], "actor.optim.schedule is constant"),
         (SFT, ["actor.max_tokens_per_pack=4095"], "the longest sample would not fit into a pack"),
-        (SFT, ["rollout.n=3"], "rollout.n=3 has no effect: `sft` does not use rollout; it uses data, env, model, actor, tr"),
+        (
+            SFT,
+            ["rollout.n=3"],
+            "rollout.n=3 has no effect: `sft` does not use rollout; it uses data, env, model, actor, tr",
+        ),
         (SFT, ["actor.ppo_epochs=1"], "actor.ppo_epochs=1 has no effect: `sft` does not use it; of actor it uses max_"),
         (SFT, ["actor.optim.lrr=3"], "did you mean 'actor.optim.lr'?"),
         (SFT, ["rollout.nn=3"], "unknown key 'rollout.nn'; there are data, env, model, actor, trainer; --help"),

@@ -61,10 +61,10 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
     console = Console(width=200, file=(tmp_path / "said").open("w"))
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
 
-    async def cell() -> int:
-        return train(config, console, only_preflight=True)
+    async def cell() -> None:
+        train(config, console, only_preflight=True)
 
-    assert asyncio.run(cell()) == 0
+    asyncio.run(cell())
     assert "one update on a tiny qwen2" in (tmp_path / "said").read_text()
 
 
