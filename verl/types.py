@@ -116,15 +116,18 @@ class ParsedResponse:
 class Turn:
     """One entry of an episode's ledger: the tokens of a prompt or observation, and the response to them.
 
-    The ledger is append-only: an episode's tokens are those of its turns in order, and no text is tokenized twice.
+    The ledger is append-only: its tokens are those of its turns in order, and no text is tokenized twice. An episode
+    whose context is replaced (compaction, an edited message) or forked (a sub-agent, parallel requests) has several
+    segments, a ledger each. A segment's first turn has its whole context, of which nothing is trained.
     """
 
-    context_ids: Sequence[int]  # new context tokens: the prompt in the first turn, observations in the others
+    context_ids: Sequence[int]  # new context tokens: the prompt in a segment's first turn, else observations
     completion: Completion
     message: Message
     responses: tuple[Message, ...] = ()  # the environment's messages, with which the next turn begins
     reward: float | None = None  # the environment's reward for this turn, if any
     parsed: ParsedResponse | None = None  # None: the response reached a token limit
+    segment: int = 0  # the ledger that this turn continues, or begins
 
 
 class StopReason(StrEnum):
@@ -179,7 +182,10 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode of one task; `index` identifies it among the G rollouts of a prompt."""
+    """One finished episode of one task; `index` identifies it among the G rollouts of a prompt.
+
+    The turns are in the order of time, also where they belong to several segments.
+    """
 
     task: Task
     index: int
@@ -196,6 +202,19 @@ class Trajectory:
     def prompt(self) -> tuple[Message, ...]:
         """What the policy responds to first."""
         return self.opening or self.task.prompt
+
+    @property
+    def segments(self) -> tuple[tuple[Turn, ...], ...]:
+        """The turns of each segment, in the order in which the segments end: the last one has the episode's last turn.
+
+        Each is one token sequence: the sample that is trained.
+        """
+        if len({turn.segment for turn in self.turns}) <= 1:
+            return (self.turns,) if self.turns else ()
+        latest_first: dict[int, list[Turn]] = {}
+        for turn in reversed(self.turns):
+            latest_first.setdefault(turn.segment, []).append(turn)
+        return tuple(tuple(reversed(turns)) for turns in reversed(latest_first.values()))
 
     @property
     def num_tool_calls(self) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs
 from verl.algorithms.losses.policy_loss import LossInputs
@@ -126,7 +126,7 @@ def loss_of(preset: Algorithm, new: Logprobs) -> tuple[float, list[float]]:
         LossInputs(logprobs.requires_grad_(), old, advantages, torch.tensor([0, 0, 1]), selected)
     )
     lengths = torch.tensor([2, 1])
-    weights = sample_weights(preset.aggregation, lengths, LONGEST).repeat_interleave(lengths)
+    weights = episode_weights(preset.aggregation, lengths, LONGEST).repeat_interleave(lengths)
     loss = (token.loss_T * weights).sum()
     loss.backward()
     assert logprobs.grad is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import real_data
-from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.correction import Correction, token_weights
 from verl.algorithms.estimators.advantage import (
     AdvantageEstimator,
@@ -152,7 +152,7 @@ def check_loss(
     inputs = inputs_of(published, selected_T)
     token = loss(inputs)
     lengths = published.mask.sum(1)
-    weights_T = torch.repeat_interleave(sample_weights(mode, lengths, constant_length=24).float(), lengths)
+    weights_T = torch.repeat_interleave(episode_weights(mode, lengths, constant_length=24).float(), lengths)
     total = (token.loss_T * weights_T).sum() * scale
     total.backward()
     assert inputs.logprobs_T.grad is not None
@@ -272,7 +272,7 @@ def test_kl_in_the_reward_equals_verls(published: Published) -> None:
 @pytest.mark.parametrize("mode", Aggregation)
 @pytest.mark.parametrize(("suffix", "length"), [("", 24), ("/factor", 100)])
 def test_aggregation_equals_verls(published: Published, mode: Aggregation, suffix: str, length: int) -> None:
-    weights = sample_weights(mode, published.mask.sum(1), length)
+    weights = episode_weights(mode, published.mask.sum(1), length)
     got = sum((row.double() * weight).sum() for row, weight in zip(published.rows("in/loss_mat"), weights, strict=True))
     assert_close(torch.as_tensor(got), published[f"agg/{mode}{suffix}/value"])
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, gae, group_normalized, grpo, whitened
 from verl.algorithms.estimators.reinforce_pp_baseline import reinforce_pp_baseline
@@ -119,7 +119,7 @@ def test_value_loss_by_hand() -> None:
 
 def test_weights_by_hand() -> None:
     lengths = torch.tensor([1, 3, 0])
-    weights = {mode: sample_weights(mode, lengths, constant_length=10.0).tolist() for mode in Aggregation}
+    weights = {mode: episode_weights(mode, lengths, constant_length=10.0).tolist() for mode in Aggregation}
     assert weights == {
         Aggregation.TOKEN_MEAN: [0.25, 0.25, 0.0],
         Aggregation.TOKEN_SUM: [1.0, 1.0, 0.0],

@@ -27,7 +27,7 @@ from verl.algorithms.losses.dapo import DAPO
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import KLPlacement
 from verl.algorithms.overlong import Overlong
-from verl.batch.experience import per_sample, turns_of, with_advantages
+from verl.batch.experience import per_episode, turns_of, with_advantages
 from verl.batch.samples import Sample, batch_of, to_batch
 from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
@@ -321,7 +321,7 @@ def advantages(batch: TokenBatch, algorithm: Algorithm) -> list[list[float]]:
     """[B][trained tokens]"""
     found = with_advantages(batch, algorithm).advantages
     assert found is not None
-    return [each.tolist() for each in per_sample(torch.from_numpy(found), batch)]
+    return [each.tolist() for each in per_episode(torch.from_numpy(found), batch)]
 
 
 def test_gae_pays_for_a_turn_at_its_last_token_by_hand() -> None:

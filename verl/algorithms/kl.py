@@ -50,14 +50,14 @@ def apply_kl_penalty(
 class AdaptiveKL:
     """Adaptive KL coefficient, controlled toward a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
-    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon
+    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon
     """
 
     coefficient: float
     target: float
     horizon: int
 
-    def observe(self, divergence: float, num_samples: int) -> None:
+    def observe(self, divergence: float, num_episodes: int) -> None:
         """divergence: a step's mean KL"""
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
-        self.coefficient *= 1.0 + error * num_samples / self.horizon
+        self.coefficient *= 1.0 + error * num_episodes / self.horizon

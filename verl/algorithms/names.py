@@ -8,8 +8,8 @@ class Aggregation(StrEnum):
 
     TOKEN_MEAN = "token-mean"  # every trained token has the same weight (DAPO, ToolRL)
     TOKEN_SUM = "token-sum"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"  # samples weigh in proportion to their length
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # every sample has the same weight (GRPO's paper)
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"  # episodes weigh in proportion to their length
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # every episode has the same weight (GRPO's paper)
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"  # token sums divided by a constant length (Dr.GRPO)
 
 

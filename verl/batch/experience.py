@@ -1,6 +1,16 @@
 """Completes a batch for the update: advantages, token selection, loss weights.
 
-Shape legend: B samples, A trained tokens of all samples, L trained tokens of one sample.
+An episode of several segments has several samples, but one reward and one advantage estimate: estimators and loss
+weights see its trained tokens as one sequence, in the order of its samples. What lies between two segments (a summary,
+an edited context) is a transition of the environment, as an observation between two turns is: SUPO (arXiv 2510.06727)
+derives the policy gradient of such episodes, with one group-relative advantage for all samples of an episode. So GAE
+continues from the last token of a segment to the value of the next one's first state, and an episode does not gain
+weight in a group's statistics or in the loss by its number of segments.
+
+Importance ratios of whole sequences (GSPO, GMPO, the sequence levels of the correction) are those of a sample, the
+sequence that the engine sampled from one context.
+
+Shape legend: B samples, E episodes, A trained tokens of all samples, L trained tokens of one episode.
 """
 
 from __future__ import annotations
@@ -12,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import sample_weights
+from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
 from verl.algorithms.kl import apply_kl_penalty
@@ -33,11 +43,12 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
         policy_A, ref_A = torch.from_numpy(sampling_logprobs(batch)), torch.from_numpy(batch.ref_logprobs)
         rewards_A = apply_kl_penalty(rewards_A, policy_A, ref_A, algorithm.kl.coefficient, algorithm.kl.estimator)
     baselines = batch.baselines if algorithm.greedy_baseline else None
+    first = batch.episode_bounds[:-1]
     inputs = AdvantageInputs(
-        per_sample(rewards_A, batch),
-        torch.from_numpy(batch.groups),
-        None if batch.values is None else per_sample(torch.from_numpy(batch.values), batch),
-        None if baselines is None else torch.from_numpy(baselines),
+        per_episode(rewards_A, batch),
+        torch.from_numpy(batch.groups[first]),
+        None if batch.values is None else per_episode(torch.from_numpy(batch.values), batch),
+        None if baselines is None else torch.from_numpy(baselines[first]),
         turns_of(batch) if algorithm.needs_turns else None,
     )
     estimate = algorithm.advantage(inputs)
@@ -52,25 +63,41 @@ def sampling_logprobs(batch: TokenBatch) -> Floats:
     return logprobs
 
 
-def per_sample(values_A: Tensor, batch: TokenBatch) -> list[Tensor]:
-    """[A] -> [B][trained tokens of the sample], as views."""
-    return list(values_A.split(batch.num_trained.tolist()))
+def per_episode(values_A: Tensor, batch: TokenBatch) -> list[Tensor]:
+    """[A] -> [E][L], as views."""
+    return list(values_A.split(_num_trained(batch).tolist()))
 
 
-def _flat(by_sample: list[Tensor]) -> Floats:
-    """[B][L] -> [A]"""
-    return torch.cat(by_sample).numpy()
+def _num_trained(batch: TokenBatch) -> Ints:
+    """[E] trained tokens of each episode."""
+    return np.add.reduceat(batch.num_trained, batch.episode_bounds[:-1])
+
+
+def _flat(by_episode: list[Tensor]) -> Floats:
+    """[E][L] -> [A]"""
+    return torch.cat(by_episode).numpy()
 
 
 def turns_of(batch: TokenBatch) -> list[Turns]:
-    """[B] the assistant turns of every sample: contiguous trained tokens, and the state in which each was sampled.
+    """[E] the assistant turns of every episode: contiguous trained tokens, and the state in which each was sampled.
 
-    A state is the prompt group and the observation tokens between a turn and the previous one.
+    A state is the prompt group and the observation tokens between a turn and the previous one of its segment; in a
+    segment's first turn, its whole context.
     """
     states: dict[tuple[int, bytes], int] = {}
     ranges = [slice(low, high) for low, high in pairwise(batch.bounds.tokens.tolist())]
     samples = zip(ranges, batch.groups.tolist(), strict=True)
-    return [_turns(batch.token_ids[each], batch.action_mask[each], group, states) for each, group in samples]
+    turns = [_turns(batch.token_ids[each], batch.action_mask[each], group, states) for each, group in samples]
+    return [_joined_turns(turns[low:high]) for low, high in pairwise(batch.episode_bounds.tolist())]
+
+
+def _joined_turns(samples: list[Turns]) -> Turns:
+    """The turns of an episode's samples, numbered through."""
+    if len(samples) == 1:
+        return samples[0]
+    first = np.cumsum([0, *(len(each.state_N) for each in samples)]).tolist()
+    turn_L = torch.cat([each.turn_L + offset for each, offset in zip(samples, first, strict=False)])
+    return Turns(turn_L, torch.cat([each.state_N for each in samples]))
 
 
 def _turns(token_ids: Ints, mask: Bools, group: int, states: dict[tuple[int, bytes], int]) -> Turns:
@@ -100,9 +127,9 @@ def with_selected(minibatch: TokenBatch, algorithm: Algorithm, seed: int) -> Tok
 def with_loss_weights(
     minibatch: TokenBatch, aggregation: Aggregation, constant_length: float | None = None
 ) -> TokenBatch:
-    """The mini-batch with loss weights. constant_length: see `sample_weights`."""
-    weights_B = sample_weights(aggregation, torch.from_numpy(minibatch.num_trained), constant_length)
-    return replace(minibatch, loss_weights=weights_B.float().numpy())
+    """The mini-batch with loss weights, equal for all samples of an episode. constant_length: see `episode_weights`"""
+    weights_E = episode_weights(aggregation, torch.from_numpy(_num_trained(minibatch)), constant_length)
+    return replace(minibatch, loss_weights=weights_E.float().numpy().repeat(np.diff(minibatch.episode_bounds)))
 
 
 def with_metric_weights(minibatch: TokenBatch) -> TokenBatch:

@@ -28,20 +28,23 @@ class Sample:
 
 
 def to_batch(groups: Sequence[TrajectoryGroup], train_on_observations: bool = False) -> TokenBatch:
-    """The batch of a step: a sample per trajectory with at least one turn, groups numbered in their order.
+    """The batch of a step: a sample per segment of every trajectory with turns, groups numbered in their order.
 
-    A sample has the tokens of all turns in order; completions are trained. With `train_on_observations` observation
-    tokens are trained, too; the prompt never is. T: turns of all samples.
+    A sample has the tokens of the segment's turns in order; completions are trained. With `train_on_observations`
+    observation tokens are trained, too; the prompt, and the context with which a segment begins, never are. An episode
+    has one reward, on the last trained token of all its samples. E: episodes, T: turns of all samples.
     """
     scored = [
-        (trajectory.turns, number, reward)
+        (segments, number, reward)
         for number, group in enumerate(groups)
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
-        if trajectory.turns
+        if (segments := trajectory.segments)
     ]
-    turns = list(chain.from_iterable(each for each, _, _ in scored))
-    counts = np.array([len(each) for each, _, _ in scored], dtype=np.int64)
-    first = np.cumsum(counts) - counts  # turn of each sample
+    samples = list(chain.from_iterable(segments for segments, _, _ in scored))
+    turns = list(chain.from_iterable(samples))
+    first = _starts(np.array([len(each) for each in samples], dtype=np.int64))  # turn of each sample
+    samples_E = np.array([len(segments) for segments, _, _ in scored], dtype=np.int64)
+    groups_E = np.array([number for _, number, _ in scored], dtype=np.int64)
     context_T = np.array([len(turn.context_ids) for turn in turns], dtype=np.int64)
     written_T = np.array([len(turn.completion.token_ids) for turn in turns], dtype=np.int64)
     observed_T = np.full(len(turns), train_on_observations)
@@ -50,18 +53,23 @@ def to_batch(groups: Sequence[TrajectoryGroup], train_on_observations: bool = Fa
     trained_T = context_T + written_T - untrained_T
     baselines = [groups[number].baseline for _, number, _ in scored]
     rewards_T = np.array([turn.reward or 0.0 for turn in turns], dtype=np.float32)
-    rewards_B = np.array([reward for _, _, reward in scored], dtype=np.float32)
+    rewards_E = np.array([reward for _, _, reward in scored], dtype=np.float32)
     num_trained = np.add.reduceat(trained_T, first)
     return TokenBatch(
         token_ids=_flat([ids for turn in turns for ids in (turn.context_ids, turn.completion.token_ids)], np.int32),
         action_mask=np.repeat(np.tile([False, True], len(turns)), np.stack([untrained_T, trained_T], axis=1).ravel()),
         num_tokens=np.add.reduceat(context_T + written_T, first),
         num_trained=num_trained,
-        groups=np.array([number for _, number, _ in scored], dtype=np.int64),
+        groups=groups_E.repeat(samples_E),
+        episodes=None if len(samples) == len(scored) else np.arange(len(scored)).repeat(samples_E),
         rollout_logprobs=_flat(list(_logprobs(turns, observed_T.tolist())), np.float32),
-        rewards=_at_ends(rewards_T, trained_T) + _at_ends(rewards_B, num_trained),
-        baselines=None if None in baselines else np.array(baselines, dtype=np.float32),
+        rewards=_at_ends(rewards_T, trained_T) + _at_ends(rewards_E, np.add.reduceat(num_trained, _starts(samples_E))),
+        baselines=None if None in baselines else np.array(baselines, dtype=np.float32).repeat(samples_E),
     )
+
+
+def _starts(counts: Ints) -> Ints:
+    return np.cumsum(counts) - counts
 
 
 def _logprobs(turns: Sequence[Turn], observed: Sequence[bool]) -> Iterator[Sequence[float]]:

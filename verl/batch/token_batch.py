@@ -40,6 +40,7 @@ class TokenBatch:
     num_tokens: Ints  # [B]
     num_trained: Ints  # [B]
     groups: Ints  # [B] group id; shared by the samples of one prompt
+    episodes: Ints | None = None  # [B] episode id; its samples are neighbors. None: every sample is an episode
 
     # From the rollouts.
     rollout_logprobs: Floats | None = None  # [A] the engine's; NaN at tokens that it did not sample (observations)
@@ -69,6 +70,14 @@ class TokenBatch:
         """Where the samples start and end; compute it once for many uses."""
         return Bounds(_bounds(self.num_tokens), _bounds(self.num_trained))
 
+    @property
+    def episode_bounds(self) -> Ints:
+        """[E + 1] the first sample of each episode, and where the last one ends. The trained tokens of an episode are
+        contiguous, too."""
+        if self.episodes is None:
+            return np.arange(len(self) + 1)
+        return np.append(np.flatnonzero(np.diff(self.episodes, prepend=-1)), len(self))
+
     def rows(self, rows: Ints, bounds: Bounds | None = None) -> TokenBatch:
         """The samples at the given places, in that order."""
         if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):
@@ -83,6 +92,7 @@ class TokenBatch:
             num_tokens=self.num_tokens[rows],
             num_trained=self.num_trained[rows],
             groups=self.groups[rows],
+            episodes=None if self.episodes is None else self.episodes[rows],
             rollout_logprobs=_taken_if(self.rollout_logprobs, trained),
             rewards=_taken_if(self.rewards, trained),
             baselines=None if self.baselines is None else self.baselines[rows],
@@ -117,7 +127,7 @@ class TokenBatch:
 
     def tokens_alone(self) -> TokenBatch:
         """The tokens and what is trained of them: all that scoring needs."""
-        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups")
+        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups", "episodes")
         return TokenBatch(**{name: getattr(self, name) for name in names})
 
 

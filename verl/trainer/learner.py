@@ -104,5 +104,5 @@ class Learner:
         divergence = reference_kl(batch, self.algorithm.kl.estimator)
         coefficient = self._current_algorithm().kl.coefficient
         if self.kl_control is not None:
-            self.kl_control.observe(divergence, len(batch))
+            self.kl_control.observe(divergence, len(batch.episode_bounds) - 1)
         return {"kl/reference": divergence, "kl/coefficient": coefficient}

@@ -1,8 +1,8 @@
 """Advantage estimators, and advantage normalization within a group (GRPO) or over the batch (whitening).
 
 Every estimator maps an `AdvantageInputs` to an `Advantages`. The tensors hold trained tokens only: masked tokens
-(prompts, observations) are removed beforehand, so no estimator needs a mask. Shape legend: B samples, G samples of one
-prompt, L trained tokens of one sample.
+(prompts, observations) are removed beforehand, so no estimator needs a mask. Shape legend: B episodes, G episodes of
+one prompt, L trained tokens of one episode, in all of its segments.
 """
 
 from collections.abc import Callable
@@ -27,24 +27,24 @@ class Turns:
 class AdvantageInputs:
     """The estimator's view of a batch. The last three fields are set where the algorithm requests them."""
 
-    token_rewards: list[Tensor]  # [B][L]; a sample's reward is their sum
-    group_B: Tensor  # [B] group id: the prompt that each sample belongs to
+    token_rewards: list[Tensor]  # [B][L]; an episode's reward is their sum
+    group_B: Tensor  # [B] group id: the prompt that each episode belongs to
     values: list[Tensor] | None = None  # [B][L] value estimates of the critic
-    baseline_B: Tensor | None = None  # [B] the reward of the greedy response to each sample's prompt
+    baseline_B: Tensor | None = None  # [B] the reward of the greedy response to each episode's prompt
     turns: list[Turns] | None = None  # [B]
 
     @property
     def rewards(self) -> Tensor:
-        """[B] total reward of each sample."""
+        """[B] total reward of each episode."""
         return torch.segment_reduce(torch.cat(self.token_rewards), "sum", lengths=self.lengths, initial=0)
 
     @property
     def lengths(self) -> Tensor:
-        """[B] number of trained tokens of each sample."""
+        """[B] number of trained tokens of each episode."""
         return torch.tensor([rewards_L.numel() for rewards_L in self.token_rewards])
 
     def broadcast_to_tokens(self, values_B: Tensor) -> list[Tensor]:
-        """[B][L] each sample's value, repeated on all of its tokens."""
+        """[B][L] each episode's value, repeated on all of its tokens."""
         lengths_B = self.lengths
         return list(values_B.repeat_interleave(lengths_B).split(lengths_B.tolist()))
 
@@ -84,7 +84,7 @@ def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N:
 
 
 def group_advantage(rollouts: AdvantageInputs, estimate: Callable[[Tensor], Tensor]) -> Advantages:
-    """Apply `estimate` to the rewards of each group; broadcast each sample's result to all of its tokens."""
+    """Apply `estimate` to the rewards of each group; broadcast each episode's result to all of its tokens."""
     return Advantages(rollouts.broadcast_to_tokens(apply_per_group(rollouts.group_B, estimate, rollouts.rewards)))
 
 
