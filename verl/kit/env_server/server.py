@@ -2,6 +2,7 @@
 
     toolrl env-server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
 
+--protocol openenv serves the clients of OpenEnv instead (verl/kit/openenv/server.py), with tasks of the server.
 Any client that can reach the port can create episodes and take steps: beyond localhost a token is required.
 """
 
@@ -21,9 +22,10 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
 from verl.envs.base import Env, EnvFactory, Judge
-from verl.envs.registry import build_env_factory
-from verl.errors import ConfigError, ServiceDownError
+from verl.envs.registry import TASKS, build_env_factory, build_tasks
+from verl.errors import ConfigError, ServiceDownError, VerlError
 from verl.kit.env_server.wire import Answer, CreateRequest, CreateResponse, EnvFault, EpisodeList, StepList, Verdict
+from verl.kit.openenv import server as openenv_server
 from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.registry import option
 from verl.text import utf8
@@ -196,17 +198,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     add_serving_arguments(parser, port=8100, max_body_mib=64)
+    parser.add_argument("--protocol", choices=["toolrl", "openenv"], default="toolrl")
+    parser.add_argument("--data", help="openenv: data file of the tasks; default: those bundled with the environment")
+    parser.add_argument("--task-option", type=option, action="append", default=[], help="openenv: of bundled tasks")
     parser.add_argument("--idle-s", type=positive_float, default=1800.0, help="close episodes idle for this long")
     parser.add_argument("--max-episodes", type=positive_int, default=MAX_EPISODES, help="max open episodes")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         factory = build_env_factory(arguments.env, dict(arguments.option))
-    except ConfigError as error:
+        tasks = _tasks(arguments, factory)
+    except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    app = build_app(arguments.env, factory, arguments.idle_s, arguments.max_episodes)
-    return serve(app, serving_config(arguments))
+    if tasks is None:
+        app = build_app(arguments.env, factory, arguments.idle_s, arguments.max_episodes)
+        return serve(app, serving_config(arguments))
+    app = openenv_server.build_app(arguments.env, factory, tasks, arguments.idle_s, arguments.max_episodes)
+    return serve(app, serving_config(arguments), websockets=True)
+
+
+def _tasks(arguments: argparse.Namespace, factory: EnvFactory) -> Sequence[Task] | None:
+    """The tasks of an OpenEnv server; None for our own protocol, whose clients send them."""
+    if arguments.protocol != "openenv":
+        if arguments.data or arguments.task_option:
+            raise ConfigError("--data and --task-option are for --protocol openenv; other clients send their tasks")
+        return None
+    if arguments.data:
+        return openenv_server.read_tasks(arguments.data, factory)
+    if arguments.env in TASKS:
+        return build_tasks(arguments.env, dict(arguments.task_option))
+    if arguments.task_option:
+        raise ConfigError(f"--task-option: environment {arguments.env!r} has no bundled tasks")
+    return ()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import base64
 import hmac
 import ipaddress
 import math
@@ -106,10 +107,14 @@ class Gate:
         self._num_requests = 0  # requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # lifespan events
+        if scope["type"] not in ("http", "websocket"):  # lifespan events
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(Headers(scope=scope))
+        if scope["type"] == "websocket":
+            refusal = refusal or _foreign_page(Headers(scope=scope))
+            await (refusal or self._app)(scope, receive, send)
+            return
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -123,8 +128,7 @@ class Gate:
         host = headers.get("host", "")
         if not self._is_allowed(host):
             return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
-        given = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").encode()
-        if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if self._token is not None and not hmac.compare_digest(_given_token(headers), self._token.encode()):
             problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
             return _refused(401, problem, {"www-authenticate": "Bearer"})
         if "transfer-encoding" in headers and "content-length" in headers:
@@ -177,6 +181,23 @@ class Gate:
             await _until_gone(self._app, body, scope, receive, send)
         finally:
             self._num_requests -= 1
+
+
+def _given_token(headers: Headers) -> bytes:
+    """Of a Bearer header, of x-api-key, or the password of a URL as http://any:TOKEN@host."""
+    kind, _, value = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+    if kind == "Basic":
+        with suppress(ValueError):
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+    return value.encode() if kind == "Bearer" else b""
+
+
+def _foreign_page(headers: Headers) -> JSONResponse | None:
+    """Browsers let any page open a WebSocket, and send its origin."""
+    origin = headers.get("origin")
+    if origin is None or urlsplit(origin).netloc == headers.get("host"):
+        return None
+    return _refused(403, f"pages of {origin[:200]} may not connect")
 
 
 async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,8 +305,11 @@ def _restart(timer: asyncio.TimerHandle | None, new: asyncio.TimerHandle | None 
     return new
 
 
-def serve(app: ASGIApp, config: ServingConfig) -> int:
-    """Serve until interrupted. Returns 2, after an error on stderr, if it cannot start."""
+def serve(app: ASGIApp, config: ServingConfig, websockets: bool = False) -> int:
+    """Serve until interrupted. Returns 2, after an error on stderr, if it cannot start.
+
+    websockets: accept them; a message may be as long as a body, and a client that answers no ping has left
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family)
@@ -301,7 +325,12 @@ def serve(app: ASGIApp, config: ServingConfig) -> int:
             return 2
         _raise_descriptor_limit()
         settings = uvicorn.Config(
-            gate, http=BoundedProtocol, ws="none", log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S
+            gate,
+            http=BoundedProtocol,
+            ws="websockets-sansio" if websockets else "none",
+            ws_max_size=config.max_body_mib * MIB,
+            log_level="warning",
+            timeout_graceful_shutdown=SHUTDOWN_S,
         )
         run_async(uvicorn.Server(settings).serve(sockets=[listening]), settings.get_loop_factory())
     return 0

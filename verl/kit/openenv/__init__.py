@@ -1,0 +1,1 @@
+"""The OpenEnv protocol: our environments for its clients, and its environments for our policies."""

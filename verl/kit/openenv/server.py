@@ -1,0 +1,164 @@
+"""Serves any environment of ours in OpenEnv's protocol (wire.py), for the clients of openenv-core.
+
+    toolrl env-server --protocol openenv --env shop [--data tasks.jsonl] [--task-option key=value ..]
+
+A session plays one episode at a time. `reset` selects a task, an observation holds the messages for the policy and the
+tools, and an action is the policy's message or a call. The reward of a step is its turn reward, if any; the last step,
+with `done`, adds the environment's verdict. A message without calls is an answer: most environments end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
+
+from verl.data.tasks import TaskSet
+from verl.envs.base import EnvFactory
+from verl.kit.openenv.session import Session, TaskDraw, answer, check_task, error_response
+from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, StepRequest
+from verl.kit.serving.serving import new_app
+from verl.types import Task
+
+_INBOX = 8  # messages of a session that wait for their turn
+_log = logging.getLogger(__name__)
+
+
+class Sessions:
+    """The open sessions of a server."""
+
+    def __init__(self, factory: EnvFactory, tasks: TaskDraw, idle_s: float, max_sessions: int) -> None:
+        self._factory, self._tasks, self._idle_s, self._max_sessions = factory, tasks, idle_s, max_sessions
+        self._num_open = 0
+
+    def __len__(self) -> int:
+        return self._num_open
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Session]:
+        """Raises ProtocolError if too many are open."""
+        if self._num_open >= self._max_sessions:
+            problem = f"{self._num_open} sessions are open; --max-episodes={self._max_sessions}"
+            raise ProtocolError(problem, ErrorCode.CAPACITY_REACHED)
+        self._num_open += 1
+        session = Session(self._factory, self._tasks)
+        try:
+            yield session
+        finally:
+            await session.close()
+            self._num_open -= 1
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Answers a client until it leaves, which cancels its running step, or is idle for `idle_s`."""
+        await websocket.accept()
+        try:
+            async with self.open() as session:
+                await self._converse(websocket, session)
+        except ProtocolError as error:
+            await _send(websocket, error_response(str(error), error.code))
+        with suppress(RuntimeError, WebSocketDisconnect):  # it may have left
+            await websocket.close()
+
+    async def _converse(self, websocket: WebSocket, session: Session) -> None:
+        inbox: asyncio.Queue[str] = asyncio.Queue(_INBOX)
+        works = _receive(websocket, inbox), self._answer_all(websocket, session, inbox)
+        halves = [asyncio.create_task(each) for each in works]
+        try:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in halves:
+                each.cancel()
+            await asyncio.gather(*halves, return_exceptions=True)
+
+    async def _answer_all(self, websocket: WebSocket, session: Session, inbox: asyncio.Queue[str]) -> None:
+        with suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(self._idle_s):
+                    text = await inbox.get()
+                response = await answer(session, text)
+                if response is None:
+                    return
+                await _send(websocket, response)
+        _log.warning("closing an idle session")
+
+
+async def _receive(websocket: WebSocket, inbox: asyncio.Queue[str]) -> None:
+    with suppress(WebSocketDisconnect):
+        while True:
+            await inbox.put(await websocket.receive_text())
+
+
+async def _send(websocket: WebSocket, response: dict[str, Any]) -> None:
+    with suppress(WebSocketDisconnect):
+        await websocket.send_text(json.dumps(response, ensure_ascii=True))
+
+
+def read_tasks(source: str, factory: EnvFactory) -> Sequence[Task]:
+    """The tasks of a data file. Raises DataError for one that the environment cannot run."""
+    tasks = TaskSet(source)
+    for task in tasks:
+        check_task(task, factory)
+    return tasks
+
+
+def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: float, max_sessions: int) -> FastAPI:
+    """POST /reset and /step are episodes of their own, without a session: of no step, and of one."""
+    draw = TaskDraw(tasks, factory)
+    sessions = Sessions(factory, draw, idle_s, max_sessions)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await factory.close()
+
+    app = new_app(f"OpenEnv environment {name}", lifespan)
+
+    @app.websocket("/ws")
+    async def ws(websocket: WebSocket) -> None:
+        await sessions.serve(websocket)
+
+    @app.get("/health")
+    async def health() -> dict[str, str | int]:
+        return {"status": "healthy", "sessions": len(sessions)}
+
+    @app.get("/metadata")
+    async def metadata() -> dict[str, str]:
+        return {"name": name, "description": f"{name}, {len(tasks)} tasks"}
+
+    @app.get("/schema")
+    async def schema() -> dict[str, Any]:
+        anything = {"type": "object", "additionalProperties": True}
+        return {"action": Action.model_json_schema(), "observation": anything, "state": anything}
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        return Session(factory, draw).state
+
+    @app.post("/reset")
+    async def reset(data: ResetData | None = None) -> dict[str, Any]:
+        async with _http_errors(), sessions.open() as session:
+            return await session.reset(data or ResetData())
+
+    @app.post("/step")
+    async def step(request: StepRequest) -> dict[str, Any]:
+        async with _http_errors(), sessions.open() as session:
+            await session.reset(request.reset)
+            return await session.step(request.action)
+
+    return app
+
+
+@asynccontextmanager
+async def _http_errors() -> AsyncIterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        raise HTTPException(429 if error.code == ErrorCode.CAPACITY_REACHED else 422, str(error)) from error
+    except Exception as error:
+        _log.exception("an environment raised")
+        raise HTTPException(500, f"{type(error).__name__}: {error}") from error
