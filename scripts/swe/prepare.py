@@ -24,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from verl.errors import ConfigError, VerlError
 from verl.kit.swe.local import ENVIRONMENT
 
+# Runtimes cannot write into the environment. A file that cannot be compiled is of no interest.
+COMPILE = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2)"
+
 
 def make_environment(
     output: Path, install: Sequence[str] = (), copy: Sequence[str] = (), python: str = sys.executable
@@ -40,6 +43,7 @@ def make_environment(
         packages = next(unfinished.glob("lib/python*/site-packages"))
         for found in _with_needed(copy):
             _copy(found, packages)
+        _run([str(unfinished / "bin" / "python"), "-c", COMPILE, str(packages)])
         _relocate(unfinished)
         unfinished.rename(output)
     finally:

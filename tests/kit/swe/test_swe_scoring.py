@@ -92,6 +92,40 @@ def test_a_patch_that_does_not_fix_the_bug_scores_zero(
     assert verdict.score.total == 0.0
 
 
+def test_tests_that_pass_only_after_others_do_not_count(place: Place) -> None:
+    """All pass together; alone, the second call's result is missing."""
+    stateful = BUG.replace(
+        "    return a - b", "    seen.append(a)\n    return a + b if a == 1 or len(seen) > 1 else -1"
+    )
+    verdict = place.score(patch({"calc/core.py": f"seen = []\n{stateful}"}))
+    assert (verdict.outcome, verdict.fail_to_pass, verdict.pass_to_pass) == (PatchOutcome.UNRESOLVED, 0.5, 1.0)
+
+
+LEFT = """
+import importlib.util, marshal, os, sys
+folder = "/testbed/calc/__pycache__"
+os.makedirs(folder, exist_ok=True)
+unchecked = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
+with open(f"{folder}/wrong.{sys.implementation.cache_tag}.pyc", "wb") as file:
+    file.write(unchecked + marshal.dumps(compile("def add(a, b): return a + b", "wrong", "exec")))
+from calc.wrong import add
+
+def name():
+    return "calc"
+"""
+
+
+def test_compiled_code_that_a_run_leaves_is_ignored(place: Place) -> None:
+    """The fix depends on a module whose compiled file is a correct one, and whose source is not."""
+    wrong = {"calc/wrong.py": "def add(a, b):\n    return a - b\n"}
+    assert place.score(patch({**wrong, "calc/core.py": LEFT})).outcome is PatchOutcome.UNRESOLVED
+
+
+def test_the_environment_is_compiled(place: Place) -> None:
+    """Runtimes cannot write there, and would compile pytest at every start."""
+    assert list(Path(place.task.environment).glob("lib/python*/site-packages/_pytest/__pycache__/*.pyc"))
+
+
 def test_a_patch_that_does_not_apply_is_named_so(place: Place) -> None:
     verdict = place.score(GOLD.replace("a - b", "a * b * c").replace("def name", "def other"))
     assert (verdict.outcome, verdict.score.parts["swe/patch_failed"]) == (PatchOutcome.PATCH_FAILED, 1.0)

@@ -13,7 +13,7 @@ import json
 import random
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
 from importlib.resources import files
@@ -156,37 +156,30 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
     """All tests in one run; then, if they pass, each that the fix must heal alone."""
-    tests = (*task.fail_to_pass, *task.pass_to_pass)
-    verdict = await _run(runtime, task, [tests])
-    if verdict.outcome is not PatchOutcome.RESOLVED:
-        return verdict
-    alone = await _run(runtime, task, [(name,) for name in task.fail_to_pass])
-    return replace(alone, pass_to_pass=verdict.pass_to_pass)
-
-
-async def _run(runtime: Runtime, task: SweTask, runs: Sequence[Sequence[str]]) -> PatchVerdict:
-    sentinels = make_sentinels(str(PurePosixPath(test_files(task)[0]).parent))
-    folder = f"/tmp/{secrets.token_hex(8)}"
-    guarded = [f"{TESTBED}/{name}" for name in (*task.hidden_tests, *test_files(task), sentinels.path)]
+    runs = [(*task.fail_to_pass, *task.pass_to_pass), *((name,) for name in task.fail_to_pass)]
+    folder = str(PurePosixPath(test_files(task)[0]).parent)
+    sentinels = [make_sentinels(folder) for _ in runs]
+    own = f"/tmp/{secrets.token_hex(8)}"
     request = {
         "root": TESTBED,
-        "files": list(dict.fromkeys(guarded)),
+        "files": [f"{TESTBED}/{name}" for name in dict.fromkeys((*task.hidden_tests, *test_files(task)))],
         "runs": [
             {
-                "args": [*_files_of(names, task), sentinels.path],
-                "wanted": [*names, *sentinels.expected],
+                "args": [*_files_of(names, task), made.path],
+                "tests": names,
+                "wanted": [*names, *made.expected],
+                "sentinel": f"{TESTBED}/{made.path}",
+                "text": made.text,
                 "timeout_s": task.test_timeout_s,
             }
-            for names in runs
+            for names, made in zip(runs, sentinels, strict=True)
         ],
     }
-    await runtime.write(f"{TESTBED}/{sentinels.path}", sentinels.text.encode())
-    await runtime.write(f"{folder}/request.json", json.dumps(request).encode())
-    await runtime.write(f"{folder}/run_tests.py", files("verl.kit.swe.inside").joinpath("run_tests.py").read_bytes())
-    command = [task.python, "-I", f"{folder}/run_tests.py", f"{folder}/request.json"]
+    await runtime.write(f"{own}/request.json", json.dumps(request).encode())
+    await runtime.write(f"{own}/run_tests.py", files("verl.kit.swe.inside").joinpath("run_tests.py").read_bytes())
+    command = [task.python, "-I", f"{own}/run_tests.py", f"{own}/request.json"]
     done = await runtime.execute(command, timeout_s=len(runs) * task.test_timeout_s + SLACK_S)
-    await checked(runtime, ["/bin/rm", "-f", sentinels.path])
-    return _verdict(task, sentinels, runs, done)
+    return _verdict(task, runs, sentinels, done)
 
 
 def _files_of(names: Sequence[str], task: SweTask) -> list[str]:
@@ -194,7 +187,9 @@ def _files_of(names: Sequence[str], task: SweTask) -> list[str]:
     return list(named) or test_files(task)
 
 
-def _verdict(task: SweTask, sentinels: Sentinels, runs: Sequence[Sequence[str]], done: Completed) -> PatchVerdict:
+def _verdict(
+    task: SweTask, runs: Sequence[Sequence[str]], sentinels: Sequence[Sentinels], done: Completed
+) -> PatchVerdict:
     try:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -204,22 +199,23 @@ def _verdict(task: SweTask, sentinels: Sentinels, runs: Sequence[Sequence[str]],
         return PatchVerdict(PatchOutcome.NO_REPORT, detail=printed)
     if "problem" in report:
         raise RuntimeLostError(f"{task.id}: {report['problem']}; task.environment needs pytest")
-    passed: set[str] = set()
-    for names, run in zip(runs, report["runs"], strict=True):
+    passed: list[set[str]] = []
+    for names, made, run in zip(runs, sentinels, report["runs"], strict=False):  # the first alone, if a test failed
         if run["tampered"]:
             return PatchVerdict(PatchOutcome.TAMPERED, detail=str(run["tampered"][0]))
         if run["timeout"] or not run["ended"]:
             return PatchVerdict(PatchOutcome.TIMEOUT if run["timeout"] else PatchOutcome.NO_REPORT, detail=run["log"])
         outcomes = run["outcomes"]
-        if wrong := {name for name, expected in sentinels.expected.items() if outcomes.get(name) != expected}:
+        if wrong := {name for name, expected in made.expected.items() if outcomes.get(name) != expected}:
             return PatchVerdict(
                 PatchOutcome.TAMPERED, detail=f"{len(wrong)} sentinels had another outcome\n{run['log']}"
             )
-        passed |= {name for name in names if outcomes.get(name) == "passed"}
-    asked = {name for names in runs for name in names}
-    fail_to_pass, pass_to_pass = (_share(names, passed) for names in (task.fail_to_pass, task.pass_to_pass))
-    outcome = PatchOutcome.RESOLVED if asked <= passed else PatchOutcome.UNRESOLVED
-    return PatchVerdict(outcome, fail_to_pass, pass_to_pass, detail=report["runs"][0]["log"])
+        passed.append({name for name in names if outcomes.get(name) == "passed"})
+    first, alone = passed[0], passed[1:]
+    healed = set().union(*alone) if alone else first
+    outcome = PatchOutcome.RESOLVED if alone and healed >= set(task.fail_to_pass) else PatchOutcome.UNRESOLVED
+    shares = _share(task.fail_to_pass, healed), _share(task.pass_to_pass, first)
+    return PatchVerdict(outcome, *shares, detail=report["runs"][0]["log"])
 
 
 def _share(names: Sequence[str], passed: set[str]) -> float:
