@@ -16,9 +16,10 @@ import pytest
 from bench.common import Result, Side, alternate, median_ratio
 from bench.results import BEGIN, END, scoreboard
 from tests.conftest import ROOT
+from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.support.every import every
 from verl.rollout.engine import Sampling
-from verl.types import Completion, FinishReason
+from verl.types import Completion, FinishReason, Score
 
 
 def result(ratio: float, **fields: Any) -> Result:
@@ -184,6 +185,25 @@ def test_rollouts_go_on_beside_training() -> None:
     lags = [line["limits"]["versions behind"] for line in lines]
     assert [bound for _, bound in lags] == [1.0, 1.0, 4.0] and all(1 <= lag <= bound for lag, bound in lags)
     assert all(line["theirs"]["versions"] == 0 for line in lines)
+
+
+def test_the_busiest_stage_bounds_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two episodes of 2 + 6 + 10 seconds with 2 slots for agents: 6 s and 2 * 10 / 8 s in stages, 18 s in one slot."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    pipeline = importlib.import_module("swe_pipeline")
+    parts = {"starting": 3.0, "running_wait": 1.0, "running": 6.0, "scoring": 10.0}
+    scores = [Score(1.0, {f"swe/{name}_s": seconds for name, seconds in parts.items()})] * 2
+    ours = pipeline.figures(pipeline.Stages, scores, wall_s=9.0, engine_s=9.0, agents=2)
+    assert ours == {"s": 9.0, "bound s": 6.0, "s / bound": 1.5, "engine busy": 0.5}
+    assert pipeline.figures(pipeline.OneSlotEach, scores, 36.0, 9.0, 2)["s / bound"] == 2.0
+
+
+@pytest.mark.slow
+def test_agents_in_repositories_are_measured_on_both_sides() -> None:
+    need_bubblewrap()
+    (line,), _ = run_bench("swe_pipeline.py", "--agents", "2", "--episodes", "4", "--case", "2")
+    assert line["row"] == 17 and line["ratio"] > 0
+    assert line["theirs"]["most runtimes"] <= 4 and 0 < line["theirs"]["engine busy"] < line["ours"]["engine busy"] < 1
 
 
 def write_run(folder: Path, staleness: int, seed: int, finished: bool = True, **rewards: float) -> None:

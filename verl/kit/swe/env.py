@@ -97,7 +97,7 @@ class SweEnv(Env):
     async def reset(self) -> Observation:
         owner = self._owner
         async with self._slot("starting"):
-            self._runtime = await owner.runtimes.start(self._task)
+            self._runtime = await self._start()
             self._running.push_async_callback(self._runtime.close)
             await self._running.enter_async_context(self._slot("running"))
         self._tools = AgentTools(self._runtime, owner.command_timeout_s, may_submit="finish" not in owner.style.tools)
@@ -123,6 +123,9 @@ class SweEnv(Env):
 
     async def close(self) -> None:
         await self._running.aclose()
+
+    async def _start(self) -> Runtime:
+        return await self._owner.runtimes.start(self._task)
 
     async def _answer(self, call: ToolCall) -> tuple[Message, ToolUse]:
         start, status = perf_counter(), ToolStatus.SUCCESS
