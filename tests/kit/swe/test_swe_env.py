@@ -123,6 +123,7 @@ def test_an_agent_that_fixes_the_bug_scores_one(place: Place) -> None:
     parts = played.score.parts
     assert (parts["swe/resolved"], parts["swe/finished"], parts["swe/stuck"], parts["swe/nudges"]) == (1, 1, 0, 0)
     assert parts["swe/running_s"] > 0 and parts["swe/starting_s"] > 0 and parts["swe/scoring_s"] > 0
+    assert 0 < parts["swe/engine_s"] < 0.1 * parts["swe/running_s"] and 0 < parts["swe/engine_share"] < 0.1
 
 
 @pytest.mark.usefixtures("quick_scoring")
@@ -166,7 +167,7 @@ def test_cheats_score_zero(place: Place, command: str, outcome: str) -> None:
 def test_an_empty_patch_waits_for_no_verdict(place: Place) -> None:
     async def main() -> Played:
         factory = SweFactory(max_scoring=1)
-        await factory.slots["scoring"].acquire()  # for ever
+        await factory.slots["scoring"].acquire(0)  # for ever
         try:
             return await asyncio.wait_for(play(factory(place.task), [FINISH]), 60)
         finally:
@@ -391,6 +392,52 @@ def test_after_a_lost_runtime_the_episode_starts_again(place: Place, losses: dic
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("quick_scoring")
+def test_an_episode_that_starts_again_keeps_its_place(place: Place) -> None:
+    """One start at a time: the first fails, the second has the slot, and then the first one's group goes on."""
+    starts: list[str] = []
+
+    async def main() -> None:
+        factory = SweFactory(max_starting=1)
+        start = factory.runtimes.start
+
+        async def first_fails(task: Any) -> Any:
+            starts.append(task.id)
+            if len(starts) == 1:
+                raise RuntimeLostError("gone")
+            return await start(task)
+
+        factory.runtimes.start = first_fails  # type: ignore[method-assign]
+        group = rollout(factory, GOLD_TEXTS)
+        rows = [{**place.row, "instance_id": name} for name in "abc"]
+        found = await group.run_all([to_task(as_task_row(row), row["instance_id"]) for row in rows], 1)
+        assert [each.rewards for each in found] == [(1.0,)] * 3
+        await group.close()
+
+    asyncio.run(main())
+    assert starts == ["a", "b", "a", "c"]
+
+
+@pytest.mark.usefixtures("quick_scoring")
+def test_time_with_the_engine_is_told_from_time_with_tools(place: Place) -> None:
+    """Responses of 0.2, 0.3 and 0.4 s, the last without a call; a command of 1 s."""
+
+    async def main() -> Score:
+        made = place.factory(place.task)
+        await made.reset()
+        for seconds, command in ((0.2, "sleep 1"), (0.3, "sed -i 's/a - b/a + b/' calc/core.py")):
+            await asyncio.sleep(seconds)
+            await made.step(call("bash", command=command))
+        await asyncio.sleep(0.4)
+        score = await made.judge()
+        await made.close()
+        return score
+
+    parts = place.runner.run(main()).parts
+    assert 0.9 <= parts["swe/engine_s"] < 1.4 < 1.9 <= parts["swe/running_s"]
+    assert parts["swe/engine_share"] == pytest.approx(parts["swe/engine_s"] / parts["swe/running_s"])
+
+
 def test_without_any_runtime_there_is_a_fault_and_no_score(place: Place) -> None:
     async def main() -> None:
         group = rollout(Losing(starts=100), GOLD_TEXTS)
@@ -470,7 +517,7 @@ def test_each_stage_has_slots_of_its_own(place: Place, monkeypatch: pytest.Monke
         try:
             return await asyncio.gather(*(one() for _ in range(6)))
         finally:
-            assert [factory.slots[stage]._value for stage in ("starting", "running", "scoring")] == [1, 2, 3]
+            assert [factory.slots[stage].free for stage in ("starting", "running", "scoring")] == [1, 2, 3]
             await factory.close()
 
     scores = asyncio.run(asyncio.wait_for(main(), 120))

@@ -223,6 +223,34 @@ def test_leases_bound_the_runtimes_and_end_with_their_clients(tmp_path: Path) ->
         run(main(url))
 
 
+@pytest.mark.long
+def test_a_start_that_fails_on_a_server_is_tried_on_another(tmp_path: Path) -> None:
+    """The setup passes on the second server alone; a setup that fails on both is a lost runtime."""
+
+    async def main(urls: list[str]) -> None:
+        pool = RemoteRuntimes(urls, store=tmp_path / "store")
+        task = calc_task(tmp_path, str(tmp_path / "good/python"), setup="test -e /environment/marker")
+        for _ in range(2):
+            runtime = await pool.start(task)
+            assert runtime._server.url == urls[1]
+            await runtime.close()
+        with pytest.raises(RuntimeLostError, match="the setup of"):
+            await pool.start(replace(task, setup="false"))
+        assert [each.in_flight for each in pool.endpoints] == [0, 0]
+        await pool.close()
+
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for name in ("bad", "good"):
+            environment = pytest_environment(tmp_path / name)
+            Path(environment).rename(tmp_path / name / "python")
+            if name == "good":
+                (tmp_path / name / "python/marker").touch()
+            options = ("--environments", str(tmp_path / name))
+            urls.append(stack.enter_context(runtime_server(tmp_path / name, *options)))
+        run(main(urls), 120)
+
+
 def test_a_server_that_is_not_there_is_a_lost_runtime(tmp_path: Path) -> None:
     async def main() -> None:
         pool = RemoteRuntimes([f"http://127.0.0.1:{free_port()}"], store=tmp_path, patience_s=2, health_timeout_s=2)

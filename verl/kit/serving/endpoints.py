@@ -119,17 +119,18 @@ class EndpointPool:
                 return answer
         raise ServiceDownError(self._service, "; ".join(problems))
 
-    async def least_busy(self, deadline: float) -> Endpoint:
-        """The server with the fewest requests, after its backoff. Raises ServiceDownError past the deadline."""
+    async def least_busy(self, deadline: float, among: Sequence[Endpoint] = ()) -> Endpoint:
+        """The server with the fewest requests, after its backoff; of all, or of these. ServiceDownError past the deadline"""
+        endpoints = among or self.endpoints
         while True:
             now = time.monotonic()
-            for endpoint in sorted(self.endpoints, key=lambda each: each.in_flight):
+            for endpoint in sorted(endpoints, key=lambda each: each.in_flight):
                 if endpoint.skipped_until > now:
                     continue
                 if endpoint.failures == 0 or await endpoint.is_healthy(self.client, self._health):
                     return endpoint
-            next_s = min(endpoint.skipped_until for endpoint in self.endpoints) - time.monotonic()
+            next_s = min(endpoint.skipped_until for endpoint in endpoints) - time.monotonic()
             if time.monotonic() + next_s > deadline:
-                problems = "; ".join(f"{endpoint.url}: {endpoint.problem}" for endpoint in self.endpoints)
+                problems = "; ".join(f"{endpoint.url}: {endpoint.problem}" for endpoint in endpoints)
                 raise ServiceDownError(self._service, f"no server works. {problems}")
             await asyncio.sleep(max(0.0, next_s))

@@ -4,13 +4,14 @@
 
 The three stages have slots of their own. So a runtime that starts slowly, or a slow test suite, holds no slot of a
 running agent. A lost runtime is an infrastructure fault: the episode starts again, or drops out, and never scores 0.
+Every stage takes the episodes in the order of their groups; one that starts again keeps its place.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError, Runtimes
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
+from verl.kit.swe.slots import OrderedSlots
 from verl.kit.swe.tasks import SweTask, read_swe_task
 from verl.kit.swe.tools import SUBMIT, AgentTools
 from verl.net.services import check_services
@@ -87,12 +89,15 @@ class SweEnv(Env):
     def __init__(self, owner: SweFactory, task: Task) -> None:
         self._owner, self._task = owner, owner.swe_task(task)
         self._initial = owner.initial_observation(task)
+        self._place = owner.take_place(self._task)
+        self._judged = False
         self._runtime: Runtime | None = None
         self._running = AsyncExitStack()  # the runtime and its slot
         self._loops = LoopDetector()
         self._stuck = False
         self._nudges = 0
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {"engine_s": 0.0}
+        self._answered = 0.0  # when the agent was given its last observation
 
     async def reset(self) -> Observation:
         owner = self._owner
@@ -101,14 +106,19 @@ class SweEnv(Env):
             self._running.push_async_callback(self._runtime.close)
             await self._running.enter_async_context(self._slot("running"))
         self._tools = AgentTools(self._runtime, owner.command_timeout_s, may_submit="finish" not in owner.style.tools)
+        self._answered = perf_counter()
         return self._initial
 
     async def step(self, message: Message) -> StepResult:
         """Makes the calls in order; after a message without a call the agent is asked to go on."""
+        self._note_engine()
         answers: list[tuple[Message, ToolUse]] = []
-        for call in message.tool_calls:
-            if not self._tools.finished:
-                answers.append(await self._answer(call))
+        try:
+            for call in message.tool_calls:
+                if not self._tools.finished:
+                    answers.append(await self._answer(call))
+        finally:
+            self._answered = perf_counter()
         messages = tuple(answer for answer, _ in answers) or (self._nudge(),)
         shown = tuple((each.role, each.content) for each in messages)
         self._stuck = self._loops.add((message.content, repr(message.tool_calls), shown))
@@ -116,12 +126,18 @@ class SweEnv(Env):
 
     async def judge(self) -> Score:
         """The verdict on the patch, also if a limit ended the episode."""
+        self._judged = True
+        self._note_engine()
         score = (await self._verdict()).score
         agent = {"finished": float(self._tools.finished), "stuck": float(self._stuck), "nudges": float(self._nudges)}
+        agent["engine_share"] = self._seconds["engine_s"] / self._seconds["running_s"]
         parts = {f"swe/{name}": value for name, value in {**agent, **self._seconds}.items()}
         return replace(score, parts={**score.parts, **parts})
 
     async def close(self) -> None:
+        if not self._judged:
+            self._judged = True
+            self._owner.keep_place(self._task, self._place)
         await self._running.aclose()
 
     async def _start(self) -> Runtime:
@@ -139,6 +155,10 @@ class SweEnv(Env):
         answer = Message("tool", shortened(text, MAX_CHARS), tool=call.name)
         return answer, ToolUse(call.name, status, perf_counter() - start)
 
+    def _note_engine(self) -> None:
+        """The agent has waited for the engine since its last observation."""
+        self._seconds["engine_s"] += perf_counter() - self._answered
+
     def _nudge(self) -> Message:
         style = self._owner.style
         self._nudges += 1
@@ -151,7 +171,8 @@ class SweEnv(Env):
             patch = await collect_patch(self._runtime, self._task)
         except CommandFailedError as error:  # the agent left no work tree that git can read
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
-        await self.close()
+        finally:
+            await self.close()
         async with self._slot("scoring") if patch.strip() else nullcontext():  # an empty one needs no runtime
             return await self._scored(patch)
 
@@ -171,7 +192,7 @@ class SweEnv(Env):
         """Hold a slot of a stage, and note for how long. The wait for it counts against no limit."""
         slots, start = self._owner.slots[stage], perf_counter()
         async with paused():
-            await slots.acquire()
+            await slots.acquire(self._place)
         held = perf_counter()
         self._seconds[f"{stage}_wait_s"] = held - start
         try:
@@ -212,9 +233,9 @@ class SweFactory(EnvFactory):
         if too_few := [f"max_{stage}" for stage, limit in limits.items() if limit < 1]:
             raise ConfigError(f"environment 'swe': {too_few[0]} must be at least 1")
         self.style, self.command_timeout_s = STYLES[style], command_timeout_s
-        self.slots: dict[Stage, asyncio.Semaphore] = {
-            stage: asyncio.Semaphore(limits[stage]) for stage in get_args(Stage)
-        }
+        self.slots: dict[Stage, OrderedSlots] = {stage: OrderedSlots(limits[stage]) for stage in get_args(Stage)}
+        self._places = itertools.count()
+        self._kept: defaultdict[str, list[int]] = defaultdict(list)  # places of episodes that start again, by task
         self.toolbox = Toolbox(TOOLS[name].spec for name in self.style.tools)
         self._prompt: PromptTemplate = load_template(prompt or str(PROMPTS / f"{style}.txt"))
         self._prepared, self._images = Path(prepared) if prepared else None, dict(images or {})
@@ -224,6 +245,17 @@ class SweFactory(EnvFactory):
 
     def __call__(self, task: Task) -> SweEnv:
         return SweEnv(self, task)
+
+    def take_place(self, task: SweTask) -> int:
+        """The place of a new episode, in the order of its group, or of the one that it repeats."""
+        kept = self._kept.pop(task.id, [])
+        place = kept.pop(0) if kept else next(self._places)
+        if kept:
+            self._kept[task.id] = kept
+        return place
+
+    def keep_place(self, task: SweTask, place: int) -> None:
+        self._kept[task.id].append(place)
 
     def swe_task(self, task: Task) -> SweTask:
         """Raises DataError for a row that is none, or whose runtime is missing."""

@@ -37,6 +37,7 @@ from verl.net.services import service_token
 
 CONNECT_S = 10.0
 SLACK_S = 60.0  # for an answer, beyond the time-out of the command
+MAX_STARTS = 2  # of a runtime, each on another server
 RETRIES = 4  # of a request whose connection broke; the server answers a repeated one from memory
 HINT = "Start one with toolrl runtime-server, or correct the URLs"
 # The wire has text only: the outputs travel as base64.
@@ -84,8 +85,9 @@ class RemoteRuntimes(EndpointPool):
         name = Path(task.environment).name if task.environment else ""
         request = wire.LeaseRequest(image=image.name, environment=name, setup=task.setup, limits=task.limits)
         deadline = time.monotonic() + self._patience_s
+        failed: list[Endpoint] = []
         while True:
-            server = await self._least_busy(deadline)
+            server = await self._least_busy(deadline, [each for each in self._ours if each not in failed])
             server.in_flight += 1  # while the runtime lives
             try:
                 lease = await self._lease(server, request, image, deadline)
@@ -93,15 +95,22 @@ class RemoteRuntimes(EndpointPool):
                     runtime = RemoteRuntime(self, server, task.limits, lease)
                     await runtime.open()
                     return runtime
+            except RuntimeLostError as error:
+                server.in_flight -= 1
+                failed.append(server)
+                if len(failed) == min(MAX_STARTS, len(self._ours)):
+                    raise
+                log.warning("%s: %s; it starts elsewhere", server.url, error.problem)
+                continue
             except BaseException:
                 server.in_flight -= 1
                 raise
             server.in_flight -= 1
             await asyncio.sleep(1.0)
 
-    async def _least_busy(self, deadline: float) -> Endpoint:
+    async def _least_busy(self, deadline: float, among: Sequence[Endpoint]) -> Endpoint:
         try:
-            return await self.least_busy(deadline)
+            return await self.least_busy(deadline, among)
         except ServiceDownError as error:
             raise RuntimeLostError(error.problem) from error
 
@@ -120,16 +129,18 @@ class RemoteRuntimes(EndpointPool):
                     answer = await self.client.post(f"{server.url}/lease", json=body, timeout=timeout)
                 if answer.status_code == wire.REFUSED:
                     raise DataError(f"{server.url}: {answer.text[:500]}", field="environment")
-                if answer.status_code == wire.NO_LEASE:  # the setup failed, which it would elsewhere
+                if answer.status_code == wire.NO_LEASE:  # the start failed there
                     raise RuntimeLostError(answer.text[:500])
                 if answer.status_code == wire.FULL:
                     return None
-                return wire.Lease.model_validate_json(answer.raise_for_status().content)
+                lease = wire.Lease.model_validate_json(answer.raise_for_status().content)
         except RuntimeLostError:
             raise
         except ServiceDownError as error:
             server.failed(error.problem)
             return None
+        server.failures = 0
+        return lease
 
     async def _start_on_image(self, task: SweTask) -> RemoteRuntime:
         if task.image not in self._of_image:
