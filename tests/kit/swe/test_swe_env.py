@@ -209,6 +209,41 @@ def test_the_shell_keeps_its_state_and_shows_how_a_command_ended(place: Place) -
     assert "command" in seen[5] and "there is no function 'python'" in seen[6]
 
 
+def test_after_a_soft_time_out_the_agent_waits_or_interrupts(place: Place) -> None:
+    async def main() -> Played:
+        factory = SweFactory(command_timeout_s=4.0, soft_timeout_s=1.0)
+        assert "empty command" in factory.initial_observation(place.task).tools[0].description
+        commands = [
+            "echo one; sleep 1.5; echo two",
+            "echo three",
+            "",  # ends meanwhile
+            "C-c",
+            "x=7; echo a; sleep 60",
+            "C-c",
+            "echo $x",
+            "sleep 60",
+            "",
+            "",
+            "",  # the fourth second
+            "echo again",
+        ]
+        try:
+            return await play(factory(place.task), [call("bash", command=command) for command in commands])
+        finally:
+            await factory.close()
+
+    played = asyncio.run(main())
+    seen = [result.messages[0].content for result in played]
+    running = "[still running. Send an empty command to wait for it, or C-c to interrupt it.]"
+    assert seen[0] == f"one\n{running}" and "still running" in seen[1] and "three" not in seen[1]
+    assert seen[2] == "two" and "No command is running" in seen[3]
+    assert seen[4:7] == [f"a\n{running}", "[exit code 130]", "7"]
+    assert seen[7:10] == [running] * 3 and seen[10] == "[stopped after 4 s]" and seen[11] == "again"
+    statuses = [result.tool_uses[0].status for result in played]
+    assert statuses[1] is statuses[3] is ToolStatus.USER_ERROR and statuses[10] is ToolStatus.TIMEOUT
+    assert {statuses[0], *statuses[4:10], statuses[11]} == {ToolStatus.SUCCESS}
+
+
 def test_the_editor(place: Place) -> None:
     def edit(command: str, path: str = "notes.txt", **arguments: Any) -> Message:
         return call(EDITOR, command=command, path=path, **arguments)
@@ -314,7 +349,13 @@ def test_a_bad_row_is_refused_before_the_start(place: Place) -> None:
     prepared.check_task(to_task(as_task_row(published), "calc#0"))
     asyncio.run(prepared.close())
     assert as_task_row({"prompt": "other"}) == {"prompt": "other"}
-    for options in ({"style": "codeact"}, {"max_scoring": 0}, {"urls": ["ftp://x"]}, {"prompt": "/none.txt"}):
+    for options in (
+        {"style": "codeact"},
+        {"max_scoring": 0},
+        {"urls": ["ftp://x"]},
+        {"soft_timeout_s": 120},
+        {"prompt": "/none.txt"},
+    ):
         with pytest.raises(ConfigError):
             build_env_factory("swe", options)
 
@@ -404,6 +445,7 @@ def test_an_episode_that_starts_again_keeps_its_place(place: Place) -> None:
         async def first_fails(task: Any) -> Any:
             starts.append(task.id)
             if len(starts) == 1:
+                await asyncio.sleep(0.2)  # the others wait meanwhile
                 raise RuntimeLostError("gone")
             return await start(task)
 

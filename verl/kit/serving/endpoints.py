@@ -120,7 +120,10 @@ class EndpointPool:
         raise ServiceDownError(self._service, "; ".join(problems))
 
     async def least_busy(self, deadline: float, among: Sequence[Endpoint] = ()) -> Endpoint:
-        """The server with the fewest requests, after its backoff; of all, or of these. ServiceDownError past the deadline"""
+        """The server with the fewest requests, after its backoff. Raises ServiceDownError past the deadline.
+
+        among: the servers to choose from; empty: all
+        """
         endpoints = among or self.endpoints
         while True:
             now = time.monotonic()

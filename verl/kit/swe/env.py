@@ -33,10 +33,10 @@ from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError, 
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
 from verl.kit.swe.slots import OrderedSlots
 from verl.kit.swe.tasks import SweTask, read_swe_task
-from verl.kit.swe.tools import SUBMIT, AgentTools
+from verl.kit.swe.tools import SUBMIT, WAIT_OR_INTERRUPT, AgentTools
 from verl.net.services import check_services
 from verl.text import shortened
-from verl.types import Message, Score, Task, ToolCall, ToolStatus, ToolUse
+from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 PROMPTS = Path(__file__).parent / "prompts"
 TOOLS = {
@@ -105,7 +105,9 @@ class SweEnv(Env):
             self._runtime = await self._start()
             self._running.push_async_callback(self._runtime.close)
             await self._running.enter_async_context(self._slot("running"))
-        self._tools = AgentTools(self._runtime, owner.command_timeout_s, may_submit="finish" not in owner.style.tools)
+        may_submit = "finish" not in owner.style.tools
+        limits = (owner.command_timeout_s, owner.soft_timeout_s)
+        self._tools = AgentTools(self._runtime, *limits, may_submit=may_submit)
         self._answered = perf_counter()
         return self._initial
 
@@ -210,7 +212,8 @@ class SweFactory(EnvFactory):
     prepared:    folder with the repositories of published rows (docs/swe.md)
     style:       openhands (four tools) or mini (bash alone)
     prompt:      a file with {question} that replaces the style's prompt
-    command_timeout_s: of a command of the agent
+    command_timeout_s: of a command of the agent, which is then stopped
+    soft_timeout_s: after which a command is reported as running; the agent may wait for it, or interrupt it
     max_starting, max_running, max_scoring: runtimes that start, agents at work, patches that are scored at a time
     """
 
@@ -222,6 +225,7 @@ class SweFactory(EnvFactory):
         style: str = "openhands",
         prompt: str = "",
         command_timeout_s: float = 120.0,
+        soft_timeout_s: float | None = None,
         max_starting: int = 8,
         max_running: int = 64,
         max_scoring: int = 8,
@@ -232,11 +236,16 @@ class SweFactory(EnvFactory):
         limits = {"starting": max_starting, "running": max_running, "scoring": max_scoring}
         if too_few := [f"max_{stage}" for stage, limit in limits.items() if limit < 1]:
             raise ConfigError(f"environment 'swe': {too_few[0]} must be at least 1")
-        self.style, self.command_timeout_s = STYLES[style], command_timeout_s
+        if soft_timeout_s is not None and (images or not 0 < soft_timeout_s < command_timeout_s):
+            raise ConfigError(
+                f"environment 'swe': soft_timeout_s={soft_timeout_s:g} must be above 0 and below command_timeout_s, "
+                "without `images` (servers of SWE-ReX have no soft time-outs)"
+            )
+        self.style, self.command_timeout_s, self.soft_timeout_s = STYLES[style], command_timeout_s, soft_timeout_s
         self.slots: dict[Stage, OrderedSlots] = {stage: OrderedSlots(limits[stage]) for stage in get_args(Stage)}
         self._places = itertools.count()
         self._kept: defaultdict[str, list[int]] = defaultdict(list)  # places of episodes that start again, by task
-        self.toolbox = Toolbox(TOOLS[name].spec for name in self.style.tools)
+        self.toolbox = Toolbox(self._spec(name) for name in self.style.tools)
         self._prompt: PromptTemplate = load_template(prompt or str(PROMPTS / f"{style}.txt"))
         self._prepared, self._images = Path(prepared) if prepared else None, dict(images or {})
         self.runtimes: Runtimes = (
@@ -245,6 +254,13 @@ class SweFactory(EnvFactory):
 
     def __call__(self, task: Task) -> SweEnv:
         return SweEnv(self, task)
+
+    def _spec(self, name: str) -> ToolSpec:
+        spec = TOOLS[name].spec
+        if name != "bash" or self.soft_timeout_s is None:
+            return spec
+        waiting = f"After {self.soft_timeout_s:g} s a command is reported as running. {WAIT_OR_INTERRUPT}"
+        return replace(spec, description=f"{spec.description} {waiting}")
 
     def take_place(self, task: SweTask) -> int:
         """The place of a new episode, in the order of its group, or of the one that it repeats."""

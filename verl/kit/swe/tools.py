@@ -8,6 +8,8 @@ from __future__ import annotations
 import posixpath
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
 from typing import Literal, TypeVar
 
 from verl.envs.tools.base import ToolError, ToolTimeoutError
@@ -19,6 +21,8 @@ MAX_FILE_BYTES = 1 << 20  # of a file that the editor reads
 MAX_ENTRIES = 500  # of a listed folder
 MAX_MATCHES = 100
 SNIPPET_LINES = 4  # shown around an edit
+INTERRUPT = "C-c"  # as a command, while another one runs
+WAIT_OR_INTERRUPT = f"Send an empty command to wait for it, or {INTERRUPT} to interrupt it."
 LIST = f'[ -d "$0" ] && find "$0" -maxdepth 2 -not -path "$0/*/.*" -not -path "$0/.*" | sort | head -n {MAX_ENTRIES}'
 READ = f'head -c {MAX_FILE_BYTES + 1} -- "$0"'
 SEARCH = f'grep -rnIE --exclude-dir=.git -e "$1" -- "$0" | cut -c 1-300 | head -n {MAX_MATCHES}'
@@ -29,9 +33,20 @@ Edit = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 class AgentTools:
     """The tools of one episode. Raise ToolError for the policy's errors, RuntimeLostError for a fault."""
 
-    def __init__(self, runtime: Runtime, command_timeout_s: float, *, may_submit: bool = False) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        command_timeout_s: float,
+        soft_timeout_s: float | None = None,
+        *,
+        may_submit: bool = False,
+    ) -> None:
         self.finished = False
-        self._runtime, self._command_timeout_s, self._may_submit = runtime, command_timeout_s, may_submit
+        self._runtime, self._may_submit = runtime, may_submit
+        self._command_timeout_s, self._soft_timeout_s = command_timeout_s, soft_timeout_s
+        self._running = False  # a command, since a soft time-out
+        self._left_s = command_timeout_s  # of the running command; the time of the engine does not count
+        self._shown = ""  # of its output
         self._undo: defaultdict[str, list[str | None]] = defaultdict(list)  # earlier contents; None: no file
 
     async def bash(self, command: str) -> str:
@@ -40,7 +55,7 @@ class AgentTools:
         Args:
             command: the command, or several lines of them
         """
-        result = await self._runtime.run(command, self._command_timeout_s)
+        result = await self._run(command)
         if result.status is CommandStatus.TIMEOUT:
             stopped = f"[stopped after {self._command_timeout_s:g} s]"
             raise ToolTimeoutError(f"{_shown(result)}\n{stopped}".lstrip())
@@ -106,6 +121,29 @@ class AgentTools:
         self.finished = True
         return "Finished."
 
+    async def _run(self, command: str) -> CommandResult:
+        """Start a command, wait for the running one (an empty command), or interrupt it (C-c)."""
+        soft_s = self._soft_timeout_s
+        if soft_s is None:
+            return await self._runtime.run(command, self._command_timeout_s)
+        key = command.strip()
+        if self._running and key not in ("", INTERRUPT):
+            raise ToolError(f"The last command is still running. {WAIT_OR_INTERRUPT}")
+        if not self._running:
+            if key == INTERRUPT:
+                raise ToolError("No command is running.")
+            self._left_s, self._shown = self._command_timeout_s, ""
+        start = perf_counter()
+        if key == INTERRUPT:
+            result = await self._runtime.interrupt()
+        else:
+            result = await self._runtime.run(command, self._left_s, soft_s if soft_s < self._left_s else None)
+        self._left_s = max(0.0, self._left_s - (perf_counter() - start))
+        self._running = result.status is CommandStatus.RUNNING
+        new = result.output.removeprefix(self._shown)
+        self._shown = result.output
+        return replace(result, output=new)
+
     async def _view(self, path: str, view_range: list[int] | None) -> str:
         listed = await self._script(LIST, path)
         if listed.stdout:
@@ -169,6 +207,8 @@ def _shown(result: CommandResult) -> str:
     notes = [result.output.rstrip()]
     if result.exit_code:
         notes.append(f"[exit code {result.exit_code}]")
+    if result.status is CommandStatus.RUNNING:
+        notes.append(f"[still running. {WAIT_OR_INTERRUPT}]")
     if result.status is CommandStatus.KILLED:
         notes.append(f"[killed: {result.reason}]")
     if result.shell_restarted:
