@@ -1,4 +1,4 @@
-"""Slots of a stage, given to the waiting episode with the lowest place, whoever came first."""
+"""Slots of a stage, given to the waiting episode with the lowest place, not to the first that came."""
 
 from __future__ import annotations
 
