@@ -1,0 +1,311 @@
+"""Requests of an agent become turns: what the policy saw is what is trained, whatever the program does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kit.agent.play import (
+    CALL,
+    WEATHER,
+    ScriptedPolicy,
+    answered,
+    ask,
+    check_exact,
+    lost,
+    observations,
+    session,
+    tokens,
+    user,
+)
+from tests.kit.evaluation.eval_play import chat
+from verl.errors import ServiceDownError
+from verl.kit.agent.ledger import LedgerError
+from verl.kit.agent.requests import ApiError, Finish
+from verl.kit.agent.session import Session
+from verl.types import Completion, Message, StopReason, ToolCall
+
+HELLO = user("Hello")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+def test_a_conversation_that_continues_is_one_segment_whose_new_messages_alone_are_tokenized() -> None:
+    async def test() -> None:
+        made, policy = session(CALL, "It is cold.")
+        first = await ask(made, HELLO, tools=(WEATHER,))
+        assert first.calls == (ToolCall("weather", {"city": "Oslo"}, "call00000"),)
+        assert (first.content, first.finish) == ("", Finish.TOOL_CALLS)
+        result = Message("tool", "-3", tool_call_id="call00000")
+        second = await ask(made, *answered(HELLO, by=first), result, tools=(WEATHER,))
+        assert (second.content, second.finish) == ("It is cold.", Finish.STOP)
+        (segment,) = made.ledger.segments
+        observed = policy.observations.answer_ids((replace(result, tool="weather"),), CALL, True)
+        assert tuple(segment.turns[1].context_ids) == observed
+        assert tokens(segment) == (*policy.saw[1][0], *policy.said[1].token_ids)
+        assert policy.saw[1][0] == (*policy.saw[0][0], *policy.said[0].token_ids, *observed)
+        assert made.ledger.turns[0].responses == (result,) and made.ledger.opening == (HELLO,)
+        check_exact(made, policy)
+
+    run(test)
+
+
+def test_the_ledger_keeps_the_sampled_tokens_where_the_text_would_be_tokenized_otherwise() -> None:
+    async def test() -> None:
+        made, policy = session("ab", "c")
+        a, b = (chat().response_ids(text)[0] for text in "ab")
+
+        async def spelled(*_: object) -> Completion:  # two tokens that the tokenizer would never write for this text
+            policy.saw.append((tuple(_[0]), ()))  # type: ignore[arg-type]
+            policy.said.append(Completion((*a, *b), (-1.0,) * len((*a, *b)), "stop", len(policy.saw)))  # type: ignore[arg-type]
+            return policy.said[-1]
+
+        policy.generate = spelled  # type: ignore[method-assign]
+        first = await ask(made, HELLO)
+        await ask(made, *answered(HELLO, by=first), user("go on"))
+        (segment,) = made.ledger.segments
+        assert tokens(segment)[len(policy.saw[0][0]) :][: len((*a, *b))] == (*a, *b)
+        check_exact(made, policy)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda messages: (user("A summary"), *messages[2:]),  # context compaction
+        lambda messages: (user("Hello!"), *messages[1:]),  # an edited message
+        lambda messages: (messages[0], Message("assistant", "other words"), *messages[2:]),
+        lambda messages: (messages[0], *messages[2:]),
+    ],
+)
+def test_a_changed_history_opens_a_segment_with_its_whole_context(
+    changed: Callable[[tuple[Message, ...]], tuple[Message, ...]],
+) -> None:
+    async def test() -> None:
+        made, policy = session("one", "two", "three")
+        first = await ask(made, HELLO)
+        history = (*answered(HELLO, by=first), user("go on"))
+        await ask(made, *changed(history))
+        original, new = made.ledger.segments
+        assert len(original.turns) == len(new.turns) == 1
+        assert policy.saw[1][0] == chat().prompt_ids(changed(history)) == tuple(new.turns[0].context_ids)
+        await ask(made, *history)  # the original can still be continued
+        assert len(original.turns) == 2
+        check_exact(made, policy)
+
+    run(test)
+
+
+def test_other_tools_open_a_segment() -> None:
+    async def test() -> None:
+        made, policy = session("one", "two")
+        first = await ask(made, HELLO)
+        await ask(made, *answered(HELLO, by=first), user("go on"), tools=(WEATHER,))
+        assert len(made.ledger.segments) == 2
+        check_exact(made, policy)
+
+    run(test)
+
+
+def test_parallel_requests_with_one_history_are_two_segments_and_interleaved_sub_agents_keep_theirs() -> None:
+    async def test() -> None:
+        started = asyncio.Barrier(2)
+        made, policy = session("one", "two", "three", "four", wait=lambda: started.wait())  # type: ignore[return-value]
+        pair = await asyncio.gather(ask(made, HELLO), ask(made, HELLO))
+        assert {each.content for each in pair} == {"one", "two"}
+        histories = [(*answered(HELLO, by=each), user(f"go on from {each.content}")) for each in pair]
+        await asyncio.gather(*(ask(made, *history) for history in histories))
+        assert [len(segment.turns) for segment in made.ledger.segments] == [2, 2]
+        check_exact(made, policy)
+
+    run(test)
+
+
+def test_a_retry_gets_the_recorded_response() -> None:
+    async def test() -> None:
+        made, policy = session("one", "two")
+        first, again = await ask(made, HELLO), await ask(made, HELLO, retried=True)
+        assert again is first and len(policy.saw) == 1 and made.counts["retries"] == 1
+        assert (await ask(made, HELLO)).content == "two"  # no retry: the program samples once more
+        assert [len(segment.turns) for segment in made.ledger.segments] == [1, 1]
+
+    run(test)
+
+
+def test_a_request_after_a_lost_connection_gets_the_response_of_the_first() -> None:
+    async def test() -> None:
+        made, policy = session("one")
+        await lost(made, HELLO)
+        assert (await ask(made, HELLO)).content == "one"
+        await made.close()
+        assert len(policy.saw) == len(made.ledger.turns) == 1 and made.counts["undelivered"] == 0
+
+    run(test)
+
+
+def test_a_response_that_never_arrived_is_not_trained() -> None:
+    async def test() -> None:
+        made, policy = session("one", "two")
+        first = await ask(made, HELLO)
+        await lost(made, *answered(HELLO, by=first), user("go on"))
+        await asyncio.sleep(0.01)
+        assert len(policy.said) == len(made.ledger.turns) == 2
+        await made.close()
+        (turn,) = made.ledger.turns
+        assert turn.completion == policy.said[0] and turn.responses == () and made.counts["undelivered"] == 1
+
+    run(test)
+
+
+def test_stop_strings_and_max_tokens_of_a_request_are_honored() -> None:
+    async def test() -> None:
+        made, policy = session("one END two", "one two three", "four")
+        stopped = await ask(made, HELLO, stop=("END",))
+        assert (stopped.content, stopped.stop, stopped.finish) == ("one ", "END", Finish.STOP)
+        assert "two" not in chat().tokenizer.decode(policy.said[0].token_ids)
+        cut = await ask(made, *answered(HELLO, by=stopped), user("go on"), max_tokens=2)
+        assert (cut.completion_tokens, cut.finish) == (2, Finish.LENGTH)
+        assert made.ledger.turns[-1].parsed is None
+        before = (HELLO, *answered(HELLO, by=stopped)[1:], user("go on"))
+        await ask(made, *answered(*before, by=cut), user("and on"))
+        (segment,) = made.ledger.segments  # a cut response is continued: its turn is ended for it
+        assert segment.turns[1].context_ids[0] == segment.turns[2].context_ids[0] == chat().end_token_id
+        check_exact(made, policy)
+
+    run(test)
+
+
+def test_limits_are_errors_for_the_program() -> None:
+    async def test() -> None:
+        made, _ = session("one", max_turns=1)
+        first = await ask(made, HELLO)
+        with pytest.raises(ApiError, match=r"env.max_turns=1 requests") as refused:
+            await ask(made, *answered(HELLO, by=first), user("go on"))
+        assert (refused.value.code, made.limit) == ("max_turns", StopReason.MAX_TURNS)
+        made, policy = session("one", longest=3)
+        with pytest.raises(ApiError, match="no room") as refused:
+            await ask(made, HELLO)
+        assert (refused.value.code, made.limit) == ("context_length_exceeded", StopReason.LENGTH)
+        assert not policy.saw and not made.ledger.turns
+        await made.close()
+        with pytest.raises(ApiError, match="over"):
+            await ask(made, HELLO)
+
+    run(test)
+
+
+def test_a_call_is_read_only_where_tools_are_offered() -> None:
+    async def test() -> None:
+        made, _ = session(CALL, "<tool_call>\nnothing", CALL)
+        plain = await ask(made, HELLO, tools=(WEATHER,), reads_calls=False)
+        assert (plain.content, plain.calls, plain.finish) == (CALL, (), Finish.STOP)
+        malformed = await ask(made, HELLO, tools=(WEATHER,))
+        assert malformed.content == "<tool_call>\nnothing" and made.counts["malformed"] == 1
+        called = await ask(made, user("Again"), tools=(WEATHER,))
+        assert [call.id for call in called.calls] == ["call00000"]
+
+    run(test)
+
+
+def test_a_pausing_format_continues_until_it_calls() -> None:
+    async def test() -> None:
+        style = observations("tags")
+        made, policy = session("<think> <code></code>", "</think><code>1</code>", "done", observations=style)
+        called = await ask(made, HELLO, tools=(WEATHER,))
+        assert [call.arguments for call in called.calls] == [{"code": "1"}]
+        assert [len(turn.context_ids) > 0 for turn in made.ledger.turns] == [True, False]
+        history = answered(HELLO, by=called)
+        await ask(made, *history, Message("tool", "1", tool_call_id="call00000"), tools=(WEATHER,))
+        check_exact(made, policy)
+        assert len(made.ledger.segments) == 1
+
+    run(test)
+
+
+def test_a_lost_engine_fails_the_session() -> None:
+    async def test() -> None:
+        made, policy = session()
+
+        async def fail(*_: object) -> Completion:
+            raise ServiceDownError("the rollout engine", "aborted a response")
+
+        policy.generate = fail  # type: ignore[method-assign]
+        with pytest.raises(ApiError, match="aborted") as refused:
+            await ask(made, HELLO)
+        assert refused.value.status == 503 and isinstance(made.failure.exception(), ServiceDownError)
+
+    run(test)
+
+
+def test_the_ledger_refuses_a_response_to_other_tokens() -> None:
+    async def test() -> None:
+        made, _ = session("one")
+        await ask(made, HELLO)
+        (segment,) = made.ledger.segments
+        first = made.ledger.place((user("Other"),), ())
+        foreign = replace(first, segment=segment)
+        with pytest.raises(LedgerError, match="does not continue"):
+            made.ledger.append(foreign, segment.turns[0:0] or [segment.turns[0].completion], HELLO, None)
+
+    run(test)
+
+
+class Program:
+    """A program whose steps hypothesis chooses: each acts on one of its conversations."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.histories: list[tuple[Message, ...]] = [(HELLO,)]
+
+    async def step(self, action: str, place: int) -> None:
+        place %= len(self.histories)
+        history = self.histories[place]
+        if action == "branch":
+            self.histories.append(history)
+        elif action == "edit":
+            self.histories[place] = (user(f"{history[0].content}?"), *history[1:])
+        elif action == "compact":
+            self.histories[place] = (user("A summary"),)
+        elif action == "lose":
+            await lost(self.session, *history)
+        else:
+            response = await ask(self.session, *history, retried=action == "retry")
+            if action == "retry":
+                assert response == await ask(self.session, *history, retried=True)
+            more = Message("assistant", f" {response.content}\n") if action == "strip" else answered(by=response)[0]
+            self.histories[place] = (*history, more, user("go on"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "strip", "retry", "branch", "edit", "compact", "lose"]), st.integers(0, 3)
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_a_program_does_the_policy_saw_what_is_trained(actions: list[tuple[str, int]]) -> None:
+    async def test() -> None:
+        policy = ScriptedPolicy(cycle(["one", "two words", "<think>three"]))
+        program = Program(Session(policy))
+        for action, place in actions:
+            await program.step(action, place)
+        await asyncio.sleep(0)
+        check_exact(program.session, policy)
+        before = program.session.ledger.turns
+        await program.session.close()
+        kept = program.session.ledger.turns
+        assert len(before) - len(kept) == program.session.counts["undelivered"]
+        assert {id(turn.completion) for turn in kept} <= {id(turn.completion) for turn in before}
+
+    run(test)

@@ -1,0 +1,201 @@
+"""The token ledger of an agent's episode: what a request shows the policy is exactly what is trained, token by token.
+
+A request carries a whole conversation. If it continues one of the ledger's segments, only its new messages are
+tokenized, and appended; the policy's own tokens stay as they were sampled. Any other conversation (context compaction,
+an edited message, a sub-agent, a parallel call) opens a new segment, rendered from its messages.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from verl.chat.observations import ObservationTokenizer
+from verl.envs.base import Observation
+from verl.errors import ConfigError, VerlError
+from verl.types import Completion, Message, ParsedResponse, ToolSpec, Turn
+
+
+class LedgerError(VerlError):
+    """Tokens would be trained in another context than the one in which they were sampled: an internal error."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Turns of which each continues the one before; a training sample.
+
+    opening: the messages of its first request; prompt_length: their tokens
+    messages: the conversation that the tokens stand for, with the responses as the program received them
+    busy: a request is in flight
+    """
+
+    opening: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    prompt_length: int
+    messages: tuple[Message, ...]
+    turns: list[Turn] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    written: str = ""  # the policy's text since the last context
+    ended: bool = True  # whether the policy ended its turn
+    busy: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A request on its way to the engine.
+
+    messages: the whole conversation; added: what is new in it
+    prompt_ids: all tokens; context_ids: the new ones
+    place: number of turns before it in its segment
+    """
+
+    segment: Segment
+    messages: tuple[Message, ...]
+    added: tuple[Message, ...]
+    context_ids: array[int]
+    prompt_ids: array[int]
+    place: int
+
+    @property
+    def opens(self) -> bool:
+        """Whether it is the first request of its segment."""
+        return self.place == 0
+
+
+class Ledger:
+    """Append-only, but for responses that never reached the program (`drop`)."""
+
+    def __init__(self, observations: ObservationTokenizer) -> None:
+        """observations: its limit on observations is not applied, because the program decides what it shows"""
+        whole = replace(observations.chat, max_prompt_tokens=None)
+        self._observations = replace(observations, chat=whole, max_observation_tokens=sys.maxsize)
+        self._segments: list[Segment] = []
+        self._order: list[tuple[Segment, int]] = []  # the turns as they were completed
+
+    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Draft:
+        """The segment that these messages continue, or a new one, with the tokens to send. `append` or `release` it.
+
+        Raises DataError for messages that cannot be shown in full, ConfigError for tools that would not be listed.
+        """
+        messages, tools = tuple(messages), tuple(tools)
+        for segment in self._candidates(messages, tools):
+            added = messages[len(segment.messages) :]
+            try:
+                named = _with_tool_names(segment.messages, added)
+                context = array("i", self._observations.answer_ids(named, segment.written, segment.ended))
+            except ConfigError:  # the chat template writes such messages only in front of the first response
+                break
+            return self._draft(segment, messages, added, context)
+        prompt = array("i", self._observations.prompt_ids(Observation(_with_tool_names((), messages), tools)))
+        segment = Segment(messages, tools, len(prompt), messages)
+        self._segments.append(segment)
+        return self._draft(segment, messages, messages, prompt)
+
+    def _draft(
+        self, segment: Segment, messages: tuple[Message, ...], added: tuple[Message, ...], context: array[int]
+    ) -> Draft:
+        segment.busy = True
+        return Draft(segment, messages, added, context, segment.token_ids + context, len(segment.turns))
+
+    def _candidates(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Iterator[Segment]:
+        """The segments that the messages continue, the longest conversation first."""
+        for segment in sorted(self._segments, key=lambda each: -len(each.messages)):
+            known, added = segment.messages, messages[len(segment.messages) :]
+            alike = segment.turns and not segment.busy and segment.tools == tools and _is_continued(known, messages)
+            if alike and added and all(message.role != "assistant" for message in added):
+                yield segment
+
+    def append(
+        self, draft: Draft, pieces: Sequence[Completion], received: Message, parsed: ParsedResponse | None
+    ) -> None:
+        """Record the response to a request.
+
+        pieces: what the engine sampled, in one piece unless the format pauses; each continues all tokens before it
+        received: the policy's message as the program gets it, and will repeat it
+        Raises LedgerError if the draft does not continue the recorded tokens.
+        """
+        segment = draft.segment
+        recorded = chain.from_iterable((*turn.context_ids, *turn.completion.token_ids) for turn in segment.turns)
+        if array("i", chain(recorded, draft.context_ids)) != draft.prompt_ids:
+            raise LedgerError("a request does not continue the recorded tokens of its segment")
+        if segment.turns:
+            segment.turns[-1] = replace(segment.turns[-1], responses=draft.added)
+        contexts = (draft.context_ids, *(array("i") for _ in pieces[1:]))
+        for context, completion in zip(contexts, pieces, strict=True):
+            message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
+            self._order.append((segment, len(segment.turns)))
+            segment.turns.append(Turn(context, completion, message))
+            segment.token_ids += context + array("i", completion.token_ids)
+        calls = () if parsed is None else parsed.calls
+        message = replace(segment.turns[-1].message, tool_calls=calls)
+        segment.turns[-1] = replace(segment.turns[-1], message=message, parsed=parsed)
+        sampled = [token for piece in pieces for token in piece.token_ids]
+        segment.written, segment.ended = self._observations.written(sampled), self._observations.ended(sampled)
+        segment.messages = (*draft.messages, received)
+        segment.busy = False
+
+    def release(self, draft: Draft) -> None:
+        """Give up a request that got no response; the conversation may be sent again."""
+        draft.segment.busy = False
+        if draft.opens:
+            self._segments.remove(draft.segment)
+
+    def drop(self, draft: Draft) -> bool:
+        """Remove a response that never reached the program. Returns whether nothing continues from it."""
+        segment = draft.segment
+        if len(segment.messages) != len(draft.messages) + 1:
+            return False
+        del segment.turns[draft.place :]
+        self._order = [(each, place) for each, place in self._order if each is not segment or place < draft.place]
+        if segment.turns:
+            segment.turns[-1] = replace(segment.turns[-1], responses=())
+        return True
+
+    @property
+    def num_running(self) -> int:
+        """Requests without a response so far."""
+        return sum(segment.busy for segment in self._segments)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Those with turns, in the order of their first ones."""
+        return list(dict.fromkeys(segment for segment, _ in self._order))
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """In the order of their completion."""
+        return tuple(segment.turns[place] for segment, place in self._order)
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        """The messages of the first request; empty without one."""
+        return self._order[0][0].opening if self._order else ()
+
+
+def _is_continued(known: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Whether the messages begin with the known ones, as a program repeats them."""
+    return len(messages) > len(known) and all(map(_same, known, messages))
+
+
+def _same(known: Message, given: Message) -> bool:
+    """Equal, but for white space around a response and `null` for its empty text: SDKs and frameworks change both."""
+    if known.role != "assistant" or given.role != "assistant":
+        return known == given
+    fields = ({key: each for key, each in one.template_fields.items() if key != "content"} for one in (known, given))
+    same_fields = next(fields) == next(fields)
+    return same_fields and known.content.strip() == given.content.strip() and known.tool_calls == given.tool_calls
+
+
+def _with_tool_names(before: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with the tool's name in every result: OpenAI's API has only the id of the call."""
+    calls = (call for message in (*before, *messages) for call in message.tool_calls)
+    names = {call.id: call.name for call in calls if call.id is not None}
+    return tuple(
+        replace(message, tool=names.get(message.tool_call_id or ""))
+        if message.role == "tool" and message.tool is None
+        else message
+        for message in messages
+    )

@@ -1,0 +1,65 @@
+"""Requests and responses, whichever API they come through."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from verl.types import Completion, Message, ToolCall, ToolSpec
+
+
+class ApiError(Exception):
+    """A request that gets an error. The SDKs retry 408, 409, 429 and those from 500."""
+
+    def __init__(self, status: int, code: str, problem: str, field: str | None = None) -> None:
+        super().__init__(status, code, problem, field)
+        self.status, self.code, self.problem, self.field = status, code, problem, field
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to respond to.
+
+    max_tokens: of the response; None: as many as fit
+    reads_calls: whether tool calls are parsed (not with tool_choice=none)
+    sampling: the request's own sampling settings, which differ from the run's or may do so
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    reads_calls: bool = True
+    sampling: Mapping[str, object] = field(default_factory=dict)
+
+
+class Finish(StrEnum):
+    """Why a response ended, in the words of the chat completions API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatResponse:
+    """A response of the policy.
+
+    content: its text without tool calls, end token and stop string
+    stop: the stop string of the request that ended it
+    pieces: as sampled
+    """
+
+    id: str
+    content: str
+    calls: tuple[ToolCall, ...]
+    finish: Finish
+    prompt_tokens: int
+    pieces: tuple[Completion, ...]
+    stop: str | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(piece.token_ids) for piece in self.pieces)

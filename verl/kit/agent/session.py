@@ -1,0 +1,206 @@
+"""One agent's episode: its requests become responses of the policy, each recorded in the ledger once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from verl.chat.observations import ObservationTokenizer
+from verl.errors import ConfigError, DataError, VerlError
+from verl.formats.base import Calls, Continue, Final, ParseError
+from verl.formats.response import parsed_response
+from verl.kit.agent.ledger import Draft, Ledger
+from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish
+from verl.kit.openai_server.parsing import ResponseReader
+from verl.types import Completion, FinishReason, Message, ParsedResponse, Score, StopReason, ToolCall
+
+
+class Policy(Protocol):
+    """What a session needs of the episode that it belongs to (`verl.episodes.program.ProgramPolicy`)."""
+
+    @property
+    def observations(self) -> ObservationTokenizer: ...
+
+    @property
+    def max_turns(self) -> int: ...
+
+    def room(self, prompt_length: int, num_tokens: int) -> int:
+        """Tokens that may follow a sequence whose first context has `prompt_length` of its `num_tokens` tokens."""
+
+    async def generate(self, prompt_ids: Sequence[int], max_tokens: int, stop_strings: tuple[str, ...]) -> Completion:
+        """The policy's response to these tokens."""
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and the work on its response. waiting: connections that wait for it"""
+
+    body: bytes
+    request: ChatRequest
+    work: asyncio.Task[ChatResponse] = field(init=False)
+    draft: Draft | None = None
+    waiting: int = 0
+    delivered: bool = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the program lost the connection before it had the response."""
+        return not self.delivered and self.waiting == 0
+
+
+@dataclass(eq=False)
+class Session:
+    """The requests of one program. Responses are generated in tasks of their own, which a lost connection does not end:
+    the SDK's next attempt gets the same response, and the ledger holds it once. Create it in the event loop.
+    """
+
+    policy: Policy
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")  # opens this session alone
+    score: Score | None = None  # as posted by the program
+    limit: StopReason | None = None  # the last limit that a request reached
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.policy.observations)
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of the engine
+        self._reader = ResponseReader(self.policy.observations.tool_call_format)
+        self._exchanges: list[Exchange] = []
+        self._num_calls = 0
+        self._closed = False
+
+    def exchange(self, request: ChatRequest, body: bytes, retried: bool) -> Exchange:
+        """The exchange of this request, or an earlier one with the same body if this is its retry.
+
+        retried: the SDK says that it is a retry. Else it is one if the response to its predecessor never arrived.
+        """
+        for earlier in reversed(self._exchanges):
+            if earlier.body == body and (retried or earlier.abandoned):
+                self.counts["retries"] += 1
+                return earlier
+        if self._closed:
+            raise ApiError(403, "episode_over", "the episode is over")
+        self.counts["requests"] += 1
+        exchange = Exchange(body, request)
+        exchange.work = asyncio.create_task(self._respond(exchange))
+        self._exchanges.append(exchange)
+        return exchange
+
+    async def response(self, exchange: Exchange) -> ChatResponse:
+        """Raises ApiError; the same request may then be sent again."""
+        exchange.waiting += 1
+        try:
+            return await asyncio.shield(exchange.work)
+        except ApiError:
+            if exchange in self._exchanges:
+                self._exchanges.remove(exchange)
+            raise
+        finally:
+            exchange.waiting -= 1
+
+    async def close(self) -> None:
+        """Refuse further requests, end the running ones and drop responses that never reached the program."""
+        self._closed = True
+        running = [each.work for each in self._exchanges if not each.work.done()]
+        for work in running:
+            work.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for each in reversed(self._exchanges):
+            if each.abandoned and each.draft is not None and self.ledger.drop(each.draft):
+                self.counts["undelivered"] += 1
+        if not self.failure.done():
+            self.failure.cancel()
+
+    async def _respond(self, exchange: Exchange) -> ChatResponse:
+        try:
+            return await self._recorded(exchange)
+        except ApiError:
+            raise
+        except VerlError as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise ApiError(503, "service_unavailable", str(error)) from error
+
+    async def _recorded(self, exchange: Exchange) -> ChatResponse:
+        request = exchange.request
+        if self.counts["responses"] + self.ledger.num_running >= self.policy.max_turns:
+            self.limit = StopReason.MAX_TURNS
+            raise ApiError(400, "max_turns", f"env.max_turns={self.policy.max_turns} requests are used up")
+        try:
+            draft = self.ledger.place(request.messages, request.tools)
+        except (DataError, ConfigError) as error:
+            raise ApiError(400, "invalid_request_error", str(error)) from error
+        try:
+            pieces = await self._sample(draft, request)
+        except BaseException:
+            self.ledger.release(draft)
+            raise
+        response, parsed = self._read(draft, request, pieces)
+        self.ledger.append(draft, pieces, received(response), parsed)
+        exchange.draft = draft
+        self.counts["responses"] += 1
+        return response
+
+    async def _sample(self, draft: Draft, request: ChatRequest) -> list[Completion]:
+        """The policy's response: several pieces if the format pauses without a call."""
+        observations, length = self.policy.observations, len(draft.prompt_ids)
+        room = self.policy.room(draft.segment.prompt_length, length)
+        if room < 1:
+            self.limit = StopReason.LENGTH
+            problem = f"{length} tokens leave no room for a response (data.max_prompt_length, data.max_response_length)"
+            raise ApiError(400, "context_length_exceeded", problem, "messages")
+        left = room if request.max_tokens is None else min(room, request.max_tokens)
+        pieces: list[Completion] = []
+        sampled: tuple[int, ...] = ()
+        while True:
+            stops = observations.tool_call_format.stop_strings(observations.written(sampled))
+            piece = await self.policy.generate((*draft.prompt_ids, *sampled), left, (*stops, *request.stop))
+            pieces.append(piece)
+            sampled, left = (*sampled, *piece.token_ids), left - len(piece.token_ids)
+            written = observations.written(sampled)
+            paused = piece.finish_reason is FinishReason.STOP and not observations.ended(sampled)
+            stopped = any(stop in written for stop in request.stop)
+            if not paused or stopped or left < 1 or not self._continues(written, request):
+                return pieces
+
+    def _continues(self, written: str, request: ChatRequest) -> bool:
+        return isinstance(self.policy.observations.tool_call_format.parse(written, request.tools), Continue)
+
+    def _read(
+        self, draft: Draft, request: ChatRequest, pieces: Sequence[Completion]
+    ) -> tuple[ChatResponse, ParsedResponse | None]:
+        observations = self.policy.observations
+        style = observations.tool_call_format
+        written = observations.written([token for piece in pieces for token in piece.token_ids])
+        content, stop = _until(request.stop, written)
+        calls: tuple[ToolCall, ...] = ()
+        parsed, finish = None, Finish.LENGTH
+        if pieces[-1].finish_reason is not FinishReason.LENGTH or stop is not None:
+            found = style.parse(content, request.tools) if request.reads_calls else Final()
+            parsed, finish = parsed_response(style, content, found), Finish.STOP
+            self.counts["malformed"] += isinstance(found, ParseError)
+            if isinstance(found, Calls):
+                message = self._reader.read(content, request.tools)
+                content, calls, finish = message.content, self._numbered(message.calls), Finish.TOOL_CALLS
+        made = ChatResponse(secrets.token_hex(12), content, calls, finish, len(draft.prompt_ids), tuple(pieces), stop)
+        return made, parsed
+
+    def _numbered(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """The calls with an id each: nine letters and digits, which all chat templates accept."""
+        first, self._num_calls = self._num_calls, self._num_calls + len(calls)
+        return tuple(replace(call, id=f"call{first + number:05}") for number, call in enumerate(calls))
+
+
+def received(response: ChatResponse) -> Message:
+    """The response as a program repeats it in its next request."""
+    return Message("assistant", response.content, response.calls, calls_in_content=not response.calls)
+
+
+def _until(stops: Sequence[str], text: str) -> tuple[str, str | None]:
+    """(the text before the first stop string, that string)"""
+    found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
+    return (text, None) if found is None else (text[: found[0]], found[1])
