@@ -99,7 +99,7 @@ def test_a_changed_history_opens_a_segment_with_its_whole_context(
         assert len(original.turns) == len(new.turns) == 1
         assert policy.saw[1][0] == chat().prompt_ids(changed(history)) == tuple(new.turns[0].context_ids)
         await ask(made, *history)  # the original can still be continued
-        assert len(original.turns) == 2
+        assert len(original.turns) == 2 and [turn.segment for turn in made.ledger.turns] == [0, 1, 0]
         check_exact(made, policy)
 
     run(test)

@@ -166,8 +166,9 @@ class Ledger:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """In the order of their completion."""
-        return tuple(segment.turns[place] for segment, place in self._order)
+        """In the order of their completion, each with the number of its segment."""
+        number = {segment: place for place, segment in enumerate(self.segments)}
+        return tuple(replace(segment.turns[place], segment=number[segment]) for segment, place in self._order)
 
     @property
     def opening(self) -> tuple[Message, ...]:

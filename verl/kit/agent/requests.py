@@ -36,7 +36,7 @@ class ChatRequest:
 
 
 class Finish(StrEnum):
-    """Why a response ended, in the words of the chat completions API."""
+    """Why a response ended, as the chat completions API names it."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -76,7 +76,7 @@ class Session:
     def exchange(self, request: ChatRequest, body: bytes, retried: bool) -> Exchange:
         """The exchange of this request, or an earlier one with the same body if this is its retry.
 
-        retried: the SDK says that it is a retry. Else it is one if the response to its predecessor never arrived.
+        retried: the SDK marks it as a retry. Else it is one if the response to its predecessor never arrived.
         """
         for earlier in reversed(self._exchanges):
             if earlier.body == body and (retried or earlier.abandoned):
