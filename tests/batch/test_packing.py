@@ -130,10 +130,15 @@ def tiny_model(kind: str, tied: bool, dtype: torch.dtype) -> PreTrainedModel:
 def packed_run(
     model: PreTrainedModel, samples: list[Sample], share: bool, max_tokens: int
 ) -> tuple[dict[int, list[float]], Tensor]:
+    return batch_run(model, placed(samples), share, max_tokens)
+
+
+def batch_run(
+    model: PreTrainedModel, batch: TokenBatch, share: bool, max_tokens: int
+) -> tuple[dict[int, list[float]], Tensor]:
     """Log-probs per sample, and the gradient of a loss that weighs every token differently."""
     model.zero_grad()
     logprobs: dict[int, list[float]] = {}
-    batch = placed(samples)
     for units in assign(make_units(batch, share, max_tokens), max_tokens):
         packed = pack(units, batch)
         hidden = model.model(

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.algorithms.test_algorithm_invariances import EVERY, Table, lively
+from tests.batch.test_packing import batch_run, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.grpo import GRPO
@@ -229,7 +230,7 @@ def test_a_cut_changes_no_loss_and_no_gradient(algorithm: Algorithm, seed: int, 
     losses, gradients = zip(
         *(learned(to_batch(each), algorithm, ranks, share) for each in (groups, cut(groups, seed))), strict=True
     )
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9, abs=1e-9)
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
@@ -239,8 +240,8 @@ def learned(batch: TokenBatch, algorithm: Algorithm, ranks: int, share: bool) ->
     batch = scored(batch, algorithm)
     assert batch.old_logprobs is not None
     batch = replace(batch, returns=np.arange(len(batch.old_logprobs), dtype=np.float32))
-    parameters = (torch.from_numpy(batch.old_logprobs) + 0.3).requires_grad_()
-    total = torch.zeros(())
+    parameters = (torch.from_numpy(batch.old_logprobs).double() + 0.3).requires_grad_()  # sums cancel in float32
+    total = torch.zeros((), dtype=torch.float64)
     for minibatch in batch.split(2):
         minibatch = weighted(minibatch, algorithm)
         for units in assign(make_units(minibatch, share, 60), 60, ranks):
@@ -281,3 +282,67 @@ def renumbered(each: TrajectoryGroup) -> TrajectoryGroup:
     return replace(
         each, trajectories=tuple(replace(one, turns=of) for one, of in zip(each.trajectories, turns, strict=True))
     )
+
+
+def edited() -> TrajectoryGroup:
+    """Two episodes with a segment that edits the observation after the first response, and one with the prompt and a
+    summary; then one of a single response."""
+    prompt, first = (11, 12, 13, 14, 15), tuple(range(50, 61))
+
+    def episode(own: int) -> tuple[Turn, ...]:
+        return (
+            turn(prompt, (own, *first)),
+            turn((30, 31), (own, 23)),
+            turn((*prompt, own, *first, 32), (own, 24, 25), 1),
+            turn((*prompt, 40, 41), (own, 26), 2),
+            turn((42,), (27, 28), 2),
+        )
+
+    return group((episode(1), 1.0), (episode(2), 0.0), (episode(3)[:1], 0.5))
+
+
+def test_segments_share_what_they_begin_with_by_hand() -> None:
+    """Rows: the original, edited and summarized context of an episode. The first two have 17 tokens in common, the
+    response included; the summaries and the third episode only the 5 of the prompt."""
+    batch = to_batch([edited()])
+    assert batch.num_tokens.tolist() == [21, 21, 12, 21, 21, 12, 17]
+    units = make_units(batch, True, 1000)
+    assert {(frozenset(unit.samples), unit.prefix, unit.num_tokens) for unit in units} == {
+        (frozenset({0, 1}), 17, 17 + 4 + 4),
+        (frozenset({3, 4}), 17, 17 + 4 + 4),
+        (frozenset({2, 5, 6}), 5, 5 + 7 + 7 + 12),
+    }
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=2, max_size=12))
+def test_parts_of_a_group_save_at_least_as_much_as_one(sequences: list[list[int]]) -> None:
+    """Every sample is in one unit, and a unit's prefix is what its samples begin with, as the lists themselves say."""
+    turns = tuple(turn(tuple(ids), (7,), number) for number, ids in enumerate(sequences))
+    batch, whole = to_batch([group((turns, 1.0))]), [[*each, 7] for each in sequences]
+    units = make_units(batch, True, 1000)
+    assert sorted(row for unit in units for row in unit.samples) == list(range(len(whole)))
+    for unit in units:
+        rows = [whole[row] for row in unit.samples]
+        assert unit.prefix == (common(rows) if len(rows) > 1 else 0)
+        assert unit.num_tokens == sum(map(len, rows)) - (len(rows) - 1) * unit.prefix
+    together = sum(map(len, whole)) - (len(whole) - 1) * common(whole)
+    assert sum(unit.num_tokens for unit in units) <= together
+
+
+def common(sequences: list[list[int]]) -> int:
+    columns = enumerate(zip(*sequences, strict=False))
+    return next((place for place, each in columns if len({*each}) > 1), min(map(len, sequences)))
+
+
+@pytest.mark.parametrize("max_tokens", [21, 40, 1000])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+def test_shared_segments_equal_separate_ones(dtype: torch.dtype, bound: float, max_tokens: int) -> None:
+    """Log-probs and gradients of a model, where a prefix has trained tokens."""
+    model, batch = tiny_model("qwen2", True, dtype), to_batch([edited()])
+    places = np.concatenate([np.arange(count) for count in batch.num_trained]).astype(np.float32)
+    batch = replace(batch, advantages=places)
+    alone_logprobs, alone = batch_run(model, batch, False, 21)
+    logprobs, gradient = batch_run(model, batch, True, max_tokens)
+    assert logprobs == {row: pytest.approx(values, abs=bound) for row, values in alone_logprobs.items()}
+    assert (gradient - alone).norm() <= bound * alone.norm()

@@ -5,6 +5,11 @@
 
 GRPO trains n responses per prompt; ordinary packing computes the prompt n times. Here a unit stores it once, and every
 response attends to it and to itself. Packing without prefix sharing has one sample per unit.
+
+Segments of an episode do not all begin alike: a context may repeat a part of an earlier segment, responses included, or
+only the prompt. There a group becomes several units, by what the samples have in common. Such a prefix may have trained
+tokens: hidden states are the same in every sample that begins with them. A unit has one prefix, so a context that grows
+from segment to segment is still computed more than once.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ class Shard:
 def make_units(batch: TokenBatch, share_prefix: bool, max_tokens: int) -> list[Unit]:
     """One unit per group of samples with a common prefix before their first trained tokens; splits oversized groups.
 
+    With episodes of several segments: units of the samples of a group that begin with the same tokens, trained or not.
     Raises ConfigError if a single sample has more than max_tokens.
     """
     lengths: list[int] = batch.num_tokens.tolist()
@@ -65,10 +71,40 @@ def make_units(batch: TokenBatch, share_prefix: bool, max_tokens: int) -> list[U
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(batch.groups.tolist()):
         groups.setdefault(group, []).append(row)
-    heads, units = _heads(batch), []
-    for group in sorted(groups):
-        units += _split(groups[group], lengths, heads, max_tokens)
-    return units
+    parts = [groups[group] for group in sorted(groups)]
+    if batch.episodes is None:
+        tokens = _heads(batch)
+    else:
+        tokens = [batch.token_ids[low:high] for low, high in pairwise(batch.bounds.tokens.tolist())]
+        parts = [part for members in parts for part in _by_prefix(members, tokens)]
+    return [unit for members in parts for unit in _split(members, lengths, tokens, max_tokens)]
+
+
+def _by_prefix(members: Sequence[int], tokens: Sequence[Ints]) -> list[list[int]]:
+    """The members in parts that have a long prefix in common.
+
+    In sorted order samples that begin alike are neighbors. The tree of their common prefixes is visited from the
+    longest ones: n samples become a part if (n - 1) * prefix >= n * (what they have in common with others), so that
+    they save at least as many tokens as in any larger part. Together the parts save at least as many as a single unit.
+    """
+    order = sorted(members, key=lambda row: tokens[row].tobytes())
+    common = [_common_length([tokens[one], tokens[other]]) for one, other in pairwise(order)]
+    parts: list[list[int]] = []
+    open_nodes: list[tuple[int, list[int]]] = [(0, [])]  # (prefix, rows in no part), from the shortest prefix
+    for row, after in zip(order, [*common, 0], strict=True):  # after: tokens in common with the next row
+        if after > open_nodes[-1][0]:
+            open_nodes.append((after, []))
+        open_nodes[-1][1].append(row)
+        while open_nodes[-1][0] > after:
+            prefix, rows = open_nodes.pop()
+            if open_nodes[-1][0] < after:
+                open_nodes.append((after, []))
+            shorter, outside = open_nodes[-1]
+            if rows and (len(rows) - 1) * prefix >= len(rows) * shorter:
+                parts.append(rows)
+            else:
+                outside += rows
+    return [*parts, *([row] for row in open_nodes[0][1])]
 
 
 def _heads(batch: TokenBatch) -> list[Ints]:
@@ -80,10 +116,11 @@ def _heads(batch: TokenBatch) -> list[Ints]:
     ]
 
 
-def _split(members: list[int], lengths: Sequence[int], heads: Sequence[Ints], max_tokens: int) -> list[Unit]:
+def _split(members: list[int], lengths: Sequence[int], tokens: Sequence[Ints], max_tokens: int) -> list[Unit]:
+    """Units of the members' common prefix. tokens: [B] those that a sample may share"""
     if len(members) == 1:
         return [Unit((members[0],), 0, lengths[members[0]])]
-    prefix = _common_length([heads[row] for row in members])
+    prefix = _common_length([tokens[row] for row in members])
     units: list[Unit] = []
     taken: list[int] = []
     num_tokens = prefix
@@ -97,14 +134,14 @@ def _split(members: list[int], lengths: Sequence[int], heads: Sequence[Ints], ma
     return [*units, Unit(tuple(taken), prefix, num_tokens)]
 
 
-def _common_length(heads: Sequence[Ints]) -> int:
-    """Tokens that all heads begin with."""
-    first, *others = heads
-    length = min(map(len, heads))
+def _common_length(sequences: Sequence[Ints]) -> int:
+    """Tokens that all sequences begin with."""
+    first, *others = sequences
+    length = min(map(len, sequences))
     start = first[:length].tobytes()
-    for head in others:
-        if head[:length].tobytes() != start:  # compared as bytes in a tenth of the time
-            length = int((first[:length] != head[:length]).argmax())
+    for other in others:
+        if other[:length].tobytes() != start:  # compared as bytes in a tenth of the time
+            length = int((first[:length] != other[:length]).argmax())
             start = first[:length].tobytes()
     return length
 
