@@ -16,15 +16,21 @@ from hypothesis import strategies as st
 
 from tests.algorithms.test_algorithm_invariances import EVERY, Table, lively
 from tests.batch.test_packing import batch_run, tiny_model
+from tests.support.metric_names import known
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.grpo import GRPO
+from verl.algorithms.filters import length
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import Aggregation, KLPlacement
+from verl.algorithms.overlong import Overlong
 from verl.batch.experience import turns_of, with_advantages, with_loss_weights, with_metric_weights, with_selected
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import to_batch
 from verl.batch.token_batch import TokenBatch
+from verl.episodes.collection import apply_overlong_penalty
+from verl.tracking.transcripts import group_rows
+from verl.trainer.metrics import rollout_metrics
 from verl.types import (
     Completion,
     FinishReason,
@@ -149,6 +155,21 @@ def test_turns_of_all_segments_are_those_of_the_episode() -> None:
     forked, plain = turns_of(to_batch([of_two_kinds()]))
     assert forked.turn_L.tolist() == [0, 1, 2, 2, 3]
     assert forked.state_N[2] == plain.state_N[0] and len({*forked.state_N.tolist()}) == 4
+
+
+def test_lengths_and_transcripts_are_of_the_episode() -> None:
+    """Five tokens in two segments, and one token."""
+    forked = of_two_kinds()
+    metrics = rollout_metrics([forked])
+    names = ("response_length/mean", "response_length/max", "segments/mean", "segments/max")
+    assert [metrics[name] for name in names] == [3.0, 5, 1.5, 2] and all(map(known, names))
+    assert length(forked, 4) == [False, True]
+    overlong = Overlong(max_tokens=5, buffer=4)
+    assert apply_overlong_penalty(forked, overlong).rewards == (1.0, 1.0)
+    first, second = group_rows(1, forked)
+    assert (first["segments"], first["num_tokens"], first["turn_rewards"]) == ([0, 7, 7, 0], 5, [None, 0.5, None, None])
+    assert "segments" not in second
+    assert "segments/mean" not in rollout_metrics(random_groups(0))
 
 
 def random_groups(seed: int) -> list[TrajectoryGroup]:

@@ -60,7 +60,10 @@ class Transcripts:
 
 
 def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
-    """One JSON object per rollout; `num_tokens` is the response length over all turns."""
+    """One JSON object per rollout; `num_tokens` is the response length over all turns.
+
+    `segments`, of an episode that has several, is the segment of each assistant turn.
+    """
     for trajectory, score, reward in zip(group.trajectories, group.scores, group.rewards, strict=True):
         yield {
             "step": step,
@@ -75,6 +78,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             **({"exceeded": score.exceeded} if score.exceeded else {}),
             "reward": reward,
             "turn_rewards": [turn.reward for turn in trajectory.turns],
+            **({"segments": [turn.segment for turn in trajectory.turns]} if len(trajectory.segments) > 1 else {}),
             "stop_reason": trajectory.stop_reason,
             "outcome": trajectory.outcome,
             "num_tokens": sum(len(turn.completion.token_ids) for turn in trajectory.turns),

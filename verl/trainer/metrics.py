@@ -21,7 +21,7 @@ Metrics = dict[str, float]
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Mean reward and its parts, by data source if there are several; zero-variance groups; response lengths."""
+    """Mean reward and its parts, by data source if there are several; zero-variance groups; lengths, segments."""
     by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
         by_source[group.task.data_source].append(group)
@@ -32,6 +32,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     responses = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = [num_written(trajectory) for trajectory in responses]
     clipped = sum(trajectory.stop_reason is StopReason.LENGTH for trajectory in responses)
+    segments = [len(trajectory.segments) for trajectory in responses]
+    split = {"segments/mean": sum(segments) / len(segments), "segments/max": max(segments)} if max(segments) > 1 else {}
     paid = any(turn.reward is not None for trajectory in responses for turn in trajectory.turns)
     return {
         **metrics,
@@ -40,6 +42,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": max(lengths),
         "response_length/clip_ratio": clipped / len(responses),
+        **split,
     }
 
 

@@ -214,9 +214,9 @@ rows = st.lists(st.tuples(st.lists(tokens, min_size=1), numbers), min_size=1, ma
 
 
 @settings(deadline=None)
-@given(rows, st.booleans(), st.none() | numbers)
+@given(rows, st.booleans(), st.booleans(), st.none() | numbers)
 def test_a_batch_comes_back_bit_for_bit(
-    rows: list[tuple[list[Any], float]], with_baselines: bool, kl: float | None
+    rows: list[tuple[list[Any], float]], with_baselines: bool, with_segments: bool, kl: float | None
 ) -> None:
     samples = [
         Sample(
@@ -230,6 +230,7 @@ def test_a_batch_comes_back_bit_for_bit(
         for ids, mask, logprobs in [zip(*each, strict=True)]
     ]
     batch = batch_of(samples, np.arange(len(samples), dtype=np.float32) if with_baselines else None)
+    batch = replace(batch, episodes=np.arange(len(samples)) // 2 if with_segments else None)
     metrics, recorder = {"actor/loss": 0.1, "actor/lr": math.inf}, {"settings": {"a.b": [1]}, "made_by": {"code": "x"}}
     record = Record(step=7, batch=batch, kl_coefficient=kl, metrics=metrics, **recorder)
     with TemporaryDirectory() as folder:
