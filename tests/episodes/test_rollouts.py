@@ -27,6 +27,7 @@ from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.losses.dapo import DAPO
 from verl.batch.packing import Sharding
 from verl.batch.token_batch import Floats, TokenBatch
+from verl.batch.trace import Trace
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.load import load_config
 from verl.config.schema import Config, DataConfig, RewardConfig, RolloutConfig
@@ -448,9 +449,9 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
             wait("scoring")
             return super().score(sharding)
 
-        def update(self, *arguments: Any) -> dict[str, Metric]:
+        def traced_update(self, *arguments: Any) -> tuple[dict[str, Metric], Trace]:
             wait("learning")
-            return super().update(*arguments)
+            return super().traced_update(*arguments)
 
     async def run(fit: TrainingRun) -> None:
         async def turn() -> None:

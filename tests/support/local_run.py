@@ -26,6 +26,7 @@ from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import build_rewards
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.tracking.console import Display
+from verl.tracking.samples import SampleFiles
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, build_trackers
 from verl.tracking.transcripts import Transcripts
@@ -79,6 +80,7 @@ def local_fit(
         folder=folder,
         watch=watch,
         recorder=recorder,
+        samples=SampleFiles(folder, trainer.rollouts.rollout.episode_runner.chat.tokenizer.decode),
     )
 
 

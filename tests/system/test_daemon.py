@@ -31,7 +31,7 @@ def learn(batch, step):
 
 ahead = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=1)))
 trainer = PPOTrainer(rollouts=ahead, learner=SimpleNamespace(learn=learn), weight_sync=None)
-sys.exit(run_cli([], "", TRAIN, lambda words, console: run_async(trainer._learn(None))))
+sys.exit(run_cli([], "", TRAIN, lambda words, console: run_async(trainer._learn(None, None))))
 """
 
 

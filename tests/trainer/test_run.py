@@ -23,6 +23,7 @@ from tests.support.every import every
 from tests.support.metric_names import known
 from tests.support.tiny import MINI, run_words, save_tiny_model
 from verl.tracking.jsonl import read_jsonl
+from verl.tracking.samples import read_samples, samples_path
 
 COMMAND = [sys.executable, "-m", "verl.trainer.main_ppo"]
 
@@ -98,6 +99,8 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     assert not torch.equal(trained.lm_head.weight.float(), before.lm_head.weight.float())
     assert AutoTokenizer.from_pretrained(exported).chat_template
     assert len(read_jsonl(folder / "transcripts" / "step-000002.jsonl")) == 8
+    kept = read_samples(samples_path(folder, 2))
+    assert len(kept.samples) == 8 and sum(kept.loss.values()) == pytest.approx(two["actor/loss"], abs=1e-6)
     assert (folder / "config.yaml").is_file() and list((folder / "tensorboard").iterdir())
 
 

@@ -41,6 +41,7 @@ from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.samples import Sample, batch_of
 from verl.batch.token_batch import TokenBatch
+from verl.batch.trace import Trace
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import ActorConfig, Config, DataConfig, RolloutConfig, TrainerConfig
@@ -208,19 +209,21 @@ def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_
     twice.learner.config = with_epochs(twice.learner.config, 2)
     result = asyncio.run(once.train_step())
     assert result.metrics["actor/ppo_kl"] == 0.0
-    assert twice.learner.learn(result.batch, 0)[0]["actor/ppo_kl"] != 0.0  # the second update's, from before the first
+    assert (
+        twice.learner.learn(result.batch, 0).metrics["actor/ppo_kl"] != 0.0
+    )  # the second update's, from before the first
     updates = []
     spied = trainer(PLAIN, minibatches=2)
     spied.learner.config = with_epochs(spied.learner.config, 3)
-    update = Policy.update
+    update = Policy.traced_update
 
-    def spy(self: Policy, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool) -> dict[str, Metric]:
+    def spy(self: Policy, minibatch: TokenBatch, *rest: Any) -> tuple[dict[str, Metric], Trace]:
         assert minibatch.old_logprobs is not None
         updates.append(minibatch.old_logprobs.tobytes())
-        return update(self, minibatch, algorithm, compare_engine)
+        return update(self, minibatch, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Policy, "update", spy)
+        patch.setattr(Policy, "traced_update", spy)
         spied.learner.learn(result.batch, 0)
     assert len(updates) == 6 and updates[:2] == updates[2:4] == updates[4:] and updates[0] != updates[1]
 

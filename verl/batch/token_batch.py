@@ -41,6 +41,7 @@ class TokenBatch:
     num_trained: Ints  # [B]
     groups: Ints  # [B] group id; shared by the samples of one prompt
     episodes: Ints | None = None  # [B] episode id; its samples are neighbors. None: every sample is an episode
+    numbers: Ints | None = None  # [B] row in the batch of the step, where updates are traced
 
     # From the rollouts.
     rollout_logprobs: Floats | None = None  # [A] the engine's; NaN at tokens that it did not sample (observations)
@@ -93,6 +94,7 @@ class TokenBatch:
             num_trained=self.num_trained[rows],
             groups=self.groups[rows],
             episodes=None if self.episodes is None else self.episodes[rows],
+            numbers=None if self.numbers is None else self.numbers[rows],
             rollout_logprobs=_taken_if(self.rollout_logprobs, trained),
             rewards=_taken_if(self.rewards, trained),
             baselines=None if self.baselines is None else self.baselines[rows],

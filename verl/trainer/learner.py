@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import nonzero_advantage_rows, with_advantages, with_selected
 from verl.batch.token_batch import Ints, TokenBatch
+from verl.batch.trace import Trace, joined_updates
 from verl.config.schema import Config
 from verl.tracking.metric import Metric, combined
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl
 from verl.trainer.policy import Critic, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Outcome of the update on a batch."""
+
+    metrics: Metrics
+    computed: Ints  # rows with nonzero advantage, which the update computed
+    batch: TokenBatch  # with its scores and advantages
+    trace: Trace
 
 
 @dataclass(kw_only=True)
@@ -33,10 +47,10 @@ class Learner:
         assert needs_reference == (self.reference is not None), "a reference exists if and only if KL is used"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic exists if and only if it is needed"
 
-    def learn(self, batch: TokenBatch, step: int) -> tuple[Metrics, Ints]:
+    def learn(self, batch: TokenBatch, step: int, traced: Container[int] | None = None) -> Learned:
         """Score, estimate advantages, update. Deterministic in batch, weights and step (counted from 0).
 
-        Returns the update's metrics, and the rows with nonzero advantage, which it computed.
+        traced: rows of the batch whose tokens are traced; None: no trace
         """
         with self.timer.phase("score"):
             batch = self._with_scores(batch)
@@ -45,8 +59,11 @@ class Learner:
         with self.timer.phase("score"):
             batch = self._with_old_logprobs(batch)
         with self.timer.phase("update"):
-            learned = self._update(batch, step)
-        return {**learned, **self._kl_metrics(batch)}, nonzero_advantage_rows(batch, self.algorithm)
+            if traced is not None:
+                batch = replace(batch, numbers=np.arange(len(batch)))
+            learned, trace = self._update(batch, step, traced)
+        metrics = {**learned, **self._kl_metrics(batch)}
+        return Learned(metrics, nonzero_advantage_rows(batch, self.algorithm), batch, trace)
 
     def _with_scores(self, batch: TokenBatch) -> TokenBatch:
         """With old and reference log-probs and values, if the advantages need them, all on the same packs."""
@@ -70,10 +87,11 @@ class Learner:
     def _needs_old_pass(self) -> bool:
         return self.algorithm.needs_old_pass(self.config.updates_per_step)
 
-    def _update(self, batch: TokenBatch, step: int) -> Metrics:
+    def _update(self, batch: TokenBatch, step: int, traced: Container[int] | None) -> tuple[Metrics, Trace]:
         """Update critic and policy on every mini-batch in every epoch."""
         policy_updates: list[dict[str, Metric]] = []
         critic_updates: list[dict[str, Metric]] = []
+        traces: list[Trace] = []
         num_parts = self.config.minibatches_per_step
         epochs = self.config.actor.ppo_epochs
         first_seed = (self.config.trainer.seed << 40) + step * num_parts * epochs
@@ -85,12 +103,15 @@ class Learner:
             if step >= self.config.trainer.critic_warmup:
                 # With the engine's old log-probs, only the first update sees the policy that has sampled.
                 compare_engine = self.algorithm.old_logprobs is OldLogprobs.TRAINER or not policy_updates
-                policy_updates.append(self.policy.update(minibatch, self._current_algorithm(), compare_engine))
+                algorithm = self._current_algorithm()
+                updated, trace = self.policy.traced_update(minibatch, algorithm, compare_engine, traced)
+                policy_updates.append(updated)
+                traces.append(trace)
         metrics = {**combined(policy_updates), **combined(critic_updates)}
         if self.critic:
             self.critic.offload()
             metrics["critic/explained_variance"] = explained_variance(batch)
-        return metrics
+        return metrics, joined_updates(traces)
 
     def _current_algorithm(self) -> Algorithm:
         if self.kl_control is None:

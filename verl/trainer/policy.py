@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from verl.algorithms.names import Aggregation
 from verl.batch.experience import drop_zero_advantage, with_loss_weights, with_metric_weights
 from verl.batch.packing import Sharding, assign, make_units
 from verl.batch.token_batch import Floats, TokenBatch
+from verl.batch.trace import Trace, joined_ranks
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.metric import Mean, Metric
 from verl.transfer.bucket import BucketLayout, OpenSender
@@ -58,18 +59,26 @@ class Policy(ShardedModel):
         return self.scored(PolicyWorker.score, sharding)
 
     def update(self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool = True) -> dict[str, Metric]:
+        """`traced_update` without a trace."""
+        return self.traced_update(minibatch, algorithm, compare_engine, None)[0]
+
+    def traced_update(
+        self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool, traced: Container[int] | None
+    ) -> tuple[dict[str, Metric], Trace]:
         """One optimizer step. Samples with zero advantage count in the loss's denominators, but are not computed.
 
         The metrics are token means over the computed samples; without any, only loss, grad_norm and lr.
-        compare_engine: see `PolicyWorker.update`
+        compare_engine, traced: see `PolicyWorker.update`
         """
         weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
         computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))
         shards = self.shard(computed).shards()
-        result: UpdateResult = self.workers.scatter(PolicyWorker.update, shards, algorithm, compare_engine)[0]
-        if not len(computed):
-            result = replace(result, metrics={})
-        return {**result.of("actor"), "actor/computed_share": Mean(len(computed) / len(minibatch))}
+        results: list[UpdateResult] = self.workers.scatter(
+            PolicyWorker.update, shards, algorithm, compare_engine, traced
+        )
+        result = results[0] if len(computed) else replace(results[0], metrics={})
+        metrics = {**result.of("actor"), "actor/computed_share": Mean(len(computed) / len(minibatch))}
+        return metrics, joined_ranks(each.trace for each in results if each.trace is not None)
 
     def sft_step(self, batch: TokenBatch) -> dict[str, Metric]:
         """One optimizer step of supervised fine-tuning: the mean of -log p over all trained tokens."""

@@ -5,7 +5,7 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> weight sync
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from verl.batch.samples import to_batch
 from verl.batch.token_batch import Ints, TokenBatch
 from verl.episodes.manager import RolloutManager
 from verl.system.daemon import run_in_daemon_thread
-from verl.trainer.learner import Learner
+from verl.tracking.samples import StepSamples
+from verl.trainer.kept import choose_rollouts, step_samples
+from verl.trainer.learner import Learned, Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
 from verl.trainer.weight_sync import WeightSync
 from verl.types import TrajectoryGroup
@@ -25,6 +27,7 @@ class TrainStepResult:
     groups: Sequence[TrajectoryGroup]  # all groups of the step, those that filters dropped too
     batch: TokenBatch  # as collected; with settings, weights and step number it determines the update
     kl_coefficient: float | None  # of the adaptive controller at the start of the step, if there is one
+    samples: StepSamples  # what is kept of the step to be looked at
 
 
 @dataclass(kw_only=True)
@@ -52,7 +55,9 @@ class PPOTrainer:
                 with timer.phase("rollout"):
                     await self.weight_sync.engine.sleep()
             self.learning = True
-            learned, computed = await self._learn(batch)
+            chosen = choose_rollouts(collected.kept, self.learner.config.trainer.samples_kept)
+            outcome = await self._learn(batch, {each.row for each in chosen} if chosen else None)
+            learned = dict(outcome.metrics)
             with timer.phase("weight_sync"):
                 learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
             self.step, self.learning = self.step + 1, False
@@ -65,9 +70,15 @@ class PPOTrainer:
             **self.weight_sync.engine.losses(),
             "reward/over_limit": sum(bool(score.exceeded) for group in groups for score in group.scores),
             **learned,
-            **self._timings(groups, batch, computed),
+            **self._timings(groups, batch, outcome.computed),
         }
-        return TrainStepResult(metrics=metrics, groups=groups, batch=batch, kl_coefficient=kl_coefficient)
+        return TrainStepResult(
+            metrics=metrics,
+            groups=groups,
+            batch=batch,
+            kl_coefficient=kl_coefficient,
+            samples=step_samples(collected.kept, groups, chosen, outcome),
+        )
 
     async def sync_weights(self) -> None:
         """Send the current weights to the engines. The caller holds `weight_sync.ranks`."""
@@ -79,11 +90,11 @@ class PPOTrainer:
         """Whether rollouts continue during the update (off-policy)."""
         return self.rollouts.config.rollout.max_staleness > 0
 
-    async def _learn(self, batch: TokenBatch) -> tuple[Metrics, Ints]:
+    async def _learn(self, batch: TokenBatch, traced: Container[int] | None) -> Learned:
         """In a thread if rollouts continue: a blocked event loop would use up the timeouts of their tools."""
         if self._ahead:
-            return await run_in_daemon_thread(self.learner.learn, batch, self.step)
-        return self.learner.learn(batch, self.step)
+            return await run_in_daemon_thread(self.learner.learn, batch, self.step, traced)
+        return self.learner.learn(batch, self.step, traced)
 
     def _timings(self, groups: Sequence[TrajectoryGroup], batch: TokenBatch, computed: Ints) -> Metrics:
         """computed: rows of the batch that the update computed"""

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl.batch.packed import PackedBatch
+from verl.batch.trace import Trace
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
 from verl.workers.optim import OptimizerSettings, build_optimizer
@@ -72,6 +73,7 @@ class UpdateResult:
     grad_norm: float  # before clipping
     lr: float
     metrics: Mapping[str, Metric]  # of the loss, by full name
+    trace: Trace | None = None  # this rank's, of a traced policy update
 
     def of(self, model: str) -> dict[str, Metric]:
         """All metrics; `model` is the group of the first three."""

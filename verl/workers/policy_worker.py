@@ -1,8 +1,8 @@
 """The policy on one training rank: score a shard, update on it, send weights."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
+from verl.batch.trace import LOSS, Tracer, TraceTokens
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
@@ -37,15 +38,22 @@ class PolicyWorker:
         scores = self.engine.score(packs, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
         return torch.cat(scores).float().numpy()
 
-    def update(self, shard: Shard, algorithm: Algorithm, compare_engine: bool) -> UpdateResult:
+    def update(
+        self, shard: Shard, algorithm: Algorithm, compare_engine: bool, traced: Container[int] | None = None
+    ) -> UpdateResult:
         """One optimizer step.
 
         The shard has advantages, rollout log-probs and weights. old_logprobs default to the policy's current ones,
         detached; ref_logprobs and selected are there if the algorithm uses them.
         compare_engine: whether to measure the difference between engine and trainer
+        traced: numbers of the samples whose tokens are traced; None: no trace
         """
         loss = partial(policy_loss, algorithm=algorithm, temperature=self.temperature, compare_engine=compare_engine)
-        return self.engine.update(shard.packed(), loss)
+        if traced is None:
+            return self.engine.update(shard.packed(), loss)
+        tracer = Tracer(shard.batch, traced)
+        result = self.engine.update(shard.packed(), partial(loss, trace=tracer.add))
+        return replace(result, trace=tracer.trace())
 
     def sft_step(self, shard: Shard) -> UpdateResult:
         """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the shard's trained tokens."""
@@ -99,7 +107,12 @@ def sft_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMe
 
 
 def policy_loss(
-    policy: Any, packed: PackedBatch, algorithm: Algorithm, temperature: float, compare_engine: bool = True
+    policy: Any,
+    packed: PackedBatch,
+    algorithm: Algorithm,
+    temperature: float,
+    compare_engine: bool = True,
+    trace: TraceTokens | None = None,
 ) -> tuple[Tensor, dict[str, PackMetric]]:
     """The pack's share of the loss, and of the metrics' token means.
 
@@ -129,7 +142,11 @@ def policy_loss(
     metrics = {f"actor/{name}": PackMetric((mean,)) for name, mean in means.items()}
     if compare_engine:
         metrics |= _engine_metrics(weights, rollout_A, trainer_A, packed.sampled_weight)
-    return (loss_A * weight_A).sum(), metrics
+    weighted_A = loss_A * weight_A
+    if trace is not None:
+        values = {"logprobs": output.logprobs, "entropy": output.entropy, LOSS: weighted_A}
+        trace(packed, {**values, **({} if correction is None else {"importance": weights.weight_T})})
+    return weighted_A.sum(), metrics
 
 
 def _engine_metrics(

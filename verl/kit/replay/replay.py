@@ -121,8 +121,7 @@ def replay_step(learner: Learner, record: Record) -> dict[str, float]:
     if learner.kl_control is not None and record.kl_coefficient is not None:
         learner.kl_control.coefficient = record.kl_coefficient
     learner.timer.start()
-    learned, _ = learner.learn(record.batch, record.step - 1)
-    return learned
+    return learner.learn(record.batch, record.step - 1).metrics
 
 
 def _arithmetic(record: Record) -> dict[str, Any]:

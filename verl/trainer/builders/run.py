@@ -41,6 +41,7 @@ from verl.single_controller.ray import Cluster
 from verl.system.daemon import run_async
 from verl.tracking.console import Display
 from verl.tracking.flops import DecoderShape, peak_flops
+from verl.tracking.samples import SampleFiles
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
@@ -188,6 +189,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 saved=saved,
                 watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
+                samples=SampleFiles(folder, inputs.episode_runner.chat.tokenizer.decode)
+                if config.trainer.samples_kept
+                else None,
                 train_tasks=inputs.train_tasks,
             )
 

@@ -1,0 +1,154 @@
+"""The samples that every step keeps: which ones, their tokens, and the shares that add up to the loss."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.trainer.test_train_step import PLAIN, one_rank, trainer, with_epochs
+from verl.algorithms.correction import Correction
+from verl.algorithms.names import Level
+from verl.batch.samples import to_batch
+from verl.batch.trace import Trace
+from verl.config.schema import TrainerConfig
+from verl.errors import DataError
+from verl.tracking.samples import SampleFiles, StepSamples, kept_steps, read_samples, samples_path
+from verl.trainer.kept import choose_rollouts, step_samples
+from verl.trainer.learner import Learned
+from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+
+__all__ = ["one_rank"]
+
+
+def turn(context: int, written: int, segment: int = 0) -> Turn:
+    tokens, logprobs = array("i", range(1, written + 1)), array("f", [-0.5] * written)
+    completion = Completion(tokens, logprobs, FinishReason.STOP, 3)
+    return Turn(array("i", [7] * context), completion, Message("assistant", "text"), segment=segment)
+
+
+def group(rewards: Sequence[float], *turns: Turn) -> TrajectoryGroup:
+    task = Task("a", (Message("user", "hello"),), "", "source")
+    rollouts = [
+        Trajectory(task, index, turns or (turn(3, 2),), StopReason.STOP, Outcome.SCORED)
+        for index in range(len(rewards))
+    ]
+    return TrajectoryGroup(task, tuple(rollouts), (), tuple(rewards))
+
+
+def test_chosen_are_the_lowest_to_the_highest_of_the_lowest_to_the_highest_groups() -> None:
+    groups = [group([0.0, 5.0, 1.0]), group([9.0, 9.0, 9.0]), group([0.0, 0.0, 0.0]), group([4.0, 4.0, 4.0])]
+    chosen = choose_rollouts(groups, 4)
+    assert [(each.group, each.rollout) for each in chosen] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert [each.row for each in chosen] == [3, 5, 6, 8]
+    first_and_last = choose_rollouts(groups[:1], 2)
+    assert [each.rollout for each in first_and_last] == [0, 1]
+    assert len(choose_rollouts(groups, 100)) == 12 and choose_rollouts(groups, 0) == []
+
+
+def test_all_segments_of_a_chosen_rollout_are_kept_at_their_rows() -> None:
+    """A sub-agent's segment, between two turns of the main one."""
+    turns = (turn(3, 2), turn(4, 1, segment=1), turn(1, 3))
+    groups = [group([0.0, 1.0], *turns), group([2.0, 3.0])]
+    batch = to_batch(groups)
+    chosen = choose_rollouts(groups, 4)
+    assert [each.row for each in chosen] == [0, 1, 2, 3, 4, 5]
+    kept = step_samples(groups, groups[1:], chosen, Learned({}, np.arange(6), batch, Trace())).samples
+    assert [(each.segment, each.num_segments, each.line) for each in kept] == [
+        *((0, 2, None), (1, 2, None)) * 2,
+        *((0, 1, 0), (0, 1, 1)),
+    ]
+    assert kept[0].versions.tolist() == [-1] * 4 + [3]
+    assert kept[1].versions.tolist() == [-1, -1, -1, 3, 3, -1, 3, 3, 3] and kept[1].mask.sum() == 5
+    assert kept[1].columns["rollout_logprobs"].tolist() == [-0.5] * 5
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_shares_of_all_samples_add_up_to_the_loss(minibatches: int) -> None:
+    learning = trainer(replace(PLAIN, correction=Correction(Level.TOKEN, is_cap=2.0)), minibatches=minibatches)
+    learning.learner.config = with_epochs(learning.learner.config, 2)
+    result = asyncio.run(learning.train_step())
+    kept = result.samples
+    assert sum(kept.loss.values()) == pytest.approx(result.metrics["actor/loss"], abs=1e-7)
+    assert len(kept.samples) == 16 and kept.left_out == 0
+    assert len(kept.loss) == round(result.metrics["actor/computed_share"] * len(result.batch))
+    rollouts = [trajectory for group in result.groups for trajectory in group.trajectories]
+    for sample in kept.samples:
+        assert sample.line is not None
+        (only,) = rollouts[sample.line].turns
+        assert sample.token_ids.tolist() == [*only.context_ids, *only.completion.token_ids]
+        assert sample.mask.tolist() == [version == 0 for version in sample.versions.tolist()]
+        assert sample.mask.sum() == len(only.completion.token_ids)
+        if sample.row not in kept.loss:
+            assert set(sample.group_returns) == {sample.reward} and "logprobs" not in sample.columns
+            continue
+        returns = np.array(sample.group_returns)
+        advantage = (sample.reward - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+        assert sample.columns["advantages"] == pytest.approx(advantage, abs=1e-4)
+        assert sample.columns["old_logprobs"] == pytest.approx(sample.columns["rollout_logprobs"], abs=1e-4)
+        assert sample.columns["importance"] == pytest.approx(1.0, abs=1e-3)
+        assert (sample.columns["entropy"] > 0).all()
+
+
+def test_a_step_with_one_update_traces_the_policy_that_sampled() -> None:
+    learning = trainer(PLAIN, minibatches=1)
+    result = asyncio.run(learning.train_step())
+    traced = [sample for sample in result.samples.samples if "logprobs" in sample.columns]
+    assert traced and all("old_logprobs" not in sample.columns for sample in traced)
+    for sample in traced:
+        assert sample.columns["logprobs"] == pytest.approx(sample.columns["rollout_logprobs"], abs=1e-4)
+        assert sample.columns["loss"].sum() == pytest.approx(result.samples.loss[sample.row], abs=1e-7)
+
+
+def test_nothing_is_kept_on_request() -> None:
+    learning = trainer(PLAIN)
+    learning.learner.config = replace(learning.learner.config, trainer=TrainerConfig(samples_kept=0))
+    assert asyncio.run(learning.train_step()).samples == StepSamples(samples=[])
+
+
+def long_step(lengths: Sequence[int]) -> StepSamples:
+    """Samples of random tokens and values."""
+    random = np.random.default_rng(0)
+    groups = [group([float(number)], turn(9, length)) for number, length in enumerate(lengths)]
+    chosen, batch = choose_rollouts(groups, len(groups)), to_batch(groups)
+    batch = replace(batch, token_ids=random.integers(0, 150_000, len(batch.token_ids)), advantages=batch.rewards)
+    names = ("logprobs", "entropy", "loss")
+    tokens = {row: {name: random.normal(size=length) for name in names} for row, length in enumerate(lengths)}
+    batch = replace(batch, rollout_logprobs=random.normal(size=sum(lengths)))
+    trace = Trace(dict.fromkeys(range(len(lengths)), 0.25), tokens)
+    return step_samples(groups, groups, chosen, Learned({}, np.arange(len(lengths)), batch, trace))
+
+
+def test_a_file_has_what_was_kept_and_less_than_a_megabyte(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, lambda ids: f"<{ids[0]}>\ud800")
+    for step, lengths in ((1, [5, 0, 3]), (2, [4000] * 16)):
+        kept = long_step(lengths)
+        files.write(step, kept)
+        assert samples_path(tmp_path, step).stat().st_size < 1_000_000
+        found = read_samples(samples_path(tmp_path, step))
+        assert (found.left_out, found.loss, len(found.samples)) == (kept.left_out, kept.loss, len(kept.samples))
+        for one, two in zip(kept.samples, found.samples, strict=True):
+            assert (one.task_id, one.index, list(one.group_returns)) == (two.task_id, two.index, two.group_returns)
+            for name in ("token_ids", "mask", "versions"):
+                assert np.array_equal(getattr(one, name), getattr(two, name))
+            assert one.columns.keys() == two.columns.keys()
+            assert all(np.allclose(one.columns[name], two.columns[name], atol=1e-6) for name in one.columns)
+        assert {found.texts[token] for token in found.samples[0].token_ids.tolist()} <= set(found.texts.values())
+    assert 0 < kept.left_out < 16
+    files.truncate_after(1)
+    assert kept_steps(tmp_path) == [1]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = samples_path(tmp_path, 1)
+    with pytest.raises(DataError, match=r"step-000001\.npz.*is missing"):
+        read_samples(path)
+    SampleFiles(tmp_path, str).write(1, long_step([3]))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"step-000001\.npz.*is damaged"):
+        read_samples(path)

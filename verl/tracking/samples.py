@@ -1,0 +1,163 @@
+"""What training knew about each token of some rollouts: `samples/step-000012.npz` in the run folder.
+
+A file holds a JSON header and flat arrays, and is read with numpy alone: `toolrl report` shows it.
+
+Shape legend: L tokens of a sample, A its trained tokens, B all samples of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.errors import DataError
+from verl.system.files import replacing
+
+FORMAT = 1
+COLUMNS = (  # of the trained tokens
+    "rollout_logprobs",  # the engine's
+    "old_logprobs",  # the trainer's before the step's first update, if the algorithm needs them
+    "logprobs",  # the trainer's in the first update with the sample
+    "ref_logprobs",  # the reference's
+    "entropy",  # nats
+    "advantages",
+    "returns",
+    "values",
+    "importance",  # weight of the off-policy correction
+    "loss",  # share of the loss of its update
+)
+_HEADER = "header"
+_DAMAGES = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSample:
+    """One token sequence: a rollout, or a segment of one.
+
+    columns: [A] each; those that the step does not have are missing. `logprobs`, `entropy` and `loss` are also missing
+        where the update did not compute a sample, because its advantage is zero
+    """
+
+    row: int  # in the batch of the step
+    line: int | None  # of the rollout in the step's transcript; None: the rollout is of an earlier step
+    task_id: str
+    group: int
+    index: int  # of the rollout in its group
+    segment: int
+    num_segments: int
+    reward: float  # of the rollout, for training
+    group_returns: Sequence[float]  # rewards and turn rewards of all rollouts of the group
+    token_ids: _Array  # [L]
+    mask: _Array  # [L] True where trained
+    versions: _Array  # [L] weight version that sampled the token; -1: not sampled by the policy
+    columns: Mapping[str, _Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSamples:
+    """The kept samples of a step, and the share of every sample in the loss."""
+
+    samples: Sequence[KeptSample]
+    loss: Mapping[int, float] = field(default_factory=dict)  # by row; those that the update did not compute are missing
+    left_out: int = 0  # chosen samples that exceed the limit of a file
+    texts: Mapping[int, str] = field(default_factory=dict)  # of the tokens, by id; set by the file
+
+
+class SampleFiles:
+    """The files of a run. decode: from token ids to text"""
+
+    def __init__(self, run_folder: Path, decode: Callable[[list[int]], str]) -> None:
+        self.run_folder, self._decode = run_folder, decode
+        self._texts: dict[int, str] = {}
+
+    def write(self, step: int, kept: StepSamples) -> None:
+        """Write the file of a step atomically. Raises DataError if that fails."""
+        used = sorted({token for sample in kept.samples for token in sample.token_ids.tolist()})
+        for token in used:
+            if token not in self._texts:
+                self._texts[token] = self._decode([token])
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(each, name).astype(dtype) for each in kept.samples] or [np.empty(0, dtype)])
+            for name, dtype in (("token_ids", np.int32), ("mask", np.bool_), ("versions", np.int32))
+        }
+        for name in COLUMNS:
+            if parts := [each.columns[name].astype(np.float32) for each in kept.samples if name in each.columns]:
+                arrays[name] = np.concatenate(parts)
+        arrays["loss_rows"] = np.array(list(kept.loss), dtype=np.int64)
+        arrays["loss_shares"] = np.array(list(kept.loss.values()), dtype=np.float64)
+        header = {
+            "format": FORMAT,
+            "step": step,
+            "left_out": kept.left_out,
+            "texts": {token: self._texts[token] for token in used},
+            "samples": [_described(sample) for sample in kept.samples],
+        }
+        arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+        with replacing(samples_path(self.run_folder, step)) as unfinished, unfinished.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the files of later steps, which a resumed run writes again."""
+        for later in kept_steps(self.run_folder):
+            if later > step:
+                samples_path(self.run_folder, later).unlink()
+
+
+def _described(sample: KeptSample) -> dict[str, Any]:
+    names = ("row", "line", "task_id", "group", "index", "segment", "num_segments", "reward", "group_returns")
+    columns = [name for name in COLUMNS if name in sample.columns]
+    return {**{name: getattr(sample, name) for name in names}, "length": len(sample.token_ids), "columns": columns}
+
+
+def samples_path(run_folder: Path, step: int) -> Path:
+    return run_folder / "samples" / f"step-{step:06d}.npz"
+
+
+def kept_steps(run_folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in (run_folder / "samples").glob("step-*.npz"))
+
+
+def read_samples(path: Path) -> StepSamples:
+    """Raises DataError if the file is missing, damaged or of another format."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        header = json.loads(arrays.pop(_HEADER).tobytes())
+        if header["format"] != FORMAT:
+            raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
+        return StepSamples(
+            samples=list(_samples(header["samples"], arrays)),
+            loss=dict(zip(arrays["loss_rows"].tolist(), arrays["loss_shares"].tolist(), strict=True)),
+            left_out=header["left_out"],
+            texts={int(token): text for token, text in header["texts"].items()},
+        )
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError("is missing", "a file of kept samples (trainer.samples_kept)", file=str(path)) from None
+    except _DAMAGES as error:
+        raise DataError(f"is damaged ({error})", "a file of kept samples", file=str(path)) from error
+
+
+def _samples(described: Iterable[dict[str, Any]], arrays: Mapping[str, _Array]) -> Iterable[KeptSample]:
+    taken = dict.fromkeys(arrays, 0)
+
+    def take(name: str, count: int) -> _Array:
+        start = taken[name]
+        taken[name] = start + count
+        return arrays[name][start : start + count]
+
+    for each in described:
+        length, columns = each.pop("length"), each.pop("columns")
+        token_ids, mask, versions = (take(name, length) for name in ("token_ids", "mask", "versions"))
+        trained = {name: take(name, int(mask.sum())) for name in columns}
+        yield KeptSample(**each, token_ids=token_ids, mask=mask, versions=versions, columns=trained)
