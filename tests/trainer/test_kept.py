@@ -16,7 +16,7 @@ from verl.algorithms.correction import Correction
 from verl.algorithms.names import Level
 from verl.batch.samples import to_batch
 from verl.batch.trace import Trace
-from verl.config.schema import TrainerConfig
+from verl.config.load import load_config
 from verl.errors import DataError
 from verl.tracking.samples import SampleFiles, StepSamples, kept_steps, read_samples, samples_path
 from verl.trainer.kept import choose_rollouts, step_samples
@@ -107,7 +107,8 @@ def test_a_step_with_one_update_traces_the_policy_that_sampled() -> None:
 
 def test_nothing_is_kept_on_request() -> None:
     learning = trainer(PLAIN)
-    learning.learner.config = replace(learning.learner.config, trainer=TrainerConfig(samples_kept=0))
+    settings = load_config(["trainer.samples_kept=0"]).trainer
+    learning.learner.config = replace(learning.learner.config, trainer=settings)
     assert asyncio.run(learning.train_step()).samples == StepSamples(samples=[])
 
 
