@@ -16,6 +16,7 @@ ENVS: Mapping[str, str] = {
     "bfcl": "verl.kit.bfcl.env:BfclFactory",
     "tau2": "verl.kit.tau2.env:Tau2Factory",
     "swe": "verl.kit.swe.env:SweFactory",
+    "openenv": "verl.kit.openenv.client:OpenEnvFactory",
     "remote": "verl.kit.env_server.client:RemoteFactory",
 }
 _ADAPTER = "verl.kit.class_env.class_env:as_env_class"  # for plain classes

@@ -1,0 +1,328 @@
+"""Environments behind OpenEnv servers (wire.py), for our policies: `env.name=openenv env.options.url=http://host:8000`.
+
+An episode is a session. The tools are those of the environment's MCP server or, of an environment without one, the tool
+`act`, whose parameters are the fields of an action. With `text_field` there is no tool: each message of the policy is
+an action. `reset` gets the row's extra_info and, if that has no seed, one from the row's id: all rollouts of a prompt
+start alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from verl.envs.base import Observation, StepResult
+from verl.envs.clock import paused
+from verl.envs.tools.base import ToolError
+from verl.envs.tools.functions import Toolbox
+from verl.envs.tools.runner import MAX_CHARS
+from verl.errors import ConfigError, ServiceDownError
+from verl.kit.env_server.wire import sendable
+from verl.kit.openenv.wire import ErrorCode, ProtocolError
+from verl.kit.serving.endpoints import Endpoint, EndpointPool
+from verl.net.services import service_headers
+from verl.text import as_text, shortened
+from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
+
+ACT = "act"  # the tool of environments without an MCP server
+MAX_BYTES = 100 << 20  # of a message, as in the official client
+QUEUE_S = 600.0  # limit for a free session, if the server has fewer than the run uses
+CLOSE_S = 10.0
+_MCP_FIELDS = {"type", "tool_name", "arguments", "metadata"}
+Answer = Mapping[str, Any]
+
+
+class FullError(Exception):
+    """All sessions of a server are in use."""
+
+
+class Connection:
+    """One session. Raises ServiceDownError for a lost answer, ProtocolError for a refused message."""
+
+    def __init__(self, endpoint: Endpoint, socket: ClientConnection, timeout_s: float) -> None:
+        self._endpoint, self._socket, self._timeout_s = endpoint, socket, timeout_s
+        self._waits = False  # for an answer, which may have been lost
+
+    async def ask(self, type: str, data: Mapping[str, Any]) -> Answer:
+        self._waits = True
+        async with _faults(self._endpoint, self._timeout_s):
+            with suppress(ConnectionClosed):  # the reason may wait to be read
+                await self._socket.send(json.dumps({"type": type, "data": dict(data)}))
+            answer = json.loads(await self._socket.recv())
+        self._waits = False
+        if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
+            raise ServiceDownError(self._endpoint.name, f"not a message of OpenEnv: {str(answer)[:200]}")
+        found: Answer = answer["data"]
+        if answer.get("type") != "error":
+            return found
+        problem, code = str(found.get("message"))[:1000], str(found.get("code"))
+        if code == ErrorCode.CAPACITY_REACHED:
+            raise FullError(problem)
+        if code == ErrorCode.VALIDATION_ERROR:
+            raise ProtocolError(f"{problem} {found.get('errors', '')}".strip()[:1000])
+        raise ServiceDownError(self._endpoint.name, f"{code}: {problem}")
+
+    async def step(self, action: Mapping[str, Any]) -> Answer:
+        return await self.ask("step", action)
+
+    async def close(self) -> None:
+        """Until the server has ended the session, so that the next one finds it free. At once after a lost answer."""
+        if self._waits:
+            self._socket.transport.abort()
+        with suppress(WebSocketException, OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._socket.send('{"type": "close"}')
+                async for _ in self._socket:  # late answers, until the server closes
+                    pass
+        await self._socket.close()
+
+
+Opened = tuple[Connection, Answer, tuple[ToolSpec, ...]]
+
+
+@asynccontextmanager
+async def _faults(endpoint: Endpoint, timeout_s: float) -> AsyncIterator[None]:
+    """Raises ServiceDownError for a connection that fails, and past the limit."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit, endpoint.asked(WebSocketException, OSError, ValueError):
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise ServiceDownError(endpoint.name, f"no answer within timeout_s={timeout_s:g}") from error
+
+
+class OpenEnvFactory(EndpointPool):
+    """Episodes on OpenEnv servers.
+
+    url:          of the server, or of several that share the tasks
+    text_field:   the field of an action that is the policy's text; default: the policy calls tools
+    shown_field:  the field of observations that the policy sees; default: all, as JSON if there are several
+    score:        of the rewards of the steps: their sum, the last, or "turns": each is a turn reward
+    max_sessions: open at a time; further episodes wait, also where the server has fewer
+    timeout_s:    limit per request, and so for the slowest step
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        text_field: str | None = None,
+        shown_field: str | None = None,
+        score: str = "sum",
+        max_sessions: int = 64,
+        timeout_s: float = 60.0,
+        health_timeout_s: float = 30.0,
+    ) -> None:
+        if score not in ("sum", "last", "turns"):
+            raise ConfigError(f"env.options.score={score} must be sum, last or turns")
+        super().__init__("OpenEnv server", url, "Start it, or correct env.options.url", health_timeout_s)
+        self.text_field, self.shown_field, self.score = text_field, shown_field, score
+        self.slots = asyncio.Semaphore(max_sessions)
+        self.gives_rewards = False  # whether any episode has received one
+        self._timeout_s = timeout_s
+        self._schemas: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
+
+    def __call__(self, task: Task) -> OpenEnv:
+        return OpenEnv(task, self)
+
+    async def open(self, task: Task, reset: Mapping[str, Any]) -> Opened:
+        """A session after its reset, and the tools. Waits while all sessions are in use. Raises ServiceDownError."""
+        attempt, pause_s, end = 0, 0.1, asyncio.get_running_loop().time() + QUEUE_S
+        while True:
+            first = zlib.crc32(task.id.encode()) + attempt
+            opened = await self.first_answer(first, partial(self._open, reset))
+            if opened is not None:
+                return opened
+            if asyncio.get_running_loop().time() > end:
+                raise ServiceDownError(self._service, f"all sessions were in use for {QUEUE_S:g} s")
+            async with paused():
+                await asyncio.sleep(pause_s)
+            attempt, pause_s = attempt + 1, min(2.0, 2 * pause_s)
+
+    async def _open(self, reset: Mapping[str, Any], endpoint: Endpoint) -> Opened | None:
+        """None if all sessions are in use."""
+        address, headers = endpoint.url.replace("http", "ws", 1) + "/ws", service_headers()
+        async with _faults(endpoint, self._timeout_s):
+            socket = await connect(
+                address, additional_headers=headers, max_size=MAX_BYTES, proxy=None, ping_interval=None
+            )
+        connection = Connection(endpoint, socket, self._timeout_s)
+        try:
+            answer = await connection.ask("reset", reset)
+            tools = () if self.text_field else await self._tools(endpoint, connection)
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, FullError):
+                return None
+            if isinstance(error, ProtocolError):
+                raise ServiceDownError(endpoint.name, f"reset refuses the row's extra_info: {error}") from error
+            raise
+        return connection, answer, tools
+
+    async def _tools(self, endpoint: Endpoint, connection: Connection) -> tuple[ToolSpec, ...]:
+        action = await self._action_schema(endpoint)
+        fields = {name: each for name, each in action.get("properties", {}).items() if name != "metadata"}
+        if set(fields) - _MCP_FIELDS and "tool_name" not in fields:
+            description = action.get("description") or "Take one step in the environment."
+            return (ToolSpec(ACT, description, {**action, "properties": fields}),)
+        listed = (await connection.step({"type": "list_tools"})).get("observation", {}).get("tools", [])
+        if not listed:
+            raise ServiceDownError(endpoint.name, "the environment lists no tools; set text_field for one without")
+        return await _with_schemas(listed, connection)
+
+    async def _action_schema(self, endpoint: Endpoint) -> Mapping[str, Any]:
+        """Asked for once per server."""
+
+        async def ask() -> Mapping[str, Any]:
+            async with endpoint.asked(ValueError):
+                response = await self.client.get(endpoint.url + "/schema", timeout=self._timeout_s)
+                response.raise_for_status()
+                schema: Mapping[str, Any] = response.json()["action"]
+                return schema
+
+        asked = self._schemas.get(endpoint.url)
+        if asked is None or (asked.done() and asked.exception()):
+            asked = self._schemas[endpoint.url] = asyncio.create_task(ask())
+        return await asyncio.shield(asked)
+
+
+async def _with_schemas(listed: Sequence[Answer], connection: Connection) -> tuple[ToolSpec, ...]:
+    """The listed tools. openenv-core 0.3 with mcp 2 leaves out their parameters, but not in `tools/list`."""
+    schemas = {each["name"]: each.get("input_schema") for each in listed}
+    if not all(schemas.values()):
+        answer = await connection.ask("mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})
+        for each in (answer.get("result") or {}).get("tools", []):
+            schemas[each["name"]] = schemas.get(each["name"]) or each.get("inputSchema") or each.get("input_schema")
+    without = {"type": "object", "properties": {}}
+    return tuple(
+        ToolSpec(each["name"], each.get("description") or "", schemas[each["name"]] or without) for each in listed
+    )
+
+
+class OpenEnv:
+    """One episode. It ends when the environment is done or, with tools, with a message without a call."""
+
+    def __init__(self, task: Task, factory: OpenEnvFactory) -> None:
+        self._task, self._factory = task, factory
+        self._connection: Connection | None = None
+        self._toolbox = Toolbox(())
+        self._rewards: list[float] = []
+        self._num_steps = 0
+
+    async def reset(self) -> Observation:
+        async with paused():
+            await self._factory.slots.acquire()
+        try:
+            seed = {"seed": zlib.crc32(self._task.id.encode())}
+            opened = await self._factory.open(self._task, {**seed, **self._task.extra})
+        except BaseException:
+            self._factory.slots.release()
+            raise
+        self._connection, answer, tools = opened
+        self._toolbox = Toolbox(tools)
+        text = self._shown(answer)
+        *before, last = self._task.prompt
+        content = f"{last.content}\n\n{text}" if text else last.content
+        return Observation((*before, replace(last, content=content)), tools)
+
+    async def step(self, message: Message) -> StepResult:
+        message = sendable(message)
+        if self._factory.text_field:
+            return await self._act_by_text(message.content)
+        messages, uses, rewards, done = [], [], [], not message.tool_calls
+        for call in message.tool_calls:
+            start, status = perf_counter(), ToolStatus.SUCCESS
+            try:
+                answer = await self._call(call)
+                text, done = self._shown(answer), bool(answer.get("done"))
+                rewards += self._reward(answer)
+            except (ToolError, ProtocolError) as error:
+                text, status = f"Error: {error}", ToolStatus.USER_ERROR
+            messages.append(Message("tool", text, tool=call.name))
+            uses.append(ToolUse(call.name, status, perf_counter() - start))
+            if done:
+                break
+        return StepResult(tuple(messages), done, tuple(uses), reward=self._turn_reward(rewards))
+
+    async def judge(self) -> Score | None:
+        """None after steps of an environment that has given no reward so far: a reward function scores the episode."""
+        if self._num_steps and not self._factory.gives_rewards:
+            return None
+        if self._factory.score == "turns":
+            return Score(0.0, {})  # the return is the sum of the turn rewards
+        total = sum(self._rewards) if self._factory.score == "sum" else (self._rewards or [0.0])[-1]
+        return Score(total, {"return": total})
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            try:
+                await self._connection.close()
+            finally:
+                self._connection = None
+                self._factory.slots.release()
+
+    async def _act_by_text(self, text: str) -> StepResult:
+        assert self._factory.text_field is not None
+        try:
+            answer = await self._take({self._factory.text_field: text})
+        except ProtocolError as error:
+            return StepResult((Message("user", f"Error: {error}"),))
+        done, reward = bool(answer.get("done")), self._turn_reward(self._reward(answer))
+        return StepResult(() if done else (Message("user", self._shown(answer)),), done, reward=reward)
+
+    async def _call(self, call: ToolCall) -> Answer:
+        """Raises ToolError or ProtocolError for wrong arguments."""
+        self._toolbox.check(call)
+        if call.name == ACT and list(self._toolbox.specs) == [ACT]:
+            return await self._take(call.arguments)
+        return await self._take({"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)})
+
+    async def _take(self, action: Mapping[str, Any]) -> Answer:
+        """Never retried: a step whose answer was lost may have been applied."""
+        assert self._connection is not None, "reset comes first"
+        answer = await self._connection.step(action)
+        if problem := answer.get("observation", {}).get("error") if "tool_name" in action else None:
+            raise ToolError(problem.get("message", str(problem)) if isinstance(problem, dict) else str(problem))
+        self._num_steps += 1
+        return answer
+
+    def _reward(self, answer: Answer) -> list[float]:
+        reward = answer.get("reward")
+        given = [] if reward is None else [float(reward)]
+        self._rewards += given
+        self._factory.gives_rewards |= bool(given)
+        return given
+
+    def _turn_reward(self, rewards: Sequence[float]) -> float | None:
+        return sum(rewards) if rewards and self._factory.score == "turns" else None
+
+    def _shown(self, answer: Answer) -> str:
+        observation = answer.get("observation", {})
+        if self._factory.shown_field is not None:
+            shown = observation.get(self._factory.shown_field, "")
+        elif "tool_name" in observation:
+            shown = _result(observation.get("result"))
+        else:
+            given = {name: each for name, each in observation.items() if each not in (None, "", [], {})}
+            shown = next(iter(given.values())) if len(given) == 1 else given or ""
+        return shortened(as_text(shown), MAX_CHARS)
+
+
+def _result(result: Any) -> Any:
+    """Of a tool: FastMCP's results are objects with the value in `data`, or texts in `content`."""
+    if not isinstance(result, dict) or "content" not in result:
+        return result
+    if result.get("data") is not None:
+        return result["data"]
+    return "\n".join(str(each.get("text", f"[{each.get('type')}]")) for each in result["content"])
