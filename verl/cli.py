@@ -31,6 +31,7 @@ COMMANDS = {
     "eval": Subcommand("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
     "probe": Subcommand("verl.trainer.main_eval", "would training learn from this data?", ("--probe",)),
     "plan": Subcommand("verl.kit.plan", "memory and time of a training, before it starts"),
+    "report": Subcommand("verl.kit.report", "a run as one HTML file: curves, rollouts, tokens"),
     "replay": Subcommand("verl.kit.replay", "run a recorded training step again"),
     "lab": Subcommand("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Subcommand("verl.algorithms", "table of all algorithms"),

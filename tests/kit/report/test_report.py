@@ -1,0 +1,180 @@
+"""The report's data: what is read, what is said of it, what is left out, and that no text of a model is HTML."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import zlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
+from verl.errors import ConfigError
+from verl.kit.report import rollouts
+from verl.kit.report.__main__ import main
+from verl.kit.report.chunks import Chunks, spread_order
+from verl.kit.report.curves import columns, describe, validation, verdict
+from verl.kit.report.folder import read_run
+from verl.kit.report.page import render
+from verl.kit.report.rollouts import read_rollouts
+from verl.tracking.jsonl import read_jsonl, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_report_run(tmp_path_factory.mktemp("runs") / "one")
+
+
+def decoded(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+def embedded(page: str, name: str) -> Any:
+    found = re.search(rf'<script type="text/plain" id="{name}">([A-Za-z0-9+/=]*)</script>', page)
+    assert found is not None
+    return decoded(found[1])
+
+
+def test_a_page_refers_to_nothing_and_no_text_of_the_model_is_part_of_it(folder: Path) -> None:
+    page, notes = render([folder])
+    assert notes == []
+    assert not re.search(r"""(?:src|href)=["']?(?!data:)\w""", page.replace("document.location", ""))
+    assert "taken" not in page and "onerror" not in page and "question 1" not in page
+    assert page.count("</script>") == page.count("<script")
+    data = embedded(page, "data")
+    (run,) = data["runs"]
+    meta = run["rollouts"]["meta"]
+    assert run["name"] == "one" and len(meta["step"]) == 12 * 3 * PER_GROUP == run["rollouts"]["shown"]
+    assert run["settings"]["trainer.seed"] == [7, 0] and "algorithm.options" not in run["settings"]
+    row = meta["step"].index(5)
+    one = embedded(page, f"chunk-{meta['chunk'][row]}")[meta["place"][row]]
+    assert one["prompt"] == [{"role": "user", "content": f"question 0 {HOSTILE}"}] and one["answer"] == HOSTILE
+    assert data["metrics"]["reward/total"]["unit"] == "points" and "mine/own" not in data["metrics"]
+
+
+def test_the_filters_have_what_they_need(folder: Path) -> None:
+    found = read_rollouts(read_run(folder), Chunks(), 10_000_000)
+    by_task = {found.meta["task_id"][row]: row for row in range(found.shown)}
+    status = [found.meta["tool_status"][by_task[f"task{number}{HOSTILE}"]] for number in range(3)]
+    equal = [found.meta["equal"][by_task[f"task{number}{HOSTILE}"]] for number in range(3)]
+    assert status == ["s", "t", "s"] and equal == [True, False, False]
+    assert set(found.meta["stop_reason"]) == {"stop", "length"} and set(found.meta["turns"]) == {2}
+    assert found.quantiles["reward"][0] == [0.0, 1.0, 1.0, 2.0, 3.0]
+
+
+def test_tokens_lie_with_their_rollout_a_sample_per_segment(folder: Path) -> None:
+    chunks = Chunks()
+    found = read_rollouts(read_run(folder), chunks, 10_000_000)
+    with_tokens = {
+        (found.meta["step"][row], found.meta["line"][row]) for row in range(found.shown) if found.meta["tokens"][row]
+    }
+    assert with_tokens == {(step, line) for step in range(1, 13) for line in range(PER_GROUP)}
+    first = next(row for row in range(found.shown) if found.meta["line"][row] == 0)
+    views = [decoded(chunks.texts[number]) for number in found.meta["tokens"][first]]
+    assert [(view["segment"], view["num_segments"]) for view in views] == [(0, 2), (1, 2)]
+    view = views[0]
+    assert view["texts"] == ["w4 ", "w5 ", "w1 ", f"{HOSTILE}9 ", "w3 "] and view["mask"] == [0, 0, 1, 1, 1]
+    assert view["columns"]["rollout_logprobs"] == [-0.5, -1.0, -1.5] and view["versions"] == [-1, -1, 0, 0, 1]
+    assert (view["loss_share"], view["loss"]) == (0.25, 1.25)
+
+
+def test_what_does_not_fit_is_left_out_evenly_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = Chunks()
+    found = read_rollouts(read_run(folder), chunks, 6_000)
+    assert 0 < found.shown_steps < 12 and {1, 12} <= set(found.meta["step"])
+    assert chunks.size < 10_000
+    assert f"{found.shown_steps} of 12 steps" in found.left_out[0] and "kept samples" in found.left_out[1]
+    monkeypatch.setattr(rollouts, "MAX_READ", 12 * 2)
+    few = read_rollouts(read_run(folder), Chunks(), 10_000_000)
+    assert sorted(few.meta["line"][:PER_GROUP]) == [0, 1, 2, 3] and few.read == 12 * PER_GROUP
+    assert few.left_out == ["of every step the first 2 rollouts are read, and those whose tokens are kept"]
+
+
+def test_the_verdict_by_hand(tmp_path: Path) -> None:
+    """Rewards 0 and 2 in turns, then 4 and 6: means of 0.8 and 4.8, variance 1.2 in five steps each."""
+    first, last = [2.0, 0.0, 2.0, 0.0, 0.0], [4.0, 6.0, 4.0, 6.0, 4.0]
+    rewards = enumerate([*first, *last], 1)
+    rows: list[dict[str, Any]] = [{"step": number, "reward/total": reward} for number, reward in rewards]
+    rows[0] |= {"val/a/total": 0.5, "val/a/total_stderr": 0.03}
+    rows[-1] |= {"val/a/total": 0.6, "val/a/total_stderr": 0.04, "reward/zero_variance_groups": 0.9}
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    run = read_run(tmp_path)
+    change, half = sum(last) / 5 - sum(first) / 5, 1.96 * math.sqrt(1.2 / 5 + 1.2 / 5)
+    reward, validated, advice = verdict(run)
+    assert reward == (
+        "The mean reward rose: from 0.800 in the first 5 steps to 4.800 in the last 5, a change of +4.000 "
+        f"(95 % interval {change - half:+.3f} to {change + half:+.3f})."
+    )
+    assert validated.startswith(
+        "Validation, val/a/total: from 0.500 to 0.600, a change of +0.100 (95 % interval +0.002"
+    )
+    assert validation(run)[0][3] == pytest.approx(1.96 * 0.05)
+    assert advice.startswith("Look first: most groups have equal rewards") and "0.9 in the last 5 steps" in advice
+    write_jsonl(tmp_path / "metrics.jsonl", rows[:3])
+    assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
+
+
+def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": n, "reward/total": float(n % 2)} for n in range(1, 21)])
+    reward, validated, advice = verdict(read_run(tmp_path))
+    assert "did not change measurably" in reward and "no validation" in validated and "Nothing stands out" in advice
+
+
+def test_axes_and_descriptions(folder: Path) -> None:
+    table = columns(read_run(folder))
+    assert table["time"][:3] == pytest.approx([0, 60 / 3600, 120 / 3600])
+    assert table["tokens"][:3] == pytest.approx([0, 0.0045, 0.009])
+    assert table["reward/total"][0] is None and len(set(map(len, table.values()))) == 1
+    exact, part, free = (describe(name) for name in ("reward/turns", "reward/own_part", "val/a/b/total"))
+    assert (
+        exact
+        and part
+        and free
+        and (exact.name, part.name, free.name) == ("reward/turns", "reward/<part>", "val/<set>/total")
+    )
+    assert describe("mine/own") is None
+
+
+def test_damaged_files_are_notes_and_the_rest_is_shown(tmp_path: Path) -> None:
+    folder = save_report_run(tmp_path / "run")
+    damage(folder)
+    page, notes = render([folder])
+    expected = [
+        "config.yaml cannot be read",
+        "1 of 14 lines are damaged",
+        "transcripts of step 1: 3 lines",
+        "step-000002.npz",
+    ]
+    assert all(any(each in note for note in notes) for each in expected) and len(notes) == len(expected)
+    (run,) = embedded(page, "data")["runs"]
+    assert run["rollouts"]["shown"] == 11 * 3 * PER_GROUP and len(run["metrics"]["step"]) == 13
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "report.html"
+    assert main([str(folder), "--out", str(out)]) == 0
+    assert out.stat().st_size < 1_000_000 and str(out) in capsys.readouterr().out
+    assert main([str(tmp_path / "absent")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        read_run(tmp_path)
+    assert len(read_jsonl(folder / "transcripts" / "step-000001.jsonl")) == 12
+
+
+@given(st.integers(0, 300))
+def test_every_part_of_the_order_is_spread(count: int) -> None:
+    order = spread_order(count)
+    assert sorted(order) == list(range(count))
+    for part in (8, 40):
+        if count > 2 * part:
+            chosen = sorted(order[:part])
+            assert max(b - a for a, b in pairwise(chosen)) <= 4 * count / part

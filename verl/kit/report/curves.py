@@ -1,0 +1,130 @@
+"""The metrics of a run as columns, with units and meanings, and a verdict in three sentences."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from verl.kit.report.folder import RunFolder
+from verl.tracking.names import METRICS, STDERR, Metric
+
+_Z = 1.96  # of 95 %
+_DIGITS = 6
+_WINDOW = 5  # steps at each end of a run, at least, for a comparison
+_FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
+# Checked in this order: the first that holds is what to look at first.
+_SIGNS = (
+    ("collapse/triggered_rules", 0.0, "a collapse rule is triggered; see the marks on the curves"),
+    ("reward/infrastructure_faults", 0.0, "responses are dropped for infrastructure faults; see the logs"),
+    ("tools/unavailable", 0.0, "tool calls fail because a service is unavailable"),
+    ("engine/logprob_diff_mean", 0.1, "engine and trainer disagree; see engine/logprob_diff_mean"),
+    ("response_length/clip_ratio", 0.3, "many responses reach the length limit; see response_length/clip_ratio"),
+    ("reward/zero_variance_groups", 0.6, "most groups have equal rewards and train nothing; see the groups"),
+    ("tools/parse_errors_mean", 0.3, "many tool calls cannot be parsed; filter the rollouts for the lowest reward"),
+)
+
+
+def columns(run: RunFolder) -> dict[str, list[float | None]]:
+    """Every metric by step, None where it is missing; `step`, `time` in hours and `tokens` in millions first."""
+    names = sorted({name for row in run.rows for name in row} - {"step", "time"})
+    start = next((row["time"] for row in run.rows if _number(row.get("time")) is not None), 0.0)
+    tokens = accumulate(_tokens(row) for row in run.rows)
+    return {
+        "step": [row["step"] for row in run.rows],
+        "time": [(_number(row.get("time")) or start) / 3600 - start / 3600 for row in run.rows],
+        "tokens": [total / 1e6 for total in tokens],
+        **{name: [_rounded(_number(row.get(name))) for row in run.rows] for name in names},
+    }
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{_DIGITS}g}")
+
+
+def _tokens(row: Mapping[str, Any]) -> float:
+    return (_number(row.get("perf/tokens_per_s")) or 0.0) * (_number(row.get("time/step_s")) or 0.0)
+
+
+def describe(name: str) -> Metric | None:
+    """The entry of docs/metrics.md for a metric; None for one of the user's own."""
+    exact_first = sorted(METRICS, key=lambda metric: "<" in metric.name)
+    return next((metric for metric in exact_first if re.fullmatch(_pattern(metric.name), name)), None)
+
+
+def _pattern(name: str) -> str:
+    pieces = re.split(r"<(\w+)>", name)
+    pieces[::2] = map(re.escape, pieces[::2])
+    pieces[1::2] = [".+" if placeholder in _FREE else "[^/]+" for placeholder in pieces[1::2]]
+    return "".join(pieces)
+
+
+def verdict(run: RunFolder) -> list[str]:
+    """Did the reward rise, what did validation show, and what to look at first: a sentence each."""
+    return [_reward(run), _validation(run), _first_look(run)]
+
+
+def _reward(run: RunFolder) -> str:
+    values = [value for row in run.rows if (value := _number(row.get("reward/total"))) is not None]
+    count = max(_WINDOW, len(values) // 5)
+    if len(values) < 2 * count:
+        return f"Too few steps for a verdict on the reward: {len(values)}, and at least {2 * _WINDOW} are needed."
+    first, last = values[:count], values[-count:]
+    change = _mean(last) - _mean(first)
+    half = _Z * math.sqrt(_variance(first) / count + _variance(last) / count)
+    verb = "rose" if change > half else "fell" if change < -half else "did not change measurably"
+    return (
+        f"The mean reward {verb}: from {_mean(first):.3f} in the first {count} steps to {_mean(last):.3f} in the last "
+        f"{count}, a change of {change:+.3f} (95 % interval {change - half:+.3f} to {change + half:+.3f})."
+    )
+
+
+def _validation(run: RunFolder) -> str:
+    compared = validation(run)
+    if not compared:
+        return "There was no validation before and after the training."
+    name, before, after, half = compared[0]
+    interval = "" if half is None else f" (95 % interval {after - before - half:+.3f} to {after - before + half:+.3f})"
+    return f"Validation, {name}: from {before:.3f} to {after:.3f}, a change of {after - before:+.3f}{interval}."
+
+
+def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
+    """(metric, first value, last value, half of the 95 % interval of the change) of every validation metric.
+
+    The interval takes both validations as independent, so it is wider than that of paired differences.
+    """
+    found = []
+    names = sorted({name for row in run.rows for name in row if name.startswith(("val/", "eval/"))})
+    for name in sorted(names, key=lambda each: not each.endswith("/total")):
+        rows = [row for row in run.rows if _number(row.get(name)) is not None]
+        if name.endswith(STDERR) or len(rows) < 2:
+            continue
+        errors = [_number(row.get(name + STDERR)) for row in (rows[0], rows[-1])]
+        known = [error for error in errors if error is not None]
+        half = _Z * math.hypot(*known) if len(known) == 2 else None
+        found.append((name, float(rows[0][name]), float(rows[-1][name]), half))
+    return found
+
+
+def _first_look(run: RunFolder) -> str:
+    recent = run.rows[-_WINDOW:]
+    for name, limit, advice in _SIGNS:
+        values = [value for row in recent if (value := _number(row.get(name))) is not None]
+        if values and _mean(values) > limit:
+            return f"Look first: {advice}. It is {_mean(values):.3g} in the last {len(recent)} steps."
+    return "Nothing stands out in the metrics: look first at the rollouts of the last step with the lowest rewards."
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)

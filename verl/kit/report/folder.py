@@ -1,0 +1,110 @@
+"""What a run has left in its folder. A missing or damaged file is a note; the rest is still read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config.schema import Config
+from verl.errors import ConfigError, DataError
+from verl.tracking.samples import StepSamples, kept_steps, read_samples, samples_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """notes: one line per file that could not be read"""
+
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]  # of config.yaml, flat
+    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
+    alarms: Sequence[Mapping[str, Any]]  # of collapses.jsonl
+    notes: list[str] = field(default_factory=list)
+
+    def transcript_steps(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("transcripts/step-*.jsonl"))
+
+    def transcript(self, step: int) -> Iterator[bytes]:
+        """The lines of a step's transcript, undecoded."""
+        path = self.folder / "transcripts" / f"step-{step:06d}.jsonl"
+        try:
+            with path.open("rb") as file:
+                yield from file
+        except OSError as error:
+            self.notes.append(f"{path.name} of transcripts cannot be read ({error.strerror})")
+
+    def kept_steps(self) -> list[int]:
+        return kept_steps(self.folder)
+
+    def samples(self, step: int) -> StepSamples | None:
+        """None if they cannot be read."""
+        try:
+            return read_samples(samples_path(self.folder, step))
+        except DataError as error:
+            self.notes.append(str(error))
+            return None
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Raises ConfigError if the folder is not that of a run."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {str(folder)!r}")
+    if not (folder / "metrics.jsonl").exists() and not (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder} is not the folder of a run: it has neither metrics.jsonl nor config.yaml")
+    notes: list[str] = []
+    return RunFolder(
+        folder=folder,
+        name=folder.resolve().name,
+        settings=_settings(folder / "config.yaml", notes),
+        rows=[row for row in _json_lines(folder / "metrics.jsonl", notes) if isinstance(row.get("step"), int)],
+        alarms=_json_lines(folder / "collapses.jsonl", notes) if (folder / "collapses.jsonl").exists() else [],
+        notes=notes,
+    )
+
+
+def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        return dict(flat(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} cannot be read ({str(error).splitlines()[0]})")
+        return {}
+
+
+def _json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The objects of a file; lines that hold none are counted in a note. A partial last line is normal."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror})")
+        return []
+    rows = [parsed(line) for line in lines[:-1]]
+    if damaged := sum(row is None for row in rows):
+        notes.append(f"{path.name}: {damaged} of {len(rows)} lines are damaged and left out")
+    return [row for row in rows if row is not None]
+
+
+def parsed(line: str | bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def default_settings() -> dict[str, Any]:
+    """Every setting's default, flat."""
+    return dict(flat(asdict(Config())))

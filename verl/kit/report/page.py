@@ -1,0 +1,93 @@
+"""The report of some runs: one HTML file without any reference to another."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from verl import __version__
+from verl.kit.report.chunks import Chunks, encoded
+from verl.kit.report.curves import columns, describe, validation, verdict
+from verl.kit.report.folder import RunFolder, default_settings, read_run
+from verl.kit.report.rollouts import read_rollouts
+from verl.system.files import replacing
+
+MAX_CHARS = 14_000_000  # of the chunks, so that a file has less than 15 MB
+
+
+def write_report(folders: Sequence[Path], out: Path, live: bool = False) -> list[str]:
+    """Write the report of the runs. Returns the notes on files that could not be read.
+
+    live: the page reloads on an event of the server that it comes from
+    Raises ConfigError if a folder is not that of a run.
+    """
+    text, notes = render(folders, live)
+    with replacing(out) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return notes
+
+
+def render(folders: Sequence[Path], live: bool = False) -> tuple[str, list[str]]:
+    """(the page, notes on files that could not be read)"""
+    runs = [read_run(folder) for folder in folders]
+    chunks = Chunks()
+    described = [_described(run, chunks, MAX_CHARS // len(runs)) for run in runs]
+    names = sorted({name for each in described for name in each["metrics"]})
+    metrics = {name: asdict(metric) for name in names if (metric := describe(name)) is not None}
+    data = {
+        "runs": described,
+        "metrics": metrics,
+        "version": __version__,
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "live": live,
+    }
+    page = files(__package__) / "page"
+    template = Environment(autoescape=True).from_string((page / "report.html.jinja").read_text(encoding="utf-8"))
+    script_names = ("uplot.min.js", "report.js", "curves.js", "rollouts.js", "tokens.js")
+    text = template.render(
+        title=", ".join(run.name for run in runs),
+        nonce=secrets.token_urlsafe(16),
+        live=live,
+        data=encoded(data),
+        chunks=chunks.texts,
+        styles=[_raw(page, name) for name in ("uplot.min.css", "report.css")],
+        scripts=[_raw(page, name) for name in script_names],
+    )
+    return text, [note for run in runs for note in run.notes]
+
+
+def _raw(page: Any, name: str) -> Any:
+    """One of our own files, which is not escaped."""
+    return Markup((page / name).read_text(encoding="utf-8"))
+
+
+def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
+    rollouts = read_rollouts(run, chunks, room)
+    defaults = default_settings()
+    changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
+    rules = [
+        {"step": row["step"], "text": "a collapse rule is triggered"}
+        for row in run.rows
+        if row.get("collapse/triggered_rules")
+    ]
+    alarms = [{"step": each.get("step"), "text": "; ".join(map(str, each.get("alarms") or ()))} for each in run.alarms]
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
+        "all_settings": dict(run.settings),
+        "verdict": verdict(run),
+        "notes": run.notes,
+        "metrics": columns(run),
+        "validation": validation(run),
+        "marks": [*alarms, *rules],
+        "rollouts": asdict(rollouts),
+    }

@@ -1,0 +1,126 @@
+"use strict";
+// The report's frame: data, pages, keys, theme. Text of models and files enters the page as text nodes only.
+const report = { pages: [], data: null, chunks: new Map(), cleanups: [] };
+
+function element(tag, options = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(options)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+function table(head, rows, numbersFrom = 99) {
+  const kind = (column) => (column >= numbersFrom ? "number" : "");
+  const cells = (tag, row) => row.map((cell, column) => element(tag, { class: kind(column) }, cell));
+  const body = rows.map((row) => element("tr", {}, cells("td", row)));
+  return element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, cells("th", head))), element("tbody", {}, body)));
+}
+
+function shown(value, digits = 4) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits));
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+const color = (name) => {
+  const probe = element("span", { style: `color: var(--${name})` });
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+};
+
+async function decoded(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// The data of a chunk; the last few are remembered.
+async function chunk(number) {
+  const { chunks } = report;
+  if (!chunks.has(number)) {
+    chunks.set(number, decoded(document.getElementById(`chunk-${number}`).textContent));
+    if (chunks.size > 400) chunks.delete(chunks.keys().next().value);
+  }
+  return chunks.get(number);
+}
+
+function addPage(id, title, show) { report.pages.push({ id, title, show }); }
+
+function route() { return location.hash.slice(1).split("/").map(decodeURIComponent); }
+
+function go(...parts) { location.hash = parts.map(encodeURIComponent).join("/"); }
+
+function open() {
+  const [id, ...rest] = route();
+  const page = report.pages.find((each) => each.id === id) ?? report.pages[0];
+  document.querySelectorAll("nav a").forEach((link) => {
+    if (link.hash === `#${page.id}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  });
+  if (report.current === page && page.update) { page.update(rest); return; }
+  report.current = page;
+  report.cleanups.splice(0).forEach((clean) => clean());
+  const main = document.querySelector("main");
+  main.replaceChildren();
+  page.update = page.show(main, rest) ?? null;
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  try { localStorage.setItem("toolrl-theme", theme); } catch { /* a file may have no storage */ }
+  if (report.current) { report.current = null; open(); }
+}
+
+function toggleTheme() {
+  const set = document.documentElement.dataset.theme;
+  const dark = set ? set === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  setTheme(dark ? "light" : "dark");
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const page = report.pages[Number(event.key) - 1];
+  if (page) go(page.id);
+  else if (event.key === "d") toggleTheme();
+  else if (!report.current?.keys?.[event.key]) return;
+  else report.current.keys[event.key]();
+  event.preventDefault();
+}
+
+// Server-sent events of `toolrl report --serve`: the page is loaded again where it is.
+function listen() {
+  const events = new EventSource("events");
+  events.addEventListener("changed", () => location.reload());
+}
+
+async function start() {
+  try { const theme = localStorage.getItem("toolrl-theme"); if (theme) document.documentElement.dataset.theme = theme; } catch { /* no storage */ }
+  report.data = await decoded(document.getElementById("data").textContent);
+  const { runs } = report.data;
+  document.querySelector("h1").textContent = runs.map((run) => run.name).join(" · ");
+  document.querySelector("nav").append(...report.pages.map((page, number) =>
+    element("a", { href: `#${page.id}`, title: `key ${number + 1}` }, page.title)));
+  document.querySelector("footer").textContent =
+    `toolrl ${report.data.version}, ${report.data.made}. Keys: 1 to ${report.pages.length} pages, d light or dark, ` +
+    "in rollouts j and k next and previous, t tokens, / search.";
+  document.getElementById("theme").addEventListener("click", toggleTheme);
+  document.addEventListener("keydown", onKey);
+  window.addEventListener("hashchange", open);
+  if (report.data.live) listen();
+  open();
+  document.documentElement.dataset.ready = "yes";
+}
+
+document.addEventListener("DOMContentLoaded", start);

@@ -1,0 +1,160 @@
+"use strict";
+// The rollout viewer: a list with filters, and one or several rollouts of a group beside each other.
+const STATUS = { s: "success", u: "user error", t: "timeout", n: "unavailable" };
+const PAGE_LENGTH = 200;
+const found = { run: 0, step: "", task: "", stop: "", status: "", low: "", high: "", text: "", equal: false, kept: false, rows: [], shown: PAGE_LENGTH, tokens: false };
+
+const meta = () => report.data.runs[found.run].rollouts.meta;
+
+// Row numbers that pass the filters on metadata.
+function filtered() {
+  const m = meta(), rows = [], number = (text) => (text === "" ? null : Number(text));
+  const step = number(found.step), low = number(found.low), high = number(found.high);
+  for (let row = 0; row < m.step.length; row++) {
+    if (step !== null && m.step[row] !== step) continue;
+    if (low !== null && m.reward[row] < low) continue;
+    if (high !== null && m.reward[row] > high) continue;
+    if (found.stop && m.stop_reason[row] !== found.stop) continue;
+    if (found.status && !m.tool_status[row].includes(found.status)) continue;
+    if (found.equal && !m.equal[row]) continue;
+    if (found.kept && !m.tokens[row].length) continue;
+    if (found.task && !String(m.task_id[row]).includes(found.task)) continue;
+    rows.push(row);
+  }
+  return rows.sort((one, two) => m.step[one] - m.step[two] || m.line[one] - m.line[two]);
+}
+
+async function detail(row) { return (await chunk(meta().chunk[row]))[meta().place[row]]; }
+
+async function withText(rows, text) {
+  const chosen = [];
+  for (const row of rows) if (JSON.stringify(await detail(row)).toLowerCase().includes(JSON.stringify(text).slice(1, -1).toLowerCase())) chosen.push(row);
+  return chosen;
+}
+
+function callBox(name, given) {
+  return element("div", { class: "call" }, element("b", {}, `call of ${name}`), element("pre", {}, typeof given === "string" ? given : JSON.stringify(given, null, 2)));
+}
+
+// The text of a message with the tool calls in it, which formats write as JSON objects in tags, set apart.
+function messageParts(content) {
+  const parts = [], tags = /<tool_call>([\s\S]*?)<\/tool_call>/g;
+  let last = 0;
+  for (const match of content.matchAll(tags)) {
+    parts.push(element("pre", {}, content.slice(last, match.index)));
+    const calls = match[1].trim().split("\n").map((line) => { try { return JSON.parse(line); } catch { return null; } });
+    if (calls.every((call) => call && typeof call.name === "string")) parts.push(...calls.map((call) => callBox(call.name, call.arguments ?? call.parameters)));
+    else parts.push(callBox("a tool, as written", match[1]));
+    last = match.index + match[0].length;
+  }
+  return [...parts, element("pre", {}, content.slice(last))].filter((part) => part.textContent.trim());
+}
+
+function messageBox(message) {
+  const calls = (message.tool_calls ?? []).map((call) => callBox(call.name, call.arguments));
+  const kind = ["user", "system", "assistant", "tool", "ipython"].includes(message.role) ? message.role : "";
+  return element("div", { class: `message ${kind}` }, element("b", {}, message.role), messageParts(String(message.content)), calls);
+}
+
+async function rolloutBox(row) {
+  const m = meta(), one = await detail(row), parts = one.score?.parts ?? {};
+  const box = element("article", { "data-row": row },
+    element("h3", {}, `step ${m.step[row]}, rollout ${m.index[row]}: reward ${shown(m.reward[row])}`),
+    element("p", { class: "quiet" }, [m.task_id[row], m.stop_reason[row], `${m.num_tokens[row]} tokens`, one.tools ? `tools: ${one.tools.join(", ")}` : "", one.exceeded ? `scored as empty: ${one.exceeded} exceeded` : ""].filter(Boolean).join(" · ")),
+    table(["part of the reward", "points"], [...Object.entries(parts).map(([name, value]) => [name, shown(value)]), ["total, before shaping in the group", shown(one.score?.total)]], 1));
+  if (found.tokens && m.tokens[row].length) {
+    for (const number of m.tokens[row]) box.append(tokenView(await chunk(number)));
+    return box;
+  }
+  if (found.tokens) box.append(element("p", { class: "quiet" }, "The tokens of this rollout are not in the report (trainer.samples_kept); the filter “with tokens” lists those that are."));
+  box.append(...[...(one.prompt ?? []), ...(one.responses ?? [])].map(messageBox));
+  if (one.answer) box.append(element("div", { class: "message gold" }, element("b", {}, "gold answer"), messageParts(String(one.answer))));
+  if (one.tool_uses) box.append(table(["tool", "outcome", "seconds"], one.tool_uses.map((use) => [use.name, use.status, shown(use.seconds, 3)]), 2));
+  return box;
+}
+
+function groupOf(row) {
+  const m = meta(), rows = [];
+  for (let other = 0; other < m.step.length; other++) if (m.step[other] === m.step[row] && m.task_id[other] === m.task_id[row]) rows.push(other);
+  return rows;
+}
+
+addPage("rollouts", "Rollouts", (main, rest) => {
+  const list = element("div", { class: "list", role: "listbox", "aria-label": "rollouts" });
+  const count = element("span", { class: "quiet", id: "count" });
+  const right = element("div", {});
+  let current = null, beside = [], turn = 0;
+
+  async function search() {
+    const mine = ++turn, started = performance.now();
+    let rows = filtered();
+    found.filterMs = performance.now() - started;
+    if (found.text) rows = await withText(rows, found.text);
+    if (mine !== turn) return;
+    found.rows = rows;
+    found.shown = PAGE_LENGTH;
+    fill();
+    if (!rows.includes(current) && rows.length) await select(rows[0]);
+  }
+
+  function fill() {
+    const m = meta(), { rollouts } = report.data.runs[found.run];
+    count.textContent = `${found.rows.length} of ${rollouts.shown} rollouts${rollouts.left_out.length ? ` (left out: ${rollouts.left_out.join("; ")})` : ""}`;
+    list.replaceChildren(...found.rows.slice(0, found.shown).map((row) => element("button", { class: "item", role: "option", "data-row": row, "aria-current": String(row === current), onclick: () => select(row) },
+      `step ${m.step[row]} · ${shown(m.reward[row], 3)} · ${m.num_tokens[row]} tokens${m.tokens[row].length ? " ◆" : ""}`, element("small", {}, `${m.task_id[row]} #${m.index[row]} ${m.stop_reason[row]}`))));
+    if (found.rows.length > found.shown) list.append(element("button", { class: "item", onclick: () => { found.shown += PAGE_LENGTH; fill(); } }, `${found.rows.length - found.shown} more`));
+  }
+
+  async function select(row) {
+    current = row;
+    beside = [];
+    list.querySelectorAll(".item").forEach((item) => item.setAttribute("aria-current", String(item.dataset.row === String(row))));
+    list.querySelector('[aria-current="true"]')?.scrollIntoView({ block: "nearest" });
+    history.replaceState(null, "", `#rollouts/${found.run}/${meta().step[row]}/${meta().line[row]}`);
+    await render();
+  }
+
+  async function render() {
+    const m = meta(), rows = groupOf(current), row = current;
+    const pick = (other) => element("button", { "aria-pressed": String(other === current || beside.includes(other)), title: "show beside", onclick: () => {
+      if (other === current) return;
+      beside = beside.includes(other) ? beside.filter((each) => each !== other) : [...beside, other];
+      render();
+    } }, `#${m.index[other]}: ${shown(m.reward[other], 3)}`);
+    const boxes = await Promise.all([current, ...beside].map(rolloutBox));
+    if (row !== current) return;
+    right.replaceChildren(
+      element("div", { class: "bar" }, element("button", { id: "tokens", "aria-pressed": String(found.tokens), onclick: toggle }, "tokens (t)"),
+        element("span", { class: "quiet" }, "group: "), rows.slice(0, 64).map(pick)),
+      element("div", { class: "beside" }, boxes));
+  }
+
+  const toggle = () => { found.tokens = !found.tokens; if (current !== null) render(); };
+  const move = (by) => { const at = found.rows.indexOf(current) + by; if (found.rows[at] !== undefined) { if (at >= found.shown) { found.shown = at + PAGE_LENGTH; fill(); } select(found.rows[at]); } };
+  const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:6.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
+  const choice = (name, label, options) => element("select", { title: label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
+  const check = (name, label) => element("label", {}, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
+
+  if (rest.length === 3) found.run = Math.min(Number(rest[0]) || 0, report.data.runs.length - 1);
+  const build = () => {
+    const m = meta();
+    main.replaceChildren();
+    if (!m.step.length) { main.append(element("p", {}, "There are no transcripts in this run's folder.")); return; }
+    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = null; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
+    const stops = [...new Set(m.stop_reason)].sort().map((stop) => [stop, stop]);
+    const statuses = Object.entries(STATUS).filter(([letter]) => m.tool_status.some((letters) => letters.includes(letter)));
+    main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
+      choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups without advantage"), count),
+      element("div", { class: "viewer" }, list, right));
+    search();
+  };
+  const wanted = () => {
+    const [, step, line] = route().slice(1).map(Number), m = meta();
+    const row = m.step.findIndex((each, place) => each === step && m.line[place] === line);
+    if (row >= 0) select(row);
+  };
+  report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, "/": () => document.getElementById("search").focus() };
+  build();
+  if (rest.length === 3) wanted();
+  return (parts) => { if (parts.length === 3) wanted(); };
+});

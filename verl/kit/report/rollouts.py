@@ -1,0 +1,190 @@
+"""Rollouts and their tokens, as chunks of the page, within the room that it has for them.
+
+Of every step the first rollouts of its transcript are read, and those whose tokens are kept. They are embedded step by
+step, in an order that spreads any part evenly over the run, until the room is used up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.kit.report.chunks import Chunks, encoded, spread_order
+from verl.kit.report.folder import RunFolder, parsed
+from verl.tracking.samples import KeptSample, StepSamples
+
+MAX_READ = 100_000  # rollouts of a run, for distributions
+MAX_ROLLOUTS = 20_000  # of a page
+_CHUNK = 32  # rollouts
+_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+_DIGITS = 4
+_DETAILS = ("prompt", "tools", "responses", "answer", "exceeded", "turn_rewards", "tool_uses")
+_META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """meta: column -> value by rollout; quantiles: name -> one row of `_QUANTILES` per step"""
+
+    meta: dict[str, list[Any]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    quantiles: dict[str, list[list[float]]] = field(default_factory=dict)
+    read: int = 0
+    shown: int = 0
+    shown_steps: int = 0
+    samples: int = 0
+    left_out: list[str] = field(default_factory=list)  # rules that left something out, for the page
+
+
+def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
+    """max_chars: room for the run's chunks; two thirds for rollouts, the rest for tokens"""
+    steps = run.transcript_steps()
+    per_step = max(1, MAX_READ // max(1, len(steps)))
+    quantiles: dict[str, list[list[float]]] = {"reward": [], "num_tokens": [], "turns": []}
+    result = Rollouts(meta={"step": [], "line": [], "chunk": [], "place": [], "tokens": []}, steps=steps)
+    start, read, cut, shown_steps = chunks.size, 0, False, 0
+    kept = set(run.kept_steps())
+    found: dict[int, dict[int, dict[str, Any]]] = {}
+    samples: dict[int, StepSamples] = {}
+    for number in spread_order(len(steps)):
+        step = steps[number]
+        if step in kept and (opened := run.samples(step)) is not None:
+            samples[step] = opened
+        lines = {each.line for each in samples[step].samples} if step in samples else set()
+        rows, more = _rows(run, step, per_step, lines)
+        found[step], cut = {line: _summary(row) for line, row in rows.items()}, cut or more
+        read += len(rows)
+        if rows and chunks.size - start < max_chars * 2 // 3 and len(result.meta["step"]) < MAX_ROLLOUTS:
+            _embed(step, rows, result.meta, chunks)
+            shown_steps += 1
+    for step in steps:
+        for name in quantiles:
+            quantiles[name].append(_quantiles([each[name] for each in found[step].values()]))
+    num_samples = _embed_tokens(samples, result.meta, chunks, start + max_chars)
+    rules = []
+    if cut:
+        rules.append(f"of every step the first {per_step} rollouts are read, and those whose tokens are kept")
+    if shown_steps < len(steps):
+        rules.append(f"{shown_steps} of {len(steps)} steps, spread over the run, fit into the file with their rollouts")
+    kept_samples = sum(len(each.samples) for each in samples.values())
+    if num_samples < kept_samples:
+        rules.append(f"{num_samples} of {kept_samples} kept samples fit into it with their tokens")
+    return Rollouts(
+        meta=result.meta,
+        steps=steps,
+        quantiles=quantiles,
+        read=read,
+        shown=len(result.meta["step"]),
+        shown_steps=shown_steps,
+        samples=num_samples,
+        left_out=rules,
+    )
+
+
+def _rows(run: RunFolder, step: int, limit: int, kept: set[int | None]) -> tuple[dict[int, dict[str, Any]], bool]:
+    """({line: rollout}, whether there are more)"""
+    rows: dict[int, dict[str, Any]] = {}
+    damaged, more = 0, False
+    for line, text in enumerate(run.transcript(step)):
+        if line >= limit and line not in kept:
+            more = True
+        elif (row := parsed(text)) is not None and isinstance(row.get("responses"), list):
+            rows[line] = row
+        else:
+            damaged += 1
+    if damaged:
+        run.notes.append(f"transcripts of step {step}: {damaged} lines are damaged and left out")
+    return rows, more
+
+
+def _summary(row: Mapping[str, Any]) -> dict[str, float]:
+    turns = sum(message.get("role") == "assistant" for message in row["responses"])
+    return {"reward": row.get("reward") or 0.0, "num_tokens": row.get("num_tokens") or 0, "turns": turns}
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    if not values:
+        return []
+    ordered = sorted(values)
+    return [ordered[round(share * (len(ordered) - 1))] for share in _QUANTILES]
+
+
+def _embed(step: int, rows: Mapping[int, Mapping[str, Any]], meta: dict[str, list[Any]], chunks: Chunks) -> None:
+    equal = _groups_without_spread(rows.values())
+    lines = list(rows)
+    for first in range(0, len(lines), _CHUNK):
+        part = lines[first : first + _CHUNK]
+        details = [{name: rows[line][name] for name in _DETAILS if rows[line].get(name)} for line in part]
+        scores = [{"score": rows[line].get("score")} for line in part]
+        number = chunks.add(encoded([{**one, **two} for one, two in zip(details, scores, strict=True)]))
+        for place, line in enumerate(part):
+            row = rows[line]
+            added: dict[str, Any] = {
+                **{name: row.get(name) for name in _META},
+                "step": step,
+                "line": line,
+                "chunk": number,
+                "place": place,
+                "tokens": [],
+                "turns": _summary(row)["turns"],
+                "tool_status": "".join(sorted({_letter(use) for use in row.get("tool_uses") or ()})),
+                "equal": row.get("task_id") in equal,
+            }
+            for name, value in added.items():
+                meta.setdefault(name, []).append(value)
+
+
+def _letter(use: Mapping[str, Any]) -> str:
+    """s, u, t, n: success, user_error, timeout, unavailable"""
+    status = str(use.get("status"))
+    return "n" if status == "unavailable" else status[:1]
+
+
+def _groups_without_spread(rows: Iterable[Mapping[str, Any]]) -> set[Any]:
+    """Tasks whose rollouts have equal rewards."""
+    rewards: dict[Any, set[Any]] = {}
+    sizes: Counter[Any] = Counter()
+    for row in rows:
+        rewards.setdefault(row.get("task_id"), set()).add(row.get("reward"))
+        sizes[row.get("task_id")] += 1
+    return {task for task, values in rewards.items() if len(values) == 1 and sizes[task] > 1}
+
+
+def _embed_tokens(samples: Mapping[int, StepSamples], meta: Mapping[str, list[Any]], chunks: Chunks, room: int) -> int:
+    """Add the samples of embedded rollouts, and their chunks to `meta["tokens"]`. Returns their number."""
+    place = {key: number for number, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
+    added = 0
+    for step, kept in samples.items():
+        total = sum(kept.loss.values())
+        for sample in kept.samples:
+            number = place.get((step, sample.line))
+            if number is not None and chunks.size < room:
+                value = token_view(sample, kept.texts, kept.loss.get(sample.row), total)
+                meta["tokens"][number].append(chunks.add(encoded(value)))
+                added += 1
+    return added
+
+
+def token_view(sample: KeptSample, texts: Mapping[int, str], share: float | None, total: float) -> dict[str, Any]:
+    """A sample for the page. share: of the loss; total: the loss"""
+    return {
+        "segment": sample.segment,
+        "num_segments": sample.num_segments,
+        "reward": sample.reward,
+        "group_returns": sample.group_returns,
+        "loss_share": share,
+        "loss": total,
+        "ids": sample.token_ids.tolist(),
+        "texts": [texts.get(token, "") for token in sample.token_ids.tolist()],
+        "mask": sample.mask.astype(int).tolist(),
+        "versions": sample.versions.tolist(),
+        "columns": {name: _rounded(values.tolist()) for name, values in sample.columns.items()},
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float | None]:
+    """With four significant digits; None if not finite."""
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
