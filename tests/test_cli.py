@@ -49,7 +49,12 @@ def test_every_runnable_module_has_a_command() -> None:
     files = (ROOT / "verl").rglob("*.py")
     runnable = {each for each in files if '\nif __name__ == "__main__":' in each.read_text(encoding="utf-8")}
     modules = {".".join(each.relative_to(ROOT).with_suffix("").parts) for each in runnable}
-    inner = {"verl.kit.openai_server.supervise", "verl.kit.swe.inside.run_tests", "verl.system.watcher"}
+    inner = {
+        "verl.kit.agent.programs",
+        "verl.kit.openai_server.supervise",
+        "verl.kit.swe.inside.run_tests",
+        "verl.system.watcher",
+    }
     not_for_users = {"verl.cli", *inner}
     assert {each.removesuffix(".__main__") for each in modules} - not_for_users == {
         command.module for command in COMMANDS.values()

@@ -241,6 +241,9 @@ class EnvConfig:
 
     name: str = "single_turn"  # a known one (docs/environments.md), module:Class or file.py:Class
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
+    agent: str | None = None  # with name=agent: your program, file.py:function or module:function (docs/agents.md) ..
+    command: str | None = None  # .. or a command line; {task_json} becomes the path of a file with the task
+    python: str | None = None  # the interpreter with the agent's packages; default: that of the run
     tool_call_format: str | None = None  # text format of calls and observations (docs/tool_call_formats.md), or auto
     tool_call_format_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
@@ -262,6 +265,8 @@ class EnvConfig:
         _positive(self, "env.", "tool_timeout_s", "turn_timeout_s")
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
+        if self.name != "agent" and (self.agent or self.command or self.python):
+            raise ConfigError(f"env.agent, env.command and env.python need env.name=agent; it is {self.name}")
         if self.name != "single_turn" and self.tool_call_format is None:
             raise ConfigError(f"env.name={self.name} needs env.tool_call_format (docs/tool_call_formats.md)")
 

@@ -17,6 +17,7 @@ ENVS: Mapping[str, str] = {
     "tau2": "verl.kit.tau2.env:Tau2Factory",
     "swe": "verl.kit.swe.env:SweFactory",
     "openenv": "verl.kit.openenv.client:OpenEnvFactory",
+    "agent": "verl.kit.agent.agent:AgentFactory",
     "remote": "verl.kit.env_server.client:RemoteFactory",
 }
 _ADAPTER = "verl.kit.class_env.class_env:as_env_class"  # for plain classes

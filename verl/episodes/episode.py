@@ -24,6 +24,7 @@ from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
 from verl.envs.clock import EnvTimer
 from verl.envs.sandbox import Sandbox
 from verl.envs.task_envs import check_offered
+from verl.episodes.program import SEEDS_BETWEEN_TURNS, ProgramEnv, ProgramPolicy
 from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
 from verl.formats.base import Calls, Continue, Final, ParseError
 from verl.formats.response import parsed_response
@@ -47,7 +48,6 @@ from verl.types import (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_SEEDS_BETWEEN_TURNS = 1_000_003_007  # seed offset, so that no two turns share random numbers
 _CLOSE_S = 30.0
 _NOT_RUN = "This call was not made: no more tool calls are allowed."
 _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, StopReason.MALFORMED)
@@ -151,7 +151,7 @@ class _Episode:
         with _attributed("the factory"):
             env = self._envs(self._task)
         try:
-            stop_reason = await self._run_turns(env)
+            stop_reason = await (self._run_program(env) if isinstance(env, ProgramEnv) else self._run_turns(env))
             score = await self._verdict(env)
         finally:
             await _close(env)
@@ -166,6 +166,22 @@ class _Episode:
             self._num_malformed,
             opening=self._opening,
         )
+
+    async def _run_program(self, env: ProgramEnv) -> StopReason:
+        policy = ProgramPolicy(self._observations, self._limits, self._sampling, self._engine, self._seed)
+        try:
+            async with policy.timer.running():
+                with _attributed("run"):
+                    stop_reason = await env.run(policy)
+        except TimeoutError:
+            stop_reason = policy.timer.late
+        self._turns, self._opening = list(env.turns), env.opening
+        self._num_malformed = sum(turn.parsed is not None and turn.parsed.error is not None for turn in self._turns)
+        if not self._turns:
+            ends = {StopReason.STOP: "ended", StopReason.LENGTH: "ended; its first prompt is too long"}
+            end = ends.get(stop_reason, f"was stopped ({stop_reason})")
+            raise ServiceDownError("the program", f"{end} without a response of the policy")
+        return stop_reason
 
     async def _run_turns(self, env: Env) -> StopReason:
         try:
@@ -237,7 +253,7 @@ class _Episode:
         longest = min(room, self._limits.max_turn_tokens or room)
         style, written = self._observations.tool_call_format, self._observations.written(self._since_observation)
         self._stops = stops = style.final_stop_strings if last else style.stop_strings(written)
-        seed = None if self._seed is None else self._seed + len(self._turns) * _SEEDS_BETWEEN_TURNS
+        seed = None if self._seed is None else self._seed + len(self._turns) * SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:

@@ -18,6 +18,10 @@ class ApiError(Exception):
         return self.problem
 
 
+def bad_request(problem: str, field: str) -> ApiError:
+    return ApiError(400, "invalid_value", f"{field} {problem}", field)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to respond to.

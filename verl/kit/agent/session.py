@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from verl.chat.observations import ObservationTokenizer
-from verl.errors import ConfigError, DataError, VerlError
+from verl.errors import ConfigError, DataError
 from verl.formats.base import Calls, Continue, Final, ParseError
 from verl.formats.response import parsed_response
 from verl.kit.agent.ledger import Draft, Ledger
@@ -120,7 +120,7 @@ class Session:
             return await self._recorded(exchange)
         except ApiError:
             raise
-        except VerlError as error:
+        except Exception as error:  # raised where the episode waits
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise ApiError(503, "service_unavailable", str(error)) from error

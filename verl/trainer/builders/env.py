@@ -244,8 +244,12 @@ def _build_envs(
     if env.name != "tool":
         if env.tools:
             raise ConfigError(f"env.tools needs env.name=tool; env.name={env.name} has its own tools")
-        defaults = {"health_timeout_s": health_timeout_s} if env.name == "remote" else {}
-        return build_env_factory(env.name, {**defaults, **env.options})
+        own: Mapping[str, Any] = {}
+        if env.name == "remote":
+            own = {"health_timeout_s": health_timeout_s}
+        elif env.name == "agent":
+            own = {"agent": env.agent, "command": env.command, "python": env.python}
+        return build_env_factory(env.name, {**own, **env.options})
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")
     if not env.tools:

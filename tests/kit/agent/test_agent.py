@@ -1,0 +1,274 @@
+"""Agents as processes: they call the policy through the gateway with the official SDK; their episodes are scored."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.kit.agent.play import CALL, observations
+from tests.kit.evaluation.eval_play import chat
+from tests.support.local_run import local_trainer
+from verl.config.load import load_config
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.errors import ConfigError
+from verl.kit.agent.agent import AgentFactory
+from verl.rollout.engine import Sampling, SingleEngine
+from verl.scoring.pool import Fault
+from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory
+
+pytestmark = pytest.mark.long
+PROGRAMS = Path(__file__).with_name("programs_of_tests.py")
+TASK = Task("t#0", (Message("user", "Hello"),), "", "test")
+
+
+class TextEngine(SingleEngine):
+    """Writes these texts in turn, for whoever asks."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = cycle(texts)
+        self.asked: list[tuple[int, ...]] = []
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling) -> tuple[Completion, ...]:
+        self.asked.append(tuple(prompt_ids))
+        ids = (*chat().response_ids(next(self._texts))[0], chat().end_token_id)
+        return (Completion(ids, (-1.0,) * len(ids), FinishReason.STOP, 0),)
+
+
+def runner(factory: AgentFactory, **limits: Any) -> EpisodeRunner:
+    given = {"max_tokens": 4000, "max_prompt_length": 4000, "retries": 0, **limits}
+    return EpisodeRunner(factory, observations(), EpisodeLimits(**given))
+
+
+def play(name: str, engine: TextEngine, *tasks: Task, **limits: Any) -> list[Trajectory | Fault]:
+    """The episodes of this function for the tasks."""
+    return episodes(AgentFactory(agent=f"{PROGRAMS}:{name}"), engine, *tasks, **limits)
+
+
+def episodes(factory: AgentFactory, engine: TextEngine, *tasks: Task, **limits: Any) -> list[Trajectory | Fault]:
+    """One of each task, at the same time."""
+
+    async def run() -> list[Trajectory | Fault]:
+        setting = runner(factory, **limits)
+        await setting.check_services()
+        try:
+            sampling = Sampling(1, stop_token_ids=chat().stop_token_ids)
+            return await asyncio.gather(*(setting.run(engine, sampling, task, 0, None) for task in tasks))
+        finally:
+            await setting.close()
+
+    return asyncio.run(run())
+
+
+def one(name: str, engine: TextEngine, **limits: Any) -> Trajectory | Fault:
+    (found,) = play(name, engine, TASK, **limits)
+    return found
+
+
+def test_an_agent_on_the_official_sdk_is_an_episode_with_its_own_reward() -> None:
+    engine = TextEngine(CALL, "It is cold.")
+    found = one("two_turns", engine)
+    assert isinstance(found, Trajectory), found
+    assert found.stop_reason is StopReason.STOP and found.score == Score(0.11, {"length": 11.0})
+    assert [turn.segment for turn in found.turns] == [0, 0] and found.prompt == TASK.prompt
+    first, second = found.turns
+    assert [call.name for call in first.message.tool_calls] == ["weather"]
+    assert first.responses == (Message("tool", "-3", tool_call_id="call00000"),)
+    before = (*first.context_ids, *first.completion.token_ids)
+    assert engine.asked == [tuple(first.context_ids), (*before, *second.context_ids)]
+
+
+def test_a_stream_has_the_whole_response() -> None:
+    found = one("streamed", TextEngine("twelve chars"))
+    assert isinstance(found, Trajectory) and found.score == Score(12.0, {})
+
+
+def test_parallel_requests_are_segments_of_one_episode() -> None:
+    found = one("best_of_two", TextEngine("one", "three"))
+    assert isinstance(found, Trajectory) and found.score == Score(5.0, {})
+    assert [turn.segment for turn in found.turns] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("crash", "RuntimeError: this agent has a bug"),
+        ("never_calls", "without a response of the policy"),
+    ],
+)
+def test_a_program_that_fails_is_a_fault_and_never_a_zero(name: str, problem: str) -> None:
+    found = one(name, TextEngine("one"))
+    assert isinstance(found, Fault) and problem in found.problem
+
+
+def test_a_killed_agent_costs_its_episode_alone() -> None:
+    tasks = [Task(f"killed#{number}", TASK.prompt, "", "test") for number in range(3)]
+    killed, *others = play("killed", TextEngine("one"), *tasks)
+    assert isinstance(killed, Fault) and "signal SIGKILL" in killed.problem
+    assert [each.score for each in others if isinstance(each, Trajectory)] == [Score(1.0, {})] * 2
+
+
+def test_an_agent_without_a_reward_leaves_the_score_to_the_reward_function() -> None:
+    found = one("no_reward", TextEngine("one"))
+    assert isinstance(found, Trajectory) and found.score is None and found.outcome is Outcome.SCORED
+
+
+def test_an_agent_that_hangs_is_ended_and_keeps_its_turns() -> None:
+    found = one("hangs", TextEngine("one"), turn_s=1.5)
+    assert isinstance(found, Trajectory) and len(found.turns) == 1
+    assert (found.stop_reason, found.outcome) == (StopReason.TURN_TIMEOUT, Outcome.MODEL_FAULT)
+
+
+def test_a_limit_is_an_error_for_the_program_and_the_stop_reason_of_the_episode() -> None:
+    found = one("too_many", TextEngine("one"), max_turns=3)
+    assert isinstance(found, Trajectory) and found.score == Score(0.5, {"refused": 1.0})
+    assert len(found.turns) == 3 and found.stop_reason is StopReason.MAX_TURNS
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: AgentFactory(), "either env.agent"),
+        (lambda: AgentFactory(agent="nowhere.py:run"), "there is no file"),
+        (lambda: AgentFactory(agent=str(PROGRAMS)), "must be file.py:function"),
+        (lambda: AgentFactory(agent=f"{PROGRAMS}:run", python="/nowhere/python"), "is not an interpreter"),
+        (lambda: AgentFactory(agent=f"{PROGRAMS}:absent"), "absent"),
+    ],
+)
+def test_an_agent_that_cannot_be_started_is_refused_before_the_run(
+    make: Callable[[], AgentFactory], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        asyncio.run(make().check_services())
+
+
+@pytest.mark.parametrize("key", ["env.agent=my_agent.py:run", "env.command=ls", "env.python=/usr/bin/python3"])
+def test_keys_of_agents_need_the_environment(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"need env.name=agent; it is single_turn"):
+        load_config(["recipe=mini_grpo", key])
+
+
+def command(source: str, python: str | None = None) -> AgentFactory:
+    """As env.command sets it: a Python program without our packages, which speaks HTTP itself."""
+    return AgentFactory(command=f"{python or sys.executable} -c {shlex.quote(textwrap.dedent(source))} {{task_json}}")
+
+
+ASK = """
+import json, os, sys, urllib.request as http
+task = json.load(open(sys.argv[1]))
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+def post(url, body):
+    return json.load(http.urlopen(http.Request(url, json.dumps(body).encode(), headers)))
+done = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": task["prompt"]})
+text = done["choices"][0]["message"]["content"]
+"""
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        'post(os.environ["REWARD_URL"], {"reward": len(text)})',
+        'json.dump({"reward": len(text)}, open(os.environ["REWARD_FILE"], "w"))',
+        'post(os.environ["REWARD_URL"], {"reward": len(text)}); sys.exit(3)',  # the reward was given before
+    ],
+)
+def test_a_command_posts_its_reward_or_leaves_it_in_a_file(reward: str) -> None:
+    (found,) = episodes(command(ASK + reward), TextEngine("twelve chars"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(12.0, {}), found
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("sys.exit(3)", "ended with exit status 3"),
+        ("os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
+        ('print("no way"); raise KeyError("city")', "KeyError: 'city'"),
+        ('open(os.environ["REWARD_FILE"], "w").write("one")', "reward.json is not JSON"),
+        ('open(os.environ["REWARD_FILE"], "w").write("true")', "is not a reward"),
+        ('post(os.environ["REWARD_URL"], {"reward": 1}); open(os.environ["REWARD_FILE"], "w").write("2")', "returned"),
+    ],
+)
+def test_a_command_that_fails_is_a_fault_with_its_output(source: str, problem: str) -> None:
+    (found,) = episodes(command(ASK + source), TextEngine("one"), TASK)
+    assert isinstance(found, Fault) and problem in found.problem, found
+
+
+def test_a_command_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    source = (
+        f"import subprocess; child = subprocess.Popen(['sleep', '600']); open({str(mark)!r}, 'w').write(str(child.pid))"
+    )
+    (found,) = episodes(command(f"{ASK}{source}; child.wait()"), TextEngine("one"), TASK, turn_s=2.0)
+    assert isinstance(found, Trajectory) and found.stop_reason is StopReason.TURN_TIMEOUT
+    for _ in range(100):
+        if not psutil.pid_exists(int(mark.read_text())):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the agent's child is alive")
+
+
+@pytest.mark.parametrize("kind", ["agent", "command"])
+def test_the_agents_interpreter_is_that_of_env_python(kind: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"  # an interpreter that sees nothing of ours
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    file = tmp_path / "plain_agent.py"
+    file.write_text(
+        "import json, os, sys, urllib.request as http\n"
+        "def run(base_url, task):\n"
+        "    assert 'PYTHONPATH' not in os.environ and not any('site-packages' in each for each in sys.path)\n"
+        "    headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "    body = json.dumps({'messages': task['prompt']}).encode()\n"
+        "    http.urlopen(http.Request(base_url + '/chat/completions', body, headers)).read()\n"
+        "    json.dump(1, open(os.environ['REWARD_FILE'], 'w'))\n"
+        "if __name__ == '__main__':\n"
+        "    run(os.environ['OPENAI_BASE_URL'], json.load(open(sys.argv[1])))\n"
+    )
+    given = {"agent": f"{file}:run"} if kind == "agent" else {"command": f"python {file} {{task_json}}"}
+    (found,) = episodes(AgentFactory(**given, python=str(python)), TextEngine("one"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
+
+
+def test_two_steps_train_an_agent_on_the_official_sdk(tmp_path: Path) -> None:
+    config = load_config(
+        [
+            "recipe=mini_grpo",
+            "env.name=agent",
+            f"env.agent={PROGRAMS}:gold_lines",
+            "env.tool_call_format=toolrl",
+            "reward.name=env",
+            "data.train_batch_size=2",
+            "actor.ppo_mini_batch_size=2",
+            "actor.optim.warmup_steps=0",
+            "rollout.name=hf",
+            "rollout.n=4",
+            "trainer.device=cpu",
+            "trainer.num_threads=1",
+            "trainer.total_training_steps=2",
+            f"trainer.default_local_dir={tmp_path}",
+        ]
+    )
+
+    async def steps(trainer: Any) -> list[Any]:
+        try:
+            return [await trainer.train_step() for _ in range(2)]
+        finally:
+            await trainer.rollouts.close()
+
+    with local_trainer(config) as trained:
+        results = asyncio.run(steps(trained))
+    for step, result in enumerate(results):
+        (turns,) = {len(each.turns) for group in result.groups for each in group.trajectories}
+        assert turns == 2 and result.metrics["actor/grad_norm"] > 0
+        assert any(len(set(group.rewards)) > 1 for group in result.groups)
+        every_turn = [turn for group in result.groups for each in group.trajectories for turn in each.turns]
+        assert {turn.completion.weight_version for turn in every_turn} == {step}

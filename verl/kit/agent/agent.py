@@ -1,0 +1,149 @@
+"""The environment `agent`: a program of the user's drives the episode and calls the policy through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verl.data.messages import as_openai
+from verl.envs.base import EnvFactory
+from verl.episodes.program import ProgramEnv, ProgramPolicy
+from verl.errors import ServiceDownError
+from verl.formats.prompt import function_schema
+from verl.kit.agent.gateway import Gateway
+from verl.kit.agent.launcher import (
+    TASK,
+    ProgramFailedError,
+    build_launcher,
+    episode_folder,
+    read_reward_file,
+)
+from verl.kit.agent.rewards import read_reward
+from verl.kit.agent.session import Session
+from verl.types import Message, Score, StopReason, Task, Turn
+
+
+class AgentFactory(EnvFactory):
+    """The agents of a run: one gateway and one launcher for all of them.
+
+    agent: file.py:function, called as `function(base_url, task)`; or command: a command line
+    python: the interpreter with the agent's packages; default: the trainer's
+    """
+
+    def __init__(self, agent: str | None = None, command: str | None = None, python: str | None = None) -> None:
+        """Raises ConfigError for a program that cannot be found."""
+        self.launcher = build_launcher(agent, command, python)
+        self._gateway: Gateway | None = None
+        self._starting = asyncio.Lock()
+
+    def __call__(self, task: Task) -> AgentEnv:
+        return AgentEnv(task, self)
+
+    async def check_services(self) -> None:
+        """Raises ConfigError if the program cannot be imported."""
+        try:
+            await self.launcher.check()
+        finally:
+            await self.launcher.close()  # the episodes may run in another event loop
+
+    async def gateway(self) -> Gateway:
+        async with self._starting:
+            if self._gateway is None:
+                gateway = Gateway()
+                await gateway.start()
+                self._gateway = gateway
+            return self._gateway
+
+    async def close(self) -> None:
+        await self.launcher.close()
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            await gateway.close()
+
+
+class AgentEnv(ProgramEnv):
+    """One episode of the agent."""
+
+    def __init__(self, task: Task, factory: AgentFactory) -> None:
+        self._task, self._factory = task, factory
+        self._session: Session | None = None
+        self._score: Score | None = None
+
+    async def run(self, policy: ProgramPolicy) -> StopReason:
+        gateway = await self._factory.gateway()
+        session = self._session = Session(policy)
+        try:
+            with gateway.serving(session), episode_folder() as folder:
+                await self._run_program(session, gateway.url(session), Path(folder))
+        finally:
+            await session.close()
+        return session.limit or StopReason.STOP
+
+    async def judge(self) -> Score | None:
+        posted = None if self._session is None else self._session.score
+        return self._score or posted
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        return () if self._session is None else self._session.ledger.turns
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return () if self._session is None else self._session.ledger.opening
+
+    async def _run_program(self, session: Session, url: str, folder: Path) -> None:
+        """Raises ServiceDownError for a failure of the program that no limit explains."""
+        (folder / TASK).write_text(json.dumps(task_json(self._task), ensure_ascii=False), encoding="utf-8")
+        variables = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": session.key,
+            "REWARD_URL": f"{url}/reward",
+            "REWARD_FILE": str(folder / "reward.json"),
+        }
+        program = asyncio.ensure_future(self._factory.launcher.run(folder, variables))
+        try:
+            await asyncio.wait({program, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                session.failure.result()
+            try:
+                await program
+            except ProgramFailedError as error:
+                if session.limit is None and session.score is None:
+                    raise ServiceDownError("the agent", str(error)) from error
+                return
+            self._score = _one_reward(session.score, read_reward_file(folder))
+        finally:
+            program.cancel()
+            with suppress(asyncio.CancelledError, ProgramFailedError):
+                await program
+
+
+def _one_reward(posted: Score | None, written: object | None) -> Score | None:
+    """Raises ServiceDownError for an invalid reward, and for two that differ."""
+    if written is None:
+        return posted
+    try:
+        score = read_reward(written)
+    except ValueError as error:
+        raise ServiceDownError("the agent", str(error)) from error
+    if posted not in (None, score):
+        raise ServiceDownError("the agent", f"posted the reward {posted}, but returned {score}")
+    return score
+
+
+def task_json(task: Task) -> Mapping[str, Any]:
+    """The task as the program gets it."""
+    return {
+        "id": task.id,
+        "prompt": [as_openai(message) for message in task.prompt],
+        "tools": [function_schema(tool) for tool in task.tools],
+        "answer": task.answer,
+        "data_source": task.data_source,
+        "extra": dict(task.extra),
+    }

@@ -1,0 +1,134 @@
+"""OpenAI's chat completions: requests to conversations, responses to JSON and to events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.data.messages import read_messages, read_tools
+from verl.errors import DataError
+from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, bad_request
+from verl.types import ToolCall
+
+MODEL = "policy"
+# Settings of how the policy samples: the run's count instead (env.on_sampling). {name: the value that changes nothing}
+SAMPLING: Mapping[str, object] = {
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "min_p": 0,
+    "seed": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": None,
+    "logit_bias": {},
+    "reasoning_effort": None,
+    "verbosity": None,
+    "parallel_tool_calls": True,
+}
+# Fields without effect on the response.
+_IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_READ = (
+    *("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
+    *("n", "response_format", "logprobs"),
+)
+
+
+def read_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises ApiError for a field that cannot be used, rather than dropping it."""
+    for name, value in body.items():
+        if name not in (*_READ, *_IGNORED, *SAMPLING) and value is not None:
+            raise bad_request("cannot be used here", name)
+    _only(body, "n", 1)
+    _only(body, "logprobs", False)
+    _only(body, "response_format", {"type": "text"})
+    choice = body.get("tool_choice")
+    sampling = {name: body[name] for name in SAMPLING if body.get(name) not in (None, SAMPLING[name])}
+    if choice not in (None, "auto", "none"):
+        sampling["tool_choice"] = choice  # would need constrained decoding, whose log-probs are not the policy's
+    try:
+        messages, tools = read_messages(body.get("messages"), "messages"), read_tools(body.get("tools"))
+    except DataError as error:
+        raise bad_request(
+            f"{error.problem}{f'; expected {error.expected}' if error.expected else ''}", error.field
+        ) from error
+    if messages[-1].role == "assistant":
+        raise bad_request("ends with an assistant message, which cannot be continued", "messages")
+    return ChatRequest(
+        messages,
+        tools,
+        read_limit(body, "max_completion_tokens") or read_limit(body, "max_tokens"),
+        read_stops(body.get("stop"), "stop"),
+        bool(tools) and choice != "none",
+        sampling,
+    )
+
+
+def read_limit(body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise bad_request("must be a whole number of at least 1", name)
+    return value
+
+
+def read_stops(value: Any, name: str) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise bad_request("must be a text, or a list of texts", name)
+    return tuple(stops)
+
+
+def _only(body: Mapping[str, Any], name: str, value: object) -> None:
+    if body.get(name) not in (None, value):
+        raise bad_request(f"must be {json.dumps(value)}", name)
+
+
+def chat_completion(response: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The response as one JSON object."""
+    message: dict[str, Any] = {"role": "assistant", "content": response.content or (None if response.calls else "")}
+    if response.calls:
+        message["tool_calls"] = [_call(call) for call in response.calls]
+    choice = {"index": 0, "message": message, "finish_reason": response.finish}
+    return {**_head(response, body, "chat.completion"), "choices": [choice], "usage": _usage(response)}
+
+
+def chat_chunks(response: ChatResponse, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The response as the events of a stream, complete: the policy's tokens arrive together."""
+    head = _head(response, body, "chat.completion.chunk")
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    yield chunk({"role": "assistant", "content": response.content or (None if response.calls else "")})
+    if response.calls:
+        yield chunk({"tool_calls": [{"index": place, **_call(call)} for place, call in enumerate(response.calls)]})
+    yield chunk({}, response.finish)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": _usage(response)}
+
+
+def _head(response: ChatResponse, body: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{response.id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.get("model") or MODEL,
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _usage(response: ChatResponse) -> dict[str, int]:
+    prompt, completion = response.prompt_tokens, response.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def chat_error(error: ApiError) -> dict[str, Any]:
+    """The error as OpenAI's SDKs read it."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.problem, "type": kind, "param": error.field, "code": error.code}}

@@ -1,0 +1,231 @@
+"""Starts agents: a Python function in forks of its own interpreter, or any command. Each episode has a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.errors import ConfigError, ServiceDownError
+from verl.kit.agent import programs
+from verl.net.services import TOKEN_VARIABLE
+
+TASK, REWARD, OUTPUT = "task.json", "reward.json", "output.txt"
+_SHOWN_CHARS = 600  # of the output of a program that failed
+_START_S = 120.0  # for the import of the agent's module
+_OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of the trainer's interpreter
+
+
+class ProgramFailedError(Exception):
+    """The program did not end by itself, or with another exit status than 0."""
+
+
+class Launcher(Protocol):
+    """Runs a program per episode."""
+
+    async def check(self) -> None:
+        """Raises ConfigError if no program can be started."""
+
+    async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
+        """Run a program to its end; killed with all that it started when this is cancelled. Raises ProgramFailedError.
+
+        folder: with task.json; variables: added to the program's environment
+        """
+
+    async def close(self) -> None:
+        """Kill everything that runs."""
+
+
+def output_end(folder: Path) -> str:
+    """The last lines that the program wrote."""
+    with suppress(OSError):
+        text = (folder / OUTPUT).read_text(errors="replace").strip()
+        return f": {text[-_SHOWN_CHARS:]}" if text else ""
+    return ""
+
+
+def _environment(foreign: bool) -> dict[str, str]:
+    """Of a program, without our secret; foreign: it does not run in the trainer's interpreter"""
+    dropped = (TOKEN_VARIABLE, *(_OWN_VARIABLES if foreign else ()))
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+class CommandLauncher:
+    """A command line, as `python agent.py --task {task_json}`; the placeholder becomes the path of the task's file."""
+
+    def __init__(self, command: str, python: str | None) -> None:
+        """python: the interpreter for commands that begin with `python`. Raises ConfigError."""
+        try:
+            self._arguments = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"env.command={command!r} cannot be split into arguments ({error})") from error
+        if not self._arguments:
+            raise ConfigError("env.command is empty")
+        if python is not None and self._arguments[0] in ("python", "python3"):
+            self._arguments[0] = python
+        self._foreign = python is not None
+
+    async def check(self) -> None:
+        """Nothing can be known before the first start."""
+
+    async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
+        arguments = [each.replace("{task_json}", str(folder / TASK)) for each in self._arguments]
+        with (folder / OUTPUT).open("wb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *arguments,
+                    env={**_environment(self._foreign), **variables},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(f"env.command: {arguments[0]} cannot be started ({error})") from error
+        try:
+            code = await process.wait()
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if code != 0:
+            raise ProgramFailedError(f"ended with {_status(code)}{output_end(folder)}")
+
+    async def close(self) -> None:
+        """Every run ends its own processes."""
+
+
+def _status(code: int | None) -> str:
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+
+
+class FunctionLauncher:
+    """A Python function `run(base_url, task)`, imported once by an interpreter that forks for every episode."""
+
+    def __init__(self, agent: str, python: str | None) -> None:
+        """agent: file.py:function or module:function. Raises ConfigError."""
+        file, colon, attribute = agent.rpartition(":")
+        if not colon or not attribute.isidentifier() or not file:
+            raise ConfigError(f"env.agent={agent!r} must be file.py:function or package.module:function")
+        if file.endswith(".py") and not Path(file).is_file():
+            raise ConfigError(f"env.agent={agent}: there is no file {file!r}")
+        self._agent, self._python = agent, python
+        self._server: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = count()
+        self._running: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def check(self) -> None:
+        await self._started()
+
+    async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
+        server = await self._started()
+        number = next(self._numbers)
+        ended = self._running[number] = asyncio.get_running_loop().create_future()
+        _send(server, {"run": number, "folder": str(folder), "variables": dict(variables)})
+        try:
+            answer = await asyncio.shield(ended)
+        finally:
+            if not ended.done():
+                _send(server, {"kill": number})
+                await asyncio.wait([ended])
+        if answer["code"] != 0:
+            problem = answer.get("problem") or f"ended with {_status(answer['code'])}"
+            raise ProgramFailedError(f"{problem}{output_end(folder)}")
+
+    async def close(self) -> None:
+        if self._server is not None:
+            with suppress(ProcessLookupError):
+                self._server.kill()  # its children end with it
+            await self._server.wait()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        self._server = self._reading = None
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._server is None or self._server.returncode is not None:
+                self._server = await self._start()
+                self._reading = asyncio.create_task(self._read(self._server))
+            return self._server
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Raises ConfigError if the module cannot be imported."""
+        arguments = (self._python or sys.executable, programs.__file__, self._agent)
+        try:
+            server = await asyncio.create_subprocess_exec(
+                *arguments,
+                env=_environment(self._python is not None),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"env.python={arguments[0]} cannot be started ({error})") from error
+        assert server.stdout is not None
+        problem = f"its import took longer than {_START_S:g} s"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_START_S):
+                first = await server.stdout.readline()
+                if first and "ready" in (answer := json.loads(first)):
+                    return server
+                problem = answer["error"] if first else f"{arguments[0]} ended at its start"
+        with suppress(ProcessLookupError):
+            server.kill()
+        await server.wait()
+        raise ConfigError(f"env.agent={self._agent} cannot be used: {problem}")
+
+    async def _read(self, server: asyncio.subprocess.Process) -> None:
+        """Pass on the ends of episodes; those that run when the interpreter dies have failed with it."""
+        assert server.stdout is not None
+        while line := await server.stdout.readline():
+            answer = json.loads(line)
+            self._running.pop(answer["ended"]).set_result(answer)
+        code = await server.wait()
+        for ended in self._running.values():
+            ended.set_result({"code": code, "problem": f"the agent's interpreter ended with {_status(code)}"})
+        self._running.clear()
+
+
+def _send(server: asyncio.subprocess.Process, command: Mapping[str, Any]) -> None:
+    """To an interpreter that may have died; then its episodes end in `_read`."""
+    assert server.stdin is not None
+    server.stdin.write(json.dumps(command).encode() + b"\n")
+
+
+def build_launcher(agent: str | None, command: str | None, python: str | None) -> Launcher:
+    """Of one of the two. Raises ConfigError."""
+    if (agent is None) == (command is None):
+        raise ConfigError("env.name=agent needs either env.agent=file.py:function or env.command")
+    if python is not None and not os.access(python, os.X_OK):
+        raise ConfigError(f"env.python={python} is not an interpreter that can be started")
+    if agent is not None:
+        return FunctionLauncher(agent, python)
+    assert command is not None
+    return CommandLauncher(command, python)
+
+
+def read_reward_file(folder: Path) -> object | None:
+    """What the program left in reward.json; None without one. Raises ServiceDownError if it is not JSON."""
+    try:
+        value: object = json.loads((folder / REWARD).read_text(encoding="utf-8"))
+        return value
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ServiceDownError("the agent", f"{REWARD} is not JSON ({error})") from error
+
+
+def episode_folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed with all that the program wrote."""
+    return tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
