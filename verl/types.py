@@ -209,7 +209,7 @@ class Trajectory:
 
         Each is one token sequence: the sample that is trained.
         """
-        if len({turn.segment for turn in self.turns}) <= 1:
+        if len(self.turns) <= 1 or len({turn.segment for turn in self.turns}) == 1:
             return (self.turns,) if self.turns else ()
         latest_first: dict[int, list[Turn]] = {}
         for turn in reversed(self.turns):
