@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import math
 import re
+import threading
 import zlib
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,7 @@ from verl.kit.report.curves import columns, describe, validation, verdict
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
 from verl.kit.report.rollouts import read_rollouts
+from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 
 
@@ -178,3 +181,34 @@ def test_every_part_of_the_order_is_spread(count: int) -> None:
         if count > 2 * part:
             chosen = sorted(order[:part])
             assert max(b - a for a, b in pairwise(chosen)) <= 4 * count / part
+
+
+def test_the_server_answers_this_machine_alone(folder: Path) -> None:
+    with ReportServer([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            asked = [
+                ("/", "127.0.0.1"),
+                ("/", "localhost"),
+                ("/", "attacker.example"),
+                ("/../config.yaml", "localhost"),
+            ]
+            answers = [_answer(server.server_port, path, host) for path, host in asked]
+        finally:
+            server.shutdown()
+            thread.join()
+        assert [status for status, _ in answers] == [200, 200, 403, 404]
+        assert embedded(answers[0][1], "data")["live"] is True
+        assert server.server_address[0] == "127.0.0.1" and server.page() is server.page()
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            ReportServer([folder], port=server.server_port)
+
+
+def _answer(port: int, path: str, host: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", path, headers={"Host": f"{host}:{port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text

@@ -1,8 +1,9 @@
-"""Show a run: toolrl report RUN [RUN ..] [--out report.html]
+"""Show a run: toolrl report RUN [RUN ..] [--out report.html | --serve [--port 8900]]
 
 RUN is the folder of a run, finished or not. The report is one HTML file that opens without a network: curves, times,
-validation, every rollout that fits in, and the tokens of some (docs/report.md). Several runs are compared.
-Exit code 0: written. 2: a folder is not that of a run.
+validation, every rollout that fits in, and the tokens of some (docs/report.md). Several runs are compared. With --serve
+it is served instead, and follows a run in progress.
+Exit code 0: written. 2: a folder is not that of a run, or the port is taken. 130: Ctrl-C has ended the server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
+from verl.kit.report.folder import read_run
 from verl.kit.report.page import write_report
+from verl.kit.report.serve import ReportServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,15 +26,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="the file; default: report.html in the folder of the first run")
+    parser.add_argument("--serve", action="store_true", help="serve the report, which follows the runs")
+    parser.add_argument("--host", default="127.0.0.1", help="address of --serve; default: this machine only")
+    parser.add_argument("--port", type=int, default=8900, help="port of --serve; 0: any")
     options = parser.parse_args(argv)
+    if options.serve and options.out:
+        parser.error("--serve writes no file; leave out --out")
     out = options.out or options.runs[0] / "report.html"
     try:
+        if options.serve:
+            return serve(options.runs, options.host, options.port)
         notes = write_report(options.runs, out)
     except VerlError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return exit_code_of(error)
     sys.stdout.writelines(f"note: {note}\n" for note in notes)
     sys.stdout.write(f"{out} ({out.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
+
+
+def serve(runs: Sequence[Path], host: str, port: int) -> int:
+    """Serve until Ctrl-C. Raises ConfigError if a folder is not that of a run, or the port is taken."""
+    for folder in runs:
+        read_run(folder)
+    with ReportServer(runs, host, port) as server:
+        sys.stdout.write(f"http://{host}:{server.server_port}/  (Ctrl-C ends it)\n")
+        sys.stdout.flush()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 130
     return 0
 
 

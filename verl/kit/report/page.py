@@ -23,20 +23,19 @@ from verl.system.files import replacing
 MAX_CHARS = 14_000_000  # of the chunks, so that a file has less than 15 MB
 
 
-def write_report(folders: Sequence[Path], out: Path, live: bool = False) -> list[str]:
+def write_report(folders: Sequence[Path], out: Path) -> list[str]:
     """Write the report of the runs. Returns the notes on files that could not be read.
 
-    live: the page reloads on an event of the server that it comes from
     Raises ConfigError if a folder is not that of a run.
     """
-    text, notes = render(folders, live)
+    text, notes = render(folders)
     with replacing(out) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return notes
 
 
 def render(folders: Sequence[Path], live: bool = False) -> tuple[str, list[str]]:
-    """(the page, notes on files that could not be read)"""
+    """(the page, notes on files that could not be read). live: the page follows the server that it comes from"""
     runs = [read_run(folder) for folder in folders]
     chunks = Chunks()
     described = [_described(run, chunks, MAX_CHARS // len(runs)) for run in runs]

@@ -99,10 +99,25 @@ function onKey(event) {
   event.preventDefault();
 }
 
-// Server-sent events of `toolrl report --serve`: the page is loaded again where it is.
+// Server-sent events of `toolrl report --serve`: the data are loaded again, filters and place are kept.
 function listen() {
   const events = new EventSource("events");
-  events.addEventListener("changed", () => location.reload());
+  events.addEventListener("changed", refresh);
+}
+
+async function refresh() {
+  const answer = await fetch(location.pathname);
+  if (!answer.ok) return;
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const kind = 'script[type="text/plain"]', top = scrollY;
+  document.querySelectorAll(kind).forEach((old) => old.remove());
+  document.body.append(...page.querySelectorAll(kind));
+  report.chunks.clear();
+  report.data = await decoded(document.getElementById("data").textContent);
+  report.current = null;
+  open();
+  scrollTo(0, top);
+  document.documentElement.dataset.refreshed = Number(document.documentElement.dataset.refreshed ?? 0) + 1;
 }
 
 async function start() {

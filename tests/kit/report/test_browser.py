@@ -1,0 +1,219 @@
+"""The report in a real browser: Debian's chromium, driven by selenium."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.report_run import HOSTILE, PER_GROUP, save_report_run
+from verl.kit.report.page import write_report
+from verl.kit.report.serve import ReportServer
+from verl.tracking.jsonl import append_jsonl
+
+PAGES = ("overview", "curves", "validation", "times", "distributions", "rollouts")
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    binary, chosen = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or chosen is None:
+        pytest.skip("needs Debian's packages chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(chosen))
+    started.set_script_timeout(20)
+    yield started
+    started.quit()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Reports of one run, and of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [save_report_run(folder / name, gain=gain) for name, gain in (("one", 0.1), ("two", 0.2))]
+    write_report(runs[:1], folder / "one.html")
+    write_report(runs, folder / "two.html")
+    return folder / "one.html", folder / "two.html"
+
+
+def until(driver: Any, expression: str, seconds: float = 15.0) -> Any:
+    """The value of a JavaScript expression, once it is true."""
+    end = time.monotonic() + seconds
+    while not (value := driver.execute_script(f"return ({expression})")):
+        assert time.monotonic() < end, f"never true: {expression}"
+        time.sleep(0.05)
+    return value
+
+
+def load(driver: Any, url: str, page: str = "overview") -> None:
+    driver.get("about:blank")
+    driver.get(f"{url}#{page}")
+    until(driver, "document.documentElement.dataset.ready")
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    return driver.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector
+    )
+
+
+def setting(driver: Any, name: str, value: str) -> None:
+    """As if typed into the filter of this name."""
+    driver.execute_script(
+        "const e = document.getElementById(arguments[0]); e.value = arguments[1];"
+        "e.dispatchEvent(new Event(e.tagName === 'SELECT' ? 'change' : 'input', { bubbles: true }))",
+        name,
+        value,
+    )
+
+
+def press(driver: Any, key: str) -> None:
+    driver.execute_script(
+        "document.body.dispatchEvent(new KeyboardEvent('keydown', { key: arguments[0], bubbles: true }))", key
+    )
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_every_page_opens_without_an_error_or_a_request(driver: Any, files: tuple[Path, Path], which: int) -> None:
+    load(driver, files[which].as_uri())
+    for log in ("browser", "performance"):
+        driver.get_log(log)
+    for page in PAGES:
+        driver.execute_script("location.hash = arguments[0]", page)
+        until(driver, f"document.querySelector('nav a[aria-current]').hash === '#{page}'")
+        for theme in ("dark", "light"):
+            driver.execute_script("setTheme(arguments[0])", theme)
+        until(driver, "document.querySelectorAll('main canvas').length || document.querySelector('main article')")
+    assert driver.title != "taken"
+    assert driver.get_log("browser") == []
+    requested = [entry["message"] for entry in driver.get_log("performance") if "requestWillBeSent" in entry["message"]]
+    assert [message for message in requested if '"url":"data:' not in message] == []
+
+
+def test_text_of_the_model_is_shown_as_text(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[0].as_uri(), "rollouts")
+    until(driver, "document.querySelector('article .message')")
+    shown = texts(driver, "article .message pre")
+    assert f"question 0 {HOSTILE}" in shown and any(HOSTILE in text for text in texts(driver, "article .gold pre"))
+    assert driver.execute_script("return document.querySelectorAll('main img, main script').length") == 0
+    press(driver, "t")
+    until(driver, "document.querySelector('.tokens')")
+    assert f"{HOSTILE}9 " in texts(driver, ".tokens span.trained")
+    driver.execute_script(
+        "document.querySelector('.tokens span.trained').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))"
+    )
+    until(driver, "document.querySelector('.tip')")
+    press(driver, "t")
+    assert driver.title == "one" and driver.get_log("browser") == []
+
+
+def test_filters_choose_rollouts(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[0].as_uri(), "rollouts")
+    every = 12 * 3 * PER_GROUP
+
+    def counted(number: int) -> None:
+        until(driver, f"document.getElementById('count').textContent === '{number} of {every} rollouts'")
+
+    counted(every)
+    for name, value, number in (
+        ("filter-step", "5", 3 * PER_GROUP),
+        ("filter-low", "2", 2 * 2),
+        ("filter-stop", "length", 2),
+        ("filter-stop", "", 4),
+        ("filter-status", "t", 2),
+        ("filter-status", "", 4),
+        ("filter-low", "", 3 * PER_GROUP),
+        ("filter-task", "task1", PER_GROUP),
+        ("filter-task", "", 3 * PER_GROUP),
+        ("filter-step", "", every),
+        ("search", "step 7 GROUP 2", PER_GROUP),
+        ("search", HOSTILE[:20], every),
+        ("search", "", every),
+    ):
+        setting(driver, name, value)
+        counted(number)
+    for name in ("filter-equal", "filter-kept"):
+        driver.execute_script("document.getElementById(arguments[0]).click()", name)
+        counted(12 * PER_GROUP)
+        driver.execute_script("document.getElementById(arguments[0]).click()", name)
+
+
+def test_a_group_is_compared_and_keys_move(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[0].as_uri(), "rollouts")
+    until(driver, "document.querySelectorAll('article').length === 1")
+    driver.execute_script("document.querySelectorAll('[title=\"show beside\"]')[2].click()")
+    until(driver, "document.querySelectorAll('article').length === 2")
+    assert "rollout 2" in texts(driver, "article h3")[1]
+    press(driver, "j")
+    until(driver, "location.hash === '#rollouts/0/1/1' && document.querySelectorAll('article').length === 1")
+    press(driver, "k")
+    until(driver, "location.hash === '#rollouts/0/1/0'")
+    press(driver, "2")
+    until(driver, "location.hash === '#curves'")
+
+
+def test_the_token_view_marks_what_is_trained_in_every_segment(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[0].as_uri(), "rollouts/0/3/0")
+    press(driver, "t")
+    until(driver, "document.querySelectorAll('.segment').length === 2")
+    first, second = texts(driver, ".segment > p")
+    assert first.startswith("segment 1 of 2: 3 of 5 tokens are trained") and second.startswith("segment 2 of 2")
+    marks = driver.execute_script("return [...document.querySelector('.tokens').children].map((e) => e.className)")
+    assert marks == ["", "", "trained", "trained", "trained"]
+    options = texts(driver, ".segment:first-child option, .segment option")
+    assert {"advantage", "log p of engine - trainer", "entropy", "weight version"} <= set(options)
+    driver.execute_script(
+        "const e = document.querySelector('.shade'); e.value = 'entropy'; e.dispatchEvent(new Event('change'))"
+    )
+    backs = driver.execute_script(
+        "return [...document.querySelector('.segment').querySelectorAll('.trained')].map((e) => e.style.background)"
+    )
+    assert len(set(backs)) == 3
+    press(driver, "t")
+    until(driver, "!document.querySelector('.tokens')")
+
+
+def test_runs_are_compared(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[1].as_uri(), "curves")
+    until(driver, "document.querySelector('[data-metric=\"reward/total\"]')")
+    driver.execute_script("document.querySelector('[data-metric=\"reward/total\"]').scrollIntoView()")
+    until(driver, "document.querySelector('[data-metric=\"reward/total\"] canvas')")
+    labels = texts(driver, '[data-metric="reward/total"] .u-label')
+    assert labels[-4:] == ["one, raw", "one", "two, raw", "two"]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, ReportServer]]:
+    run = save_report_run(tmp_path / "run")
+    with ReportServer([run]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield run, server
+        server.shutdown()
+        thread.join()
+
+
+def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Path, ReportServer]) -> None:
+    run, server = served
+    load(driver, f"http://127.0.0.1:{server.server_port}/", "rollouts")
+    setting(driver, "filter-step", "5")
+    until(driver, "document.getElementById('count').textContent.startsWith('12 of')")
+    time.sleep(1.5)  # the stream of events is open
+    append_jsonl(run / "metrics.jsonl", {"step": 13, "time": 2000.0, "reward/total": 9.5})
+    until(driver, "document.documentElement.dataset.refreshed")
+    assert driver.execute_script("return report.data.runs[0].metrics.step.at(-1)") == 13
+    until(driver, "document.getElementById('count')?.textContent.startsWith('12 of')")
+    assert driver.execute_script("return document.getElementById('filter-step').value") == "5"
+    assert driver.get_log("browser") == []
+    driver.get("about:blank")

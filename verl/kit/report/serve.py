@@ -1,0 +1,105 @@
+"""The report of running runs, which refreshes itself: server-sent events announce new steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, VerlError
+from verl.kit.report.page import render
+
+_WATCHED = ("metrics.jsonl", "collapses.jsonl", "config.yaml")
+_PERIOD_S = 1.0
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+class ReportServer(ThreadingHTTPServer):
+    """`/` is the report as of now, `/events` a stream with an event `changed` after every step of a run.
+
+    host: only pages of this host and of this machine are answered, so that no other site can read the report by a name
+        that it points here
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], host: str = "127.0.0.1", port: int = 0) -> None:
+        self.folders = folders
+        self._lock = threading.Lock()
+        self._page: tuple[object, bytes] | None = None
+        self.names = {host, *_LOCAL}
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+
+    def signature(self) -> tuple[tuple[float, int], ...]:
+        """Changes with every step of a run."""
+        return tuple(_stamp(folder / name) for folder in self.folders for name in _WATCHED)
+
+    def page(self) -> bytes:
+        """The report, written once per change."""
+        with self._lock:
+            now = self.signature()
+            if self._page is None or self._page[0] != now:
+                self._page = (now, render(self.folders, live=True)[0].encode())
+            return self._page[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "").rpartition(":")[0] not in self.server.names:
+            self.send_error(HTTPStatus.FORBIDDEN, "the host of the request is not this server")
+        elif self.path == "/":
+            self._send_page()
+        elif self.path == "/events":
+            self._send_events()
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _send_page(self) -> None:
+        try:
+            page = self.server.page()
+        except VerlError as error:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run cannot be read", str(error))
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(page)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(page)
+
+    def _send_events(self) -> None:
+        """Until the browser closes the connection; comments in between find out that it has."""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        known = self.server.signature()
+        try:
+            while True:
+                now = self.server.signature()
+                self.wfile.write(b": \n\n" if now == known else b"event: changed\ndata: \n\n")
+                self.wfile.flush()
+                known = now
+                time.sleep(_PERIOD_S)
+        except OSError:
+            return
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line per request."""
+
+
+def _stamp(path: Path) -> tuple[float, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0.0, 0)
+    return (found.st_mtime, found.st_size)
