@@ -57,7 +57,7 @@ class RunProcesses:
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
         self._remove_shared()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
     def _remove_shared(self) -> None:
         """Remove shared memory that is in use no more. A descendant of the controller may still be ending."""
@@ -86,6 +86,18 @@ class RunProcesses:
         self._foreign &= alive
         self._known = {each for each in self._known & alive if each[0] not in (self._controller, os.getpid())}
         return {(pid, start) for pid, start in self._known if self._controller not in above[pid]}
+
+
+def remove_tree(folder: str | os.PathLike[str]) -> None:
+    """As far as possible, also folders without permissions, such as those of an overlay."""
+
+    def unlock(_: object, path: str, __: object) -> None:
+        with suppress(OSError):
+            os.chmod(path, 0o700)
+            shutil.rmtree(path, ignore_errors=True)
+
+    shutil.rmtree(folder, onerror=unlock)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _process_table() -> dict[int, tuple[int, int]]:

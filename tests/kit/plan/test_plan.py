@@ -44,6 +44,7 @@ from verl.kit.plan.plan import (
     read_shape,
     shape_of,
 )
+from verl.kit.plan.show import format_episode
 from verl.kit.preflight.local_group import LocalGroup
 from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.builders.algorithm import build_algorithm
@@ -160,6 +161,21 @@ def needed_gib(plan: Plan) -> float:
 
 def sums(plan: Plan) -> dict[str, float]:
     return {phase: sum(terms.values()) / GIB for phase, terms in plan.memory().items()}
+
+
+def test_an_episode_of_maximum_length_is_one_pack_on_one_rank() -> None:
+    """As an update whose packs hold nothing else; a fourth of the length needs less."""
+    words = ["data.max_prompt_length=8192", "data.max_response_length=24576", "actor.max_tokens_per_pack=32768"]
+    words += ["model.enable_gradient_checkpointing=true", "trainer.n_gpus_per_node=8"]
+    lone = replace(
+        plan_of([*words, "rollout.n=1", "algorithm.name=reinforce_pp"]), lengths=Lengths(8192, 24576, "given")
+    )
+    assert lone.episode_gib() == pytest.approx(sums(lone)["update"])
+    episode = plan_of(words).episode_gib()
+    short = plan_of([*words, "data.max_prompt_length=2048", "data.max_response_length=6144"]).episode_gib()
+    assert short < episode
+    assert format_episode(plan_of(words, "h200")).startswith("32768 tokens at most, fits on one h200 without")
+    assert "does not fit on one l4 without context parallelism" in format_episode(plan_of(words, "l4"))
 
 
 def test_states_are_sixteen_bytes_a_parameter_dealt_to_the_ranks() -> None:

@@ -94,8 +94,11 @@ def test_a_run_that_no_gpu_holds_is_found_before_it_starts(model: Path, tmp_path
     words = [*run_words(model, tmp_path, "vllm", steps=1), "rollout.gpu_memory_utilization=1.0"]
     config = load_config([word for word in words if word != "trainer.device=cpu"])
     plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "a100"))
-    with pytest.raises(ConfigError, match=r"rollout needs .* of 79.2 GiB. Set rollout.gpu_memory_utilization=0.8"):
+    with pytest.raises(
+        ConfigError, match=r"rollout needs .* of 79.2 GiB. .* Set rollout.gpu_memory_utilization=0.8"
+    ) as e:
         check_memory(plan)
+    assert "tokens at most, fits on one a100 without context parallelism" in str(e.value)
 
 
 class Indifferent:

@@ -98,8 +98,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
         factory = runner.run(make())
         yield Place(runner, factory, environment, row_of(folder, environment))
+        folder = factory.runtimes.episodes  # type: ignore[attr-defined]
         runner.run(factory.close())
-        assert not factory.runtimes.folder.exists()  # type: ignore[attr-defined]
+        assert not folder.exists()
 
 
 @pytest.fixture

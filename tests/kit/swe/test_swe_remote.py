@@ -217,7 +217,7 @@ def test_leases_bound_the_runtimes_and_end_with_their_clients(tmp_path: Path) ->
             await runtime.close()
             assert (await client.get("/health")).json() == {"leases": 0}
         await pool.close()
-        assert not list((tmp_path / "server").glob("episode-*"))
+        assert not list((tmp_path / "server").rglob("episode-*"))
 
     with runtime_server(tmp_path, "--capacity", "1", "--queue", "1", "--lease-s", "2") as url:
         run(main(url))

@@ -107,16 +107,29 @@ class Plan:
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""
-        models = [self.policy, self.critic] if self.critic else [self.policy]
         temporary: dict[str, Terms] = {
             "rollout": {},
-            "score": scoring(self.policy, self.pack, self.rank),
-            "update": _largest(updating(model, self.pack, self.rank) for model in models),
-            "step": _largest(optimizer_step(model, self.rank) for model in models),
+            **self._passes(self.pack),
+            "step": _largest(optimizer_step(model, self.rank) for model in self._trained),
             "weight_sync": weight_export(self.policy, BUCKET_BYTES),
             "save": weight_export(self.policy),  # full tensors, one at a time
         }
         return {**{phase: self._resident(phase) | terms for phase, terms in temporary.items()}, "engine": self.engine()}
+
+    @property
+    def _trained(self) -> list[ModelShape]:
+        return [self.policy, self.critic] if self.critic else [self.policy]
+
+    def _passes(self, pack: PackShape) -> dict[str, Terms]:
+        """{phase: bytes by term} of passes over a pack."""
+        update = _largest(updating(model, pack, self.rank) for model in self._trained)
+        return {"score": scoring(self.policy, pack, self.rank), "update": update}
+
+    def episode_gib(self) -> float:
+        """What a rank needs for a pack of one episode of maximum length, which no two ranks share."""
+        data = self.config.data
+        alone = PackShape.of(self.longest, data.max_prompt_length, data.max_response_length, 1, shared=False)
+        return max(sum((self._resident(phase) | terms).values()) for phase, terms in self._passes(alone).items()) / GIB
 
     def _resident(self, phase: str) -> Terms:
         """What stays on the device between phases, except what is offloaded in this one."""

@@ -21,6 +21,7 @@ def show(plan: Plan, console: Console) -> None:
         "batch": config.batch_arithmetic(),
         "pack": f"at most {pack.tokens:.0f} tokens, {pack.trained:.0f} of them trained at the maximum response length "
         f"({config.data.max_response_length})",
+        "episode": format_episode(plan),
         "devices": format_devices(plan),
         "engine": f"KV cache for {plan.sequences:.0f} sequences of {plan.longest} tokens, "
         f"{plan.max_num_seqs} decoded concurrently",
@@ -33,6 +34,16 @@ def show(plan: Plan, console: Console) -> None:
         if not config.rollout.colocated:
             console.print(format_split(plan), markup=False, soft_wrap=True)
     print_suggestions(plan, console)
+
+
+def format_episode(plan: Plan) -> str:
+    """Whether the longest episode can be trained; there is no context parallelism that would cut it."""
+    needed, room = plan.episode_gib(), plan.hardware.memory_gib
+    does = "fits" if needed <= room else "does not fit"
+    where = "a rank" if plan.hardware.on_cpu else f"one {plan.hardware.name}"
+    return (
+        f"{plan.longest} tokens at most, {does} on {where} without context parallelism: {needed:.1f} of {room:.1f} GiB"
+    )
 
 
 def format_devices(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from verl.kit.lab.__main__ import try_rewards, written_response
 from verl.kit.plan.memory import GIB
 from verl.kit.plan.parity import small_copy
 from verl.kit.plan.plan import Plan
-from verl.kit.plan.show import format_suggestions
+from verl.kit.plan.show import format_episode, format_suggestions
 from verl.kit.preflight.local_group import LocalGroup
 from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.pretrained import read_model_config
@@ -64,6 +64,7 @@ def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> N
         ("reward", check_reward(rewards, tasks, style)),
         ("step", check_step(small_copy(shape), chat, rewards, tasks, config, style)),
         ("batch", config.batch_arithmetic()),
+        ("episode", format_episode(plan)),
         ("memory", check_memory(plan)),
     ):
         console.print(f"preflight {name:9}{result}", markup=False, soft_wrap=True)
@@ -202,5 +203,6 @@ def check_memory(plan: Plan) -> str:
     )
     violations = plan.violations()
     if violations and not plan.hardware.on_cpu:
-        raise ConfigError(f"{'; '.join(violations)}. Set {format_suggestions(plan)}")
+        episode = f"The longest episode has {format_episode(plan)}"
+        raise ConfigError(f"{'; '.join(violations)}. {episode}. Set {format_suggestions(plan)}")
     return "; ".join([summary, *violations])

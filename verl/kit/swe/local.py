@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
+import os
 import signal
 import site
 import socket
@@ -24,6 +24,7 @@ from verl.errors import ConfigError, DataError
 from verl.kit.sandbox.cgroups import HINT, CgroupPool, find_cgroups
 from verl.kit.sandbox.fork_server import BWRAP_HINT, check_isolation, confinement, in_bubblewrap, send_hello
 from verl.kit.sandbox.inside import frames
+from verl.kit.swe.abandoned import new_folder, remove_abandoned
 from verl.kit.swe.image import image_key, prepare_image
 from verl.kit.swe.runtime import (
     DEFAULT_SESSION,
@@ -36,6 +37,7 @@ from verl.kit.swe.runtime import (
 )
 from verl.kit.swe.shell import RuntimeShell
 from verl.kit.swe.tasks import SweTask
+from verl.system.watcher import remove_tree
 
 ENVIRONMENT = "/environment"  # the task's interpreter, in every runtime
 BASE_GIT = "/base.git"
@@ -62,7 +64,7 @@ VARIABLES = {
 class LocalRuntimes:
     """Starts runtimes.
 
-    folder:  for images and episodes, on a disk; default: a temporary one, made when needed and removed by `close`
+    folder:  for images, which stay there, and episodes, on a disk; default: the temporary folder, without images
     overlay: share the repository among the runtimes of a task if the kernel can; else each has a copy
     """
 
@@ -76,10 +78,21 @@ class LocalRuntimes:
         self._folder = folder
         self._images: dict[str, asyncio.Task[Path]] = {}
         self._open: set[LocalRuntime] = set()
+        self._lock: int | None = None  # of the folder `episodes`
+
+    @property
+    def folder(self) -> Path:
+        """Of the images."""
+        return self._folder or self.episodes
 
     @cached_property
-    def folder(self) -> Path:
-        return self._folder or Path(tempfile.mkdtemp(prefix="verl-runtimes-"))
+    def episodes(self) -> Path:
+        """Made when needed, and removed by `close`; that of a killed process by the watcher of its run, or here."""
+        place = self._folder or Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # TMPDIR: the run's own
+        place.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(place)
+        folder, self._lock = new_folder(place)
+        return folder
 
     async def image(self, task: SweTask) -> Path:
         """The folder of a task's repository, shared by all of its runtimes."""
@@ -111,8 +124,10 @@ class LocalRuntimes:
         await asyncio.gather(*(runtime.close() for runtime in list(self._open)))
         if self._pool:
             await asyncio.to_thread(self._pool.close)
-        if self._folder is None and "folder" in vars(self):
-            await asyncio.to_thread(_remove, self.folder)
+        if self._lock is not None:
+            await asyncio.to_thread(remove_tree, self.episodes)
+            os.close(self._lock)
+            self._lock = None
 
     def forget(self, runtime: LocalRuntime) -> None:
         self._open.discard(runtime)
@@ -132,7 +147,7 @@ class LocalRuntime(FilesByPrograms):
         self.limits = task.limits
         self.layered = True
         self._owner, self._image, self._environment = owner, image, task.environment
-        self._folder = Path(tempfile.mkdtemp(prefix="episode-", dir=owner.folder))
+        self._folder = Path(tempfile.mkdtemp(prefix="episode-", dir=owner.episodes))
         self._shells: dict[str, RuntimeShell] = {}
         self._supervisor: SupervisorLink | None = None
         self._closed = False
@@ -181,7 +196,7 @@ class LocalRuntime(FilesByPrograms):
         supervisor = self.supervisor
         hard_s = self.limits.command_s if timeout_s is None else timeout_s
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(tempfile.TemporaryFile(dir=self._owner.folder)) for _ in range(3)]
+            files = [stack.enter_context(tempfile.TemporaryFile(dir=self._owner.episodes)) for _ in range(3)]
             files[0].write(stdin)
             files[0].seek(0)
             pid = await supervisor.spawn(argv, self.variables(env), cwd, [file.fileno() for file in files])
@@ -211,7 +226,7 @@ class LocalRuntime(FilesByPrograms):
                 shell.forget()
             if self._supervisor:
                 await self._supervisor.close()
-            await asyncio.to_thread(_remove, self._folder)
+            await asyncio.to_thread(remove_tree, self._folder)
             self._owner.forget(self)
 
     @property
@@ -418,15 +433,3 @@ def _hidden_folders(environment: str) -> list[str]:
     found += Path("/usr/local/lib").glob("python*/*-packages")
     inside = [path for path in found if path.is_dir() and any(path.is_relative_to(each) for each in visible)]
     return sorted({str(path) for path in inside})
-
-
-def _remove(folder: Path) -> None:
-    """Also folders without permissions, such as those of an overlay."""
-
-    def unlock(_: Any, path: Any, __: Any) -> None:
-        with contextlib.suppress(OSError):
-            Path(path).chmod(0o700)
-            shutil.rmtree(path, ignore_errors=True)
-
-    shutil.rmtree(folder, onerror=unlock)
-    shutil.rmtree(folder, ignore_errors=True)
