@@ -80,7 +80,6 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
     alarms = [{"step": each.get("step"), "text": "; ".join(map(str, each.get("alarms") or ()))} for each in run.alarms]
     return {
         "name": run.name,
-        "folder": str(run.folder),
         "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
         "all_settings": dict(run.settings),
         "verdict": verdict(run),

@@ -40,12 +40,12 @@ function range(low, high) {
 }
 
 // series: [{label, color, width, fill, dash}] for data [xs, ys, ..]
-function draw(box, data, series, { height = 180, marks = [], legend = report.data.runs.length > 1, bands = [] } = {}) {
+function draw(box, data, series, { height = 180, marks = [], legend = report.data.runs.length > 1, bands = [], zero = false } = {}) {
   const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { stroke: color("line") } };
   const format = (_, value) => (value === null || value === undefined ? "" : shown(value));
   const plot = new uPlot({
     width: Math.max(200, box.clientWidth - 20), height, bands, legend: { show: legend },
-    scales: { x: { time: false }, y: { range: (_, low, high) => range(low, high) } },
+    scales: { x: { time: false }, y: { range: (_, low, high) => (zero ? [0, high * 1.05] : range(low, high)) } },
     axes: [{ ...axis, label: AXES[view.axis], labelSize: 18, size: 34 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => shown(tick)) }],
     series: [{ label: AXES[view.axis], value: format }, ...series.map((each) => ({
       stroke: each.color, width: each.width ?? 1.5, label: each.label, fill: each.fill, dash: each.dash, value: format,
@@ -174,7 +174,7 @@ function drawStacked(box, run, names) {
   const order = names.map((_, number) => names.length - 1 - number);
   const hue = (number) => HUES[number % HUES.length];
   draw(box, [timed.map((place) => axisOf(run)[place]), ...order.map((number) => sums[number])],
-    order.map((number) => ({ label: `up to ${names[number]}`, color: hue(number), width: 1, fill: hue(number), quiet: true })), { height: 260, legend: false });
+    order.map((number) => ({ label: `up to ${names[number]}`, color: hue(number), width: 1, fill: hue(number), quiet: true })), { height: 260, legend: false, zero: true });
   box.append(element("p", {}, names.map((name, number) => [element("span", { class: "swatch", style: `background:${hue(number)}` }), ` ${name}  `]).flat()));
 }
 

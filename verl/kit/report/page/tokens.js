@@ -5,6 +5,7 @@ const SHADES = {
   entropy: "entropy", importance: "importance weight", loss: "share of the loss", versions: "weight version", returns: "return", values: "value",
 };
 const SIGNED = new Set(["advantages", "difference", "loss", "returns", "values"]);
+const LONG_CONTEXT = 40; // tokens; a longer one is folded
 const tokenState = { shade: "advantages" };
 
 function tokenColumns(sample) {
@@ -69,14 +70,17 @@ function tokenView(sample) {
     });
     legend.textContent = values.length ? `from ${shown(limits.low)} to ${shown(limits.high)}` : "";
   };
-  text.append(...spans);
+  const leading = sample.mask.indexOf(1) < 0 ? spans.length : sample.mask.indexOf(1);
+  const folded = leading > LONG_CONTEXT;
+  if (folded) text.append(element("details", {}, element("summary", {}, `${leading} tokens of context, not trained`), spans.slice(0, leading)));
+  text.append(...spans.slice(folded ? leading : 0));
   text.addEventListener("mouseover", (event) => { if (event.target.dataset.place) tip(event, describe(Number(event.target.dataset.place))); });
   text.addEventListener("mouseleave", hideTip);
   const select = element("select", { class: "shade", title: "color of the tokens", onchange: (event) => { tokenState.shade = event.target.value; paint(); } },
     names.map((name) => element("option", { value: name, selected: name === tokenState.shade }, SHADES[name])));
   paint();
   const segment = sample.num_segments > 1 ? `segment ${sample.segment + 1} of ${sample.num_segments}: ` : "";
-  const share = sample.loss_share === null ? "not computed in the update: its advantage is zero" : `share of the loss ${shown(sample.loss_share)} of ${shown(sample.loss)}`;
+  const share = sample.loss_share === null ? "not computed in the update: its advantage is zero" : `its share of the loss is ${shown(sample.loss_share)}, and that of all samples ${shown(sample.loss)}`;
   return element("section", { class: "segment" },
     element("p", {}, `${segment}${count} of ${sample.ids.length} tokens are trained (underlined); ${share}. Returns of the group: ${sample.group_returns.map((value) => shown(value, 3)).join(", ")}`),
     element("div", { class: "bar" }, select, legend), text);
