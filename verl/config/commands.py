@@ -82,6 +82,11 @@ def _check_training(config: Config) -> None:
             "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of "
             "observation tokens"
         )
+    if config.env.on_sampling == "honor" and config.algorithm.old_logprobs == "rollout":
+        raise ConfigError(
+            "env.on_sampling=honor needs algorithm.old_logprobs=trainer: the engine's log-probs of such responses are "
+            "those of another distribution"
+        )
     parallel = rollout.tensor_model_parallel_size
     if rollout.colocated and trainer.n_gpus_per_node % parallel:
         raise ConfigError(

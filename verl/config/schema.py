@@ -244,6 +244,7 @@ class EnvConfig:
     agent: str | None = None  # with name=agent: your program, file.py:function or module:function (docs/agents.md) ..
     command: str | None = None  # .. or a command line; {task_json} becomes the path of a file with the task
     python: str | None = None  # the interpreter with the agent's packages; default: that of the run
+    on_sampling: str = "replace"  # an agent's own sampling settings: replace (by the run's) | refuse | honor
     tool_call_format: str | None = None  # text format of calls and observations (docs/tool_call_formats.md), or auto
     tool_call_format_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
@@ -265,8 +266,10 @@ class EnvConfig:
         _positive(self, "env.", "tool_timeout_s", "turn_timeout_s")
         _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
-        if self.name != "agent" and (self.agent or self.command or self.python):
-            raise ConfigError(f"env.agent, env.command and env.python need env.name=agent; it is {self.name}")
+        _one_of(("replace", "refuse", "honor"), "env.on_sampling", self.on_sampling)
+        if self.name != "agent" and (self.agent or self.command or self.python or self.on_sampling != "replace"):
+            keys = "env.agent, env.command, env.python and env.on_sampling"
+            raise ConfigError(f"{keys} need env.name=agent; it is {self.name}")
         if self.name != "single_turn" and self.tool_call_format is None:
             raise ConfigError(f"env.name={self.name} needs env.tool_call_format (docs/tool_call_formats.md)")
 

@@ -101,11 +101,21 @@ class ProgramPolicy:
         room = min(sample, limits.max_tokens - (num_tokens - prompt_length))
         return min(room, limits.max_turn_tokens or room)
 
-    async def generate(self, prompt_ids: Sequence[int], max_tokens: int, stop_strings: tuple[str, ...]) -> Completion:
-        """The response to these tokens; requests may run concurrently. Raises ServiceDownError if it is aborted."""
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        stop_strings: tuple[str, ...],
+        sampling: Sampling | None = None,
+    ) -> Completion:
+        """The response to these tokens; requests may run concurrently. Raises ServiceDownError if it is aborted.
+
+        sampling: in place of the run's
+        """
         seed = None if self.seed is None else self.seed + self._num_requests * SEEDS_BETWEEN_TURNS
         self._num_requests += 1
-        sampling = replace(self.sampling, n=1, max_tokens=max_tokens, stop_strings=stop_strings, seed=seed)
+        own = sampling or self.sampling
+        sampling = replace(own, n=1, max_tokens=max_tokens, stop_strings=stop_strings, seed=seed)
         with self.timer.paused():
             (completion,) = await self.engine.generate(tuple(prompt_ids), sampling)
         if completion.finish_reason is FinishReason.ABORT:

@@ -14,6 +14,7 @@ from verl.formats.base import build_tool_call_format
 from verl.kit.agent.ledger import Segment
 from verl.kit.agent.requests import ChatRequest, ChatResponse
 from verl.kit.agent.session import Session, received
+from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Message, ToolSpec
 
 WEATHER = ToolSpec("weather", "", {"type": "object", "properties": {"city": {"type": "string"}}})
@@ -36,13 +37,22 @@ class ScriptedPolicy:
     max_turns: int = 1000
     longest: int = 100_000
     observations: ObservationTokenizer = field(default_factory=observations)
+    sampling: Sampling = field(default_factory=lambda: Sampling(1))
     saw: list[tuple[tuple[int, ...], tuple[str, ...]]] = field(default_factory=list)
     said: list[Completion] = field(default_factory=list)
+    sampled_with: list[Sampling | None] = field(default_factory=list)
 
     def room(self, prompt_length: int, num_tokens: int) -> int:
         return self.longest - num_tokens
 
-    async def generate(self, prompt_ids: Sequence[int], max_tokens: int, stop_strings: tuple[str, ...]) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        stop_strings: tuple[str, ...],
+        sampling: Sampling | None = None,
+    ) -> Completion:
+        self.sampled_with.append(sampling)
         self.saw.append((tuple(prompt_ids), stop_strings))
         text, number = next(self.texts), len(self.saw)
         await self.wait()

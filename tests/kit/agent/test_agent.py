@@ -151,10 +151,16 @@ def test_an_agent_that_cannot_be_started_is_refused_before_the_run(
         asyncio.run(make().check_services())
 
 
-@pytest.mark.parametrize("key", ["env.agent=my_agent.py:run", "env.command=ls", "env.python=/usr/bin/python3"])
+@pytest.mark.parametrize("key", ["env.agent=a.py:run", "env.command=ls", "env.python=python", "env.on_sampling=honor"])
 def test_keys_of_agents_need_the_environment(key: str) -> None:
     with pytest.raises(ConfigError, match=r"need env.name=agent; it is single_turn"):
         load_config(["recipe=mini_grpo", key])
+
+
+def test_honored_sampling_needs_log_probs_of_the_trainer() -> None:
+    agent = ["recipe=mini_grpo", "env.name=agent", "env.command=ls", "env.tool_call_format=toolrl", "reward.name=env"]
+    with pytest.raises(ConfigError, match=r"env.on_sampling=honor needs algorithm.old_logprobs=trainer"):
+        load_config([*agent, "env.on_sampling=honor", "algorithm.old_logprobs=rollout"])
 
 
 def command(source: str, python: str | None = None) -> AgentFactory:

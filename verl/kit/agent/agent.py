@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ from verl.kit.agent.launcher import (
     read_reward_file,
 )
 from verl.kit.agent.rewards import read_reward
+from verl.kit.agent.sampling import OnSampling
 from verl.kit.agent.session import Session
 from verl.types import Message, Score, StopReason, Task, Turn
+
+_log = logging.getLogger(__name__)
 
 
 class AgentFactory(EnvFactory):
@@ -32,11 +36,20 @@ class AgentFactory(EnvFactory):
 
     agent: file.py:function, called as `function(base_url, task)`; or command: a command line
     python: the interpreter with the agent's packages; default: the trainer's
+    on_sampling: what happens to sampling settings of requests that differ from the run's
     """
 
-    def __init__(self, agent: str | None = None, command: str | None = None, python: str | None = None) -> None:
+    def __init__(
+        self,
+        agent: str | None = None,
+        command: str | None = None,
+        python: str | None = None,
+        on_sampling: str = OnSampling.REPLACE,
+    ) -> None:
         """Raises ConfigError for a program that cannot be found."""
         self.launcher = build_launcher(agent, command, python)
+        self.on_sampling = OnSampling(on_sampling)
+        self._overridden: set[str] = set()  # named so far
         self._gateway: Gateway | None = None
         self._starting = asyncio.Lock()
 
@@ -49,6 +62,12 @@ class AgentFactory(EnvFactory):
             await self.launcher.check()
         finally:
             await self.launcher.close()  # the episodes may run in another event loop
+
+    def note_overridden(self, names: Set[str]) -> None:
+        """Name each setting once."""
+        if new := sorted(names - self._overridden):
+            self._overridden |= names
+            _log.warning("sampling settings of the agent are replaced by the run's: %s", ", ".join(new))
 
     async def gateway(self) -> Gateway:
         async with self._starting:
@@ -75,12 +94,13 @@ class AgentEnv(ProgramEnv):
 
     async def run(self, policy: ProgramPolicy) -> StopReason:
         gateway = await self._factory.gateway()
-        session = self._session = Session(policy)
+        session = self._session = Session(policy, on_sampling=self._factory.on_sampling)
         try:
             with gateway.serving(session), episode_folder() as folder:
                 await self._run_program(session, gateway.url(session), Path(folder))
         finally:
             await session.close()
+            self._factory.note_overridden(session.overridden)
         return session.limit or StopReason.STOP
 
     async def judge(self) -> Score | None:

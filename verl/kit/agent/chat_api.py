@@ -10,7 +10,7 @@ from typing import Any
 from verl.data.messages import read_messages, read_tools
 from verl.errors import DataError
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, bad_request
-from verl.types import ToolCall
+from verl.types import Message, ToolCall, ToolSpec
 
 MODEL = "policy"
 # Settings of how the policy samples: the run's count instead (env.on_sampling). {name: the value that changes nothing}
@@ -48,14 +48,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     sampling = {name: body[name] for name in SAMPLING if body.get(name) not in (None, SAMPLING[name])}
     if choice not in (None, "auto", "none"):
         sampling["tool_choice"] = choice  # would need constrained decoding, whose log-probs are not the policy's
-    try:
-        messages, tools = read_messages(body.get("messages"), "messages"), read_tools(body.get("tools"))
-    except DataError as error:
-        raise bad_request(
-            f"{error.problem}{f'; expected {error.expected}' if error.expected else ''}", error.field
-        ) from error
-    if messages[-1].role == "assistant":
-        raise bad_request("ends with an assistant message, which cannot be continued", "messages")
+    messages, tools = conversation(body.get("messages"), body.get("tools"))
     return ChatRequest(
         messages,
         tools,
@@ -64,6 +57,34 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
         bool(tools) and choice != "none",
         sampling,
     )
+
+
+def conversation(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
+    """Messages and tools in OpenAI's format. Raises ApiError."""
+    try:
+        read, offered = read_messages(_without_places(messages), "messages"), read_tools(tools)
+    except DataError as error:
+        expected = f"; expected {error.expected}" if error.expected else ""
+        raise bad_request(f"{error.problem}{expected}", error.field) from error
+    if read[-1].role == "assistant":
+        raise bad_request("ends with an assistant message, which cannot be continued", "messages")
+    return read, offered
+
+
+def _without_places(messages: Any) -> Any:
+    """The messages without the places of their calls, which SDKs keep when they put a stream together."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**each, "tool_calls": [_without(call, "index") for call in each["tool_calls"]]}
+        if isinstance(each, Mapping) and isinstance(each.get("tool_calls"), list)
+        else each
+        for each in messages
+    ]
+
+
+def _without(value: Any, key: str) -> Any:
+    return {name: each for name, each in value.items() if name != key} if isinstance(value, Mapping) else value
 
 
 def read_limit(body: Mapping[str, Any], name: str) -> int | None:

@@ -10,8 +10,10 @@ import hmac
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -22,11 +24,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verl.errors import ServiceDownError
-from verl.kit.agent import chat_api
-from verl.kit.agent.chat_api import MODEL, chat_error
+from verl.kit.agent.chat_api import MODEL, chat_chunks, chat_completion, chat_error, read_chat
+from verl.kit.agent.messages_api import anthropic_error, anthropic_events, anthropic_message, read_anthropic
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse
+from verl.kit.agent.responses_api import read_responses, response_events, response_object
 from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.session import Exchange, Session
+from verl.kit.agent.token_api import read_tokens, token_events, token_response
 from verl.kit.serving.serving import BoundedProtocol, Gate, ServingConfig
 
 _log = logging.getLogger(__name__)
@@ -34,7 +38,33 @@ _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _GRACE_S = 2
 _PING_S = 15.0  # between comments in a stream whose response is not there yet
 
-Events = Iterator[Mapping[str, Any]]
+Body = Mapping[str, Any]
+Answer = Callable[[Session, Request], Awaitable[Response]]
+ErrorShape = Callable[[ApiError], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Api:
+    """How an API writes requests, responses, streams and errors. named: events of its streams have a type"""
+
+    read: Callable[[Body], ChatRequest]
+    whole: Callable[[ChatResponse, Body], dict[str, Any]]
+    events: Callable[[ChatResponse, Body], Iterator[dict[str, Any]]]
+    error: ErrorShape = chat_error
+    named: bool = False
+
+    def event(self, content: Mapping[str, Any], kind: str = "") -> str:
+        """The event of a stream. kind: its type, if the content has none"""
+        head = f"event: {content.get('type', kind)}\n" if self.named else ""
+        return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+APIS: Mapping[str, Api] = {  # by path
+    "/v1/chat/completions": Api(read_chat, chat_completion, chat_chunks),
+    "/v1/responses": Api(read_responses, response_object, response_events, named=True),
+    "/v1/messages": Api(read_anthropic, anthropic_message, anthropic_events, anthropic_error, named=True),
+    "/generate": Api(read_tokens, token_response, token_events),
+}
 
 
 class _Server(uvicorn.Server):
@@ -111,26 +141,25 @@ class Gateway:
             del self._sessions[session.id]
 
     def _app(self) -> Starlette:
-        def route(path: str, answer: Callable[..., Any], method: str = "POST") -> Route:
-            return Route(f"/sessions/{{session}}{path}", self._authorized(answer), methods=[method])
+        def route(path: str, answer: Answer, error: ErrorShape = chat_error, method: str = "POST") -> Route:
+            return Route(f"/sessions/{{session}}{path}", self._authorized(answer, error), methods=[method])
 
         return Starlette(
             routes=[
-                route("/v1/chat/completions", self._chat),
-                route("/v1/models", _models, "GET"),
+                *(route(path, partial(_respond, api), api.error) for path, api in APIS.items()),
+                route("/v1/models", _models, method="GET"),
                 route("/reward", _reward),
             ]
         )
 
-    def _authorized(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+    def _authorized(self, answer: Answer, shape: ErrorShape) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint with the session of its path, whose key the request must have; errors as SDKs expect."""
 
         async def endpoint(request: Request) -> Response:
             try:
-                response: Response = await answer(self._session(request), request)
+                return await answer(self._session(request), request)
             except ApiError as error:
-                return JSONResponse(chat_error(error), error.status)
-            return response
+                return JSONResponse(shape(error), error.status)
 
         return endpoint
 
@@ -142,20 +171,14 @@ class Gateway:
             raise ApiError(401, "invalid_api_key", "the session is over, or this is not its key")
         return session
 
-    async def _chat(self, session: Session, request: Request) -> Response:
-        raw, body = await _json(request)
-        asked = chat_api.read_chat(body)
-        exchange = _exchange(session, request, asked, raw)
-        if body.get("stream"):
-            chunks = lambda response: chat_api.chat_chunks(response, body)  # noqa: E731
-            return _stream(session, exchange, chunks)
-        response = await session.response(exchange)
-        return _Delivered(JSONResponse(chat_api.chat_completion(response, body)), exchange)
 
-
-def _exchange(session: Session, request: Request, asked: ChatRequest, raw: bytes) -> Exchange:
+async def _respond(api: Api, session: Session, request: Request) -> Response:
+    raw, body = await _json(request)
     retried = request.headers.get(_RETRY_HEADER, "0") != "0"
-    return session.exchange(asked, request.url.path.encode() + b"\n" + raw, retried)
+    exchange = session.exchange(api.read(body), request.url.path.encode() + b"\n" + raw, retried)
+    if body.get("stream"):
+        return _stream(api, session, exchange, body)
+    return _Delivered(JSONResponse(api.whole(await session.response(exchange), body)), exchange)
 
 
 async def _json(request: Request) -> tuple[bytes, dict[str, Any]]:
@@ -169,7 +192,7 @@ async def _json(request: Request) -> tuple[bytes, dict[str, Any]]:
     return raw, body
 
 
-def _stream(session: Session, exchange: Exchange, chunks: Callable[[ChatResponse], Events]) -> StreamingResponse:
+def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> StreamingResponse:
     """Server-sent events. An error after the start of the stream is an event, too."""
 
     async def events() -> AsyncIterator[str]:
@@ -177,12 +200,15 @@ def _stream(session: Session, exchange: Exchange, chunks: Callable[[ChatResponse
         try:
             while not (await asyncio.wait([waiting], timeout=_PING_S))[0]:
                 yield ": waiting for the policy\n\n"
-            for chunk in chunks(waiting.result()):
-                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            *most, last = api.events(waiting.result(), body)
+            for event in most:
+                yield api.event(event)
             exchange.delivered = True  # many clients do not wait for the end of the stream
-            yield "data: [DONE]\n\n"
+            yield api.event(last)
+            if not api.named:
+                yield "data: [DONE]\n\n"
         except ApiError as error:
-            yield f"data: {json.dumps(chat_error(error))}\n\n"
+            yield api.event(api.error(error), "error")
         finally:
             waiting.cancel()
 

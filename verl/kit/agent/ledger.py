@@ -15,7 +15,7 @@ from itertools import chain
 
 from verl.chat.observations import ObservationTokenizer
 from verl.envs.base import Observation
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError, DataError, VerlError
 from verl.types import Completion, Message, ParsedResponse, ToolSpec, Turn
 
 
@@ -35,12 +35,13 @@ class Segment:
     opening: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     prompt_length: int
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # empty if its requests are tokens
     turns: list[Turn] = field(default_factory=list)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     written: str = ""  # the policy's text since the last context
     ended: bool = True  # whether the policy ended its turn
     busy: bool = False
+    last: Draft | None = None  # of the last turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,19 @@ class Ledger:
         self._segments.append(segment)
         return self._draft(segment, messages, messages, prompt)
 
+    def place_tokens(self, token_ids: Sequence[int]) -> Draft:
+        """Like `place`, for a request that is the tokens themselves. Raises DataError for an id without a token."""
+        if max(token_ids) >= len(self._observations.chat.tokenizer):
+            raise DataError("is not in the vocabulary", field="input_ids")
+        whole = array("i", token_ids)
+        for segment in sorted(self._segments, key=lambda each: -len(each.token_ids)):
+            length = len(segment.token_ids)
+            if segment.turns and not segment.busy and length < len(whole) and segment.token_ids == whole[:length]:
+                return self._draft(segment, (), (), whole[length:])
+        segment = Segment((), (), len(whole), ())
+        self._segments.append(segment)
+        return self._draft(segment, (), (), whole)
+
     def _draft(
         self, segment: Segment, messages: tuple[Message, ...], added: tuple[Message, ...], context: array[int]
     ) -> Draft:
@@ -104,7 +118,8 @@ class Ledger:
         """The segments that the messages continue, the longest conversation first."""
         for segment in sorted(self._segments, key=lambda each: -len(each.messages)):
             known, added = segment.messages, messages[len(segment.messages) :]
-            alike = segment.turns and not segment.busy and segment.tools == tools and _is_continued(known, messages)
+            open_for_more = bool(segment.turns and known) and not segment.busy and segment.tools == tools
+            alike = open_for_more and _is_continued(known, messages)
             if alike and added and all(message.role != "assistant" for message in added):
                 yield segment
 
@@ -134,8 +149,8 @@ class Ledger:
         segment.turns[-1] = replace(segment.turns[-1], message=message, parsed=parsed)
         sampled = [token for piece in pieces for token in piece.token_ids]
         segment.written, segment.ended = self._observations.written(sampled), self._observations.ended(sampled)
-        segment.messages = (*draft.messages, received)
-        segment.busy = False
+        segment.messages = (*draft.messages, received) if draft.messages else ()
+        segment.last, segment.busy = draft, False
 
     def release(self, draft: Draft) -> None:
         """Give up a request that got no response; the conversation may be sent again."""
@@ -146,7 +161,7 @@ class Ledger:
     def drop(self, draft: Draft) -> bool:
         """Remove a response that never reached the program. Returns whether nothing continues from it."""
         segment = draft.segment
-        if len(segment.messages) != len(draft.messages) + 1:
+        if segment.last is not draft:
             return False
         del segment.turns[draft.place :]
         self._order = [(each, place) for each, place in self._order if each is not segment or place < draft.place]

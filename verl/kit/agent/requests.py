@@ -29,6 +29,7 @@ class ChatRequest:
     max_tokens: of the response; None: as many as fit
     reads_calls: whether tool calls are parsed (not with tool_choice=none)
     sampling: the request's own sampling settings, which differ from the run's or may do so
+    token_ids: in place of messages
     """
 
     messages: tuple[Message, ...]
@@ -37,6 +38,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     reads_calls: bool = True
     sampling: Mapping[str, object] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()
 
 
 class Finish(StrEnum):

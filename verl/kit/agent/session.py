@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 from typing import Protocol
 
 from verl.chat.observations import ObservationTokenizer
@@ -14,8 +16,10 @@ from verl.errors import ConfigError, DataError
 from verl.formats.base import Calls, Continue, Final, ParseError
 from verl.formats.response import parsed_response
 from verl.kit.agent.ledger import Draft, Ledger
-from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish
+from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request
+from verl.kit.agent.sampling import OnSampling, differing, honored
 from verl.kit.openai_server.parsing import ResponseReader
+from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Message, ParsedResponse, Score, StopReason, ToolCall
 
 
@@ -31,8 +35,17 @@ class Policy(Protocol):
     def room(self, prompt_length: int, num_tokens: int) -> int:
         """Tokens that may follow a sequence whose first context has `prompt_length` of its `num_tokens` tokens."""
 
-    async def generate(self, prompt_ids: Sequence[int], max_tokens: int, stop_strings: tuple[str, ...]) -> Completion:
-        """The policy's response to these tokens."""
+    @property
+    def sampling(self) -> Sampling: ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        stop_strings: tuple[str, ...],
+        sampling: Sampling | None = None,
+    ) -> Completion:
+        """The policy's response to these tokens. sampling: in place of the run's"""
 
 
 @dataclass(eq=False)
@@ -64,6 +77,8 @@ class Session:
     score: Score | None = None  # as posted by the program
     limit: StopReason | None = None  # the last limit that a request reached
     counts: Counter[str] = field(default_factory=Counter)
+    on_sampling: OnSampling = OnSampling.REPLACE
+    overridden: set[str] = field(default_factory=set)  # names of settings that were replaced
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.policy.observations)
@@ -130,12 +145,16 @@ class Session:
         if self.counts["responses"] + self.ledger.num_running >= self.policy.max_turns:
             self.limit = StopReason.MAX_TURNS
             raise ApiError(400, "max_turns", f"env.max_turns={self.policy.max_turns} requests are used up")
+        sampling = self._own_sampling(request)
         try:
-            draft = self.ledger.place(request.messages, request.tools)
+            if request.token_ids:
+                draft = self.ledger.place_tokens(request.token_ids)
+            else:
+                draft = self.ledger.place(request.messages, request.tools)
         except (DataError, ConfigError) as error:
             raise ApiError(400, "invalid_request_error", str(error)) from error
         try:
-            pieces = await self._sample(draft, request)
+            pieces = await self._sample(draft, request, sampling)
         except BaseException:
             self.ledger.release(draft)
             raise
@@ -145,7 +164,20 @@ class Session:
         self.counts["responses"] += 1
         return response
 
-    async def _sample(self, draft: Draft, request: ChatRequest) -> list[Completion]:
+    def _own_sampling(self, request: ChatRequest) -> Sampling | None:
+        """The request's own sampling, if it differs from the run's and is honored. Raises ApiError."""
+        names = differing(request.sampling, self.policy.sampling)
+        if names and self.on_sampling is OnSampling.REPLACE:
+            self.counts["sampling_overridden"] += 1
+            self.overridden |= set(names)
+        if not names or self.on_sampling is OnSampling.REPLACE:
+            return None
+        if self.on_sampling is OnSampling.REFUSE:
+            raise bad_request("differs from the run's sampling (env.on_sampling=refuse)", names[0])
+        self.counts["sampling_honored"] += 1
+        return honored(request.sampling, names, self.policy.sampling)
+
+    async def _sample(self, draft: Draft, request: ChatRequest, sampling: Sampling | None) -> list[Completion]:
         """The policy's response: several pieces if the format pauses without a call."""
         observations, length = self.policy.observations, len(draft.prompt_ids)
         room = self.policy.room(draft.segment.prompt_length, length)
@@ -158,7 +190,10 @@ class Session:
         sampled: tuple[int, ...] = ()
         while True:
             stops = observations.tool_call_format.stop_strings(observations.written(sampled))
-            piece = await self.policy.generate((*draft.prompt_ids, *sampled), left, (*stops, *request.stop))
+            prompt_ids, every_stop = (*draft.prompt_ids, *sampled), (*stops, *request.stop)
+            piece = await self.policy.generate(prompt_ids, left, every_stop, sampling)
+            if sampling is not None:  # log-probs of another distribution than the run's stay out of the ratio
+                piece = replace(piece, logprobs=array("f", [nan]) * len(piece.token_ids))
             pieces.append(piece)
             sampled, left = (*sampled, *piece.token_ids), left - len(piece.token_ids)
             written = observations.written(sampled)

@@ -248,7 +248,7 @@ def _build_envs(
         if env.name == "remote":
             own = {"health_timeout_s": health_timeout_s}
         elif env.name == "agent":
-            own = {"agent": env.agent, "command": env.command, "python": env.python}
+            own = {"agent": env.agent, "command": env.command, "python": env.python, "on_sampling": env.on_sampling}
         return build_env_factory(env.name, {**own, **env.options})
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")

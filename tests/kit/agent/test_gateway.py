@@ -1,0 +1,365 @@
+"""The gateway with the official SDKs on the other side, in one event loop: four APIs, one ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+from tests.kit.agent.play import CALL, ScriptedPolicy, check_exact, session
+from tests.kit.evaluation.eval_play import chat
+from verl.kit.agent.gateway import Gateway
+from verl.kit.agent.sampling import OnSampling
+from verl.kit.agent.session import Session
+from verl.types import Score
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}
+SAID = "It is cold."
+
+
+@dataclass
+class Open:
+    """A session behind a running gateway."""
+
+    gateway: Gateway
+    session: Session
+    policy: ScriptedPolicy
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url(self.session)
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.session.key, **options)
+
+    def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key=self.session.key, **options)
+
+    def plain(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {self.session.key}"})
+
+
+@asynccontextmanager
+async def opened(*texts: str, **options: Any) -> AsyncIterator[Open]:
+    gateway = Gateway()
+    await gateway.start()
+    made, policy = session(*texts, **options)
+    try:
+        with gateway.serving(made):
+            yield Open(gateway, made, policy)
+    finally:
+        await made.close()
+        await gateway.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+async def chat_loop(door: Open, stream: bool) -> str | None:
+    """A tool loop of two requests, as its documentation writes it; returns the answer."""
+    client, messages = door.openai(), [{"role": "user", "content": "How is Oslo?"}]
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    while True:
+        if stream:
+            options = {"include_usage": True}
+            async with client.chat.completions.stream(
+                model="any", messages=messages, tools=tools, stream_options=options
+            ) as events:
+                done = await events.get_final_completion()
+        else:
+            done = await client.chat.completions.create(model="any", messages=messages, tools=tools)
+        assert done.usage is not None and done.usage.completion_tokens > 0
+        message = done.choices[0].message
+        messages.append(message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
+        if not message.tool_calls:
+            return message.content
+        assert done.choices[0].finish_reason == "tool_calls"
+        for call in message.tool_calls:
+            assert json.loads(call.function.arguments) == {"city": "Oslo"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "-3"})
+
+
+async def responses_loop(door: Open, stream: bool) -> str | None:
+    client, items = door.openai(), [{"role": "user", "content": "How is Oslo?"}]
+    request: Any = {"model": "any", "tools": [{"type": "function", **FUNCTION}], "instructions": "Be brief."}
+    while True:
+        if stream:
+            async with client.responses.stream(input=items, **request) as events:
+                done = await events.get_final_response()
+        else:
+            done = await client.responses.create(input=items, **request)
+        assert done.status == "completed"
+        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in done.output]
+        calls = [item for item in done.output if item.type == "function_call"]
+        if not calls:
+            return done.output_text
+        for call in calls:
+            assert json.loads(call.arguments) == {"city": "Oslo"}
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "-3"})
+
+
+async def messages_loop(door: Open, stream: bool) -> str | None:
+    client, messages = door.anthropic(), [{"role": "user", "content": "How is Oslo?"}]
+    tool = {"name": "weather", "description": "Of a city.", "input_schema": PARAMETERS}
+    request: Any = {"model": "any", "max_tokens": 100, "tools": [tool], "system": "Be brief."}
+    while True:
+        if stream:
+            async with client.messages.stream(messages=messages, **request) as events:
+                done = await events.get_final_message()
+        else:
+            done = await client.messages.create(messages=messages, **request)
+        messages.append({"role": "assistant", "content": done.content})
+        calls = [block for block in done.content if block.type == "tool_use"]
+        if not calls:
+            assert done.stop_reason == "end_turn"
+            return "".join(block.text for block in done.content)
+        assert done.stop_reason == "tool_use" and [call.input for call in calls] == [{"city": "Oslo"}]
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "-3"} for call in calls]
+        messages.append({"role": "user", "content": results})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("loop", [chat_loop, responses_loop, messages_loop])
+@pytest.mark.parametrize("before", ["", "I look. "])
+def test_a_tool_loop_is_one_segment_through_every_api(
+    loop: Callable[[Open, bool], Awaitable[str | None]], stream: bool, before: str
+) -> None:
+    async def test() -> None:
+        async with opened(before + CALL, SAID) as door:
+            assert await loop(door, stream) == SAID
+            (segment,) = door.session.ledger.segments
+            assert len(segment.turns) == 2 and segment.turns[0].responses[0].content == "-3"
+            check_exact(door.session, door.policy)
+            await door.session.close()
+            assert len(door.session.ledger.turns) == 2  # both arrived
+
+    run(test)
+
+
+@pytest.mark.parametrize("loop", [chat_loop, responses_loop, messages_loop])
+def test_parallel_calls_arrive_and_are_answered(loop: Callable[[Open, bool], Awaitable[str | None]]) -> None:
+    async def test() -> None:
+        async with opened(f"{CALL}\n{CALL}", SAID) as door:
+            if loop is messages_loop:
+                with pytest.raises(AssertionError):  # its loop expects one call
+                    await loop(door, False)
+                return
+            assert await loop(door, False) == SAID
+            (segment,) = door.session.ledger.segments
+            assert [each.tool_call_id for each in segment.turns[0].responses] == ["call00000", "call00001"]
+
+    run(test)
+
+
+def test_stop_and_max_tokens_have_the_shape_of_each_api() -> None:
+    async def test() -> None:
+        async with opened("one END", "one two three", "one END", "one two three", "one two three") as door:
+            messages: Any = [{"role": "user", "content": "Count"}]
+            create = door.openai().chat.completions.create
+            stopped = (await create(model="any", messages=messages, stop="END")).choices[0]
+            assert (stopped.message.content, stopped.finish_reason) == ("one ", "stop")
+            cut = (await create(model="any", messages=messages, max_completion_tokens=2)).choices[0]
+            assert cut.finish_reason == "length"
+            write = door.anthropic().messages.create
+            ended = await write(model="any", messages=messages, max_tokens=50, stop_sequences=["END"])
+            assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "END")
+            assert (await write(model="any", messages=messages, max_tokens=2)).stop_reason == "max_tokens"
+            short = await door.openai().responses.create(model="any", input="Count", max_output_tokens=2)
+            assert short.status == "incomplete" and short.incomplete_details is not None
+
+    run(test)
+
+
+def test_errors_are_those_of_the_sdks() -> None:
+    async def test() -> None:
+        async with opened("one", max_turns=1) as door:
+            messages: Any = [{"role": "user", "content": "Hello"}]
+            create, write = door.openai().chat.completions.create, door.anthropic().messages.create
+            for wrong in ({"n": 2}, {"response_format": {"type": "json_object"}}, {"logprobs": True}, {"stop": [1]}):
+                with pytest.raises(openai.BadRequestError, match=next(iter(wrong))) as refused:
+                    await create(model="any", messages=messages, **wrong)  # type: ignore[call-overload]
+                assert refused.value.param == next(iter(wrong))
+            with pytest.raises(openai.BadRequestError, match="messages"):
+                await create(model="any", messages=[*messages, {"role": "assistant", "content": "Well"}])
+            with pytest.raises(anthropic.BadRequestError, match="neither text"):
+                block: Any = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+                await write(model="any", max_tokens=5, messages=[{"role": "user", "content": [block]}])
+            with pytest.raises(openai.BadRequestError, match="whole input"):
+                await door.openai().responses.create(model="any", input="a", previous_response_id="resp_1")
+            assert not door.policy.saw
+            await create(model="any", messages=messages)
+            with pytest.raises(openai.BadRequestError) as over:
+                await create(model="any", messages=messages)
+            assert over.value.code == "max_turns"
+            with pytest.raises(anthropic.BadRequestError, match="max_turns"):
+                await write(model="any", max_tokens=5, messages=messages)
+
+    run(test)
+
+
+def test_a_key_opens_its_own_session_alone() -> None:
+    async def test() -> None:
+        async with opened("one") as door:
+            other, _ = session("two")
+            with door.gateway.serving(other):
+                for key, path in ((other.key, door.url), (door.session.key, door.gateway.url(other)), ("", door.url)):
+                    client = openai.AsyncOpenAI(base_url=f"{path}/v1", api_key=key or "none")
+                    with pytest.raises(openai.AuthenticationError):
+                        await client.models.list()
+                    with pytest.raises(anthropic.AuthenticationError):
+                        await anthropic.AsyncAnthropic(base_url=path, api_key=key or "none").messages.create(
+                            model="any", max_tokens=5, messages=[{"role": "user", "content": "a"}]
+                        )
+            assert [each.id async for each in await door.openai().models.list()] == ["policy"]
+            with pytest.raises(openai.AuthenticationError):  # its session is over
+                await openai.AsyncOpenAI(base_url=f"{door.gateway.url(other)}/v1", api_key=other.key).models.list()
+            assert door.url.startswith("http://127.0.0.1:")
+
+    run(test)
+
+
+def test_the_retry_of_a_timed_out_request_gets_its_response() -> None:
+    async def test() -> None:
+        async def slow() -> None:
+            await asyncio.sleep(0.6)
+
+        async with opened("one", "two", wait=slow) as door:
+            client = door.openai(timeout=0.4, max_retries=3)
+            done = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "Hello"}])
+            assert done.choices[0].message.content == "one" and len(door.policy.saw) == 1
+            assert door.session.counts["retries"] >= 1 and len(door.session.ledger.turns) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_stream_cut_in_the_middle(again: bool) -> None:
+    async def test() -> None:
+        go_on = asyncio.Event()
+
+        async def wait() -> None:
+            await go_on.wait()
+
+        async with opened("one", "two", wait=wait) as door, door.plain() as client:
+            body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+            async with client.stream("POST", "/v1/chat/completions", json=body) as cut:
+                assert cut.status_code == 200
+            await asyncio.sleep(0.05)
+            go_on.set()
+            if again:
+                whole = (await client.post("/v1/chat/completions", json=body)).text
+                assert '"content": "one"' in whole and whole.endswith("data: [DONE]\n\n")
+            await asyncio.sleep(0.05)
+            await door.session.close()
+            assert len(door.policy.saw) == 1
+            assert len(door.session.ledger.turns) == again and door.session.counts["undelivered"] == (not again)
+
+    run(test)
+
+
+def test_sampling_settings_are_replaced_and_counted() -> None:
+    async def test() -> None:
+        async with opened("one", "two") as door:
+            create = door.openai().chat.completions.create
+            await create(model="any", messages=[{"role": "user", "content": "Hello"}], temperature=1.0, top_p=1)
+            assert door.session.counts["sampling_overridden"] == 0  # as the run's
+            await create(
+                model="any", messages=[{"role": "user", "content": "Hey"}], temperature=0.1, seed=3, tool_choice="auto"
+            )
+            assert door.session.counts["sampling_overridden"] == 1
+            assert door.session.overridden == {"temperature", "seed"}
+            assert door.policy.sampled_with == [None, None]
+
+    run(test)
+
+
+def test_sampling_settings_are_refused_or_honored() -> None:
+    async def test() -> None:
+        async with opened("one", "two") as door:
+            create, messages = door.openai().chat.completions.create, [{"role": "user", "content": "Hello"}]
+            door.session.on_sampling = OnSampling.REFUSE
+            with pytest.raises(openai.BadRequestError, match=r"env.on_sampling=refuse") as refused:
+                await create(model="any", messages=messages, temperature=0.1)  # type: ignore[arg-type]
+            assert refused.value.param == "temperature"
+            door.session.on_sampling = OnSampling.HONOR
+            for wrong in ({"seed": 1}, {"extra_body": {"temperature": "warm"}}):
+                with pytest.raises(openai.BadRequestError):
+                    await create(model="any", messages=messages, **wrong)  # type: ignore[call-overload]
+            await create(model="any", messages=messages, temperature=0.1)  # type: ignore[arg-type]
+            await create(model="any", messages=messages)  # type: ignore[arg-type]
+            own, none = door.policy.sampled_with
+            assert own is not None and own.temperature == 0.1 and none is None
+            first, second = (turn.completion.logprobs for turn in door.session.ledger.turns)
+            assert all(value != value for value in first) and all(value == value for value in second)
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_level_door_continues_its_tokens(stream: bool) -> None:
+    async def test() -> None:
+        async with opened("one", "two END", "three") as door, door.plain() as client:
+
+            async def generate(ids: Sequence[int], **fields: Any) -> dict[str, Any]:
+                answer = await client.post("/generate", json={"input_ids": list(ids), "stream": stream, **fields})
+                assert answer.status_code == 200, answer.text
+                text = answer.text.split("\n\n")[0].removeprefix("data: ") if stream else answer.text
+                return json.loads(text)  # type: ignore[no-any-return]
+
+            prompt, more = chat().response_ids("Count")[0], chat().response_ids(" go on")[0]
+            first = await generate(prompt)
+            assert first["token_ids"] == list(door.policy.said[0].token_ids) and first["stop_reason"] == "stop"
+            assert len(first["logprobs"]) == len(first["versions"]) == len(first["token_ids"])
+            await generate((*prompt, *first["token_ids"], *more), stop="END")
+            (segment,) = door.session.ledger.segments
+            assert tuple(segment.turns[1].context_ids) == more
+            await generate(prompt, max_tokens=3)
+            assert len(door.session.ledger.segments) == 2
+            check_exact(door.session, door.policy)
+            for wrong in ([], [-1], [10**6], "text", [True]):
+                refused = await client.post("/generate", json={"input_ids": wrong})
+                assert refused.status_code == 400 and "input_ids" in refused.text
+
+    run(test)
+
+
+def test_a_reward_is_posted() -> None:
+    async def test() -> None:
+        async with opened() as door, door.plain() as client:
+            for wrong in ({}, {"reward": "one"}, {"reward": True}, {"reward": 1, "score": 2}, {"parts": {"a": 1}}):
+                assert (await client.post("/reward", json=wrong)).status_code == 400
+            assert (await client.post("/reward", content=b"[1]")).status_code == 400
+            assert door.session.score is None
+            assert (await client.post("/reward", json={"reward": 1, "parts": {"a": 0.5}})).json() == {"reward": 1.0}
+            assert door.session.score == Score(1.0, {"a": 0.5})
+
+    run(test)
+
+
+def test_a_lost_engine_is_a_server_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with opened() as door:
+
+            async def fail(*_: object) -> None:
+                raise RuntimeError("out of memory")
+
+            door.policy.generate = fail  # type: ignore[method-assign, assignment]
+            with pytest.raises(openai.InternalServerError, match="out of memory"):
+                await door.openai(max_retries=0).chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": "Hello"}]
+                )
+            assert isinstance(door.session.failure.exception(), RuntimeError)
+
+    with caplog.at_level(logging.ERROR):
+        run(test)
