@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerFast
 
 from tests.batch.test_packing import VOCABULARY, tiny_model
+from tests.batch.test_segments import edited
 from tests.support.every import every
 from tests.support.metric_names import known
 from verl.algorithms.algorithm import Algorithm, KLTerm
@@ -39,7 +41,7 @@ from verl.batch.experience import (
 )
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
-from verl.batch.samples import Sample, batch_of
+from verl.batch.samples import Sample, batch_of, to_batch
 from verl.batch.token_batch import TokenBatch
 from verl.batch.trace import Trace
 from verl.chat.template import ChatTemplate
@@ -198,6 +200,22 @@ def test_ppo_learns_and_so_does_its_critic() -> None:
     assert history[-1]["reward/total"] > 0.75 > 0.65 > history[0]["reward/total"]
     assert history[-1]["critic/loss"] < 0.5 * history[0]["critic/loss"]
     assert [name for name in history[0] if not known(name)] == []
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=lambda each: each.name)
+def test_shared_segments_train_as_separate_ones(algorithm: Algorithm) -> None:
+    """Two mini-batches of episodes of several segments, with reference and critic where the algorithm has one."""
+    batch = to_batch([edited(), replace(edited(), rewards=(0.0, 2.0, 1.0))])
+    found = []
+    for share_prefix in (True, False):
+        packed = partial(replace, packing=PackSettings(60, share_prefix))
+        learner = trainer(algorithm, critic=packed(value_model()) if algorithm.needs_critic else None).learner
+        learner = replace(learner, policy=packed(learner.policy), reference=packed(learner.reference))
+        found.append(learner.learn(batch, 0).metrics)
+    shared, separate = found
+    assert "actor/loss" in shared and shared == {
+        name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in separate.items()
+    }
 
 
 def with_epochs(config: Config, epochs: int) -> Config:
