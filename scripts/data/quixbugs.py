@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from verl.data.rows import read_rows
 from verl.errors import DataError, VerlError
-from verl.kit.swe.validation import diff, validate_all, write_files
+from verl.kit.swe.validation import Journal, Validation, diff, validate_all, write_files
 from verl.system.files import replacing
 
 STATEMENT = """`{path}` contains a bug on a single line: it gives wrong results, raises, or does not end. \
@@ -70,11 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = str(Path(arguments.environment).absolute()) if arguments.environment else ""
     try:
         rows = [convert(row, folder, environment) for row in read_rows(arguments.input)]
-        problems = asyncio.run(validate_all(rows, arguments.concurrent)) if arguments.validate else [[]] * len(rows)
-        for row, found in zip(rows, problems, strict=True):
-            for problem in found:
+        checks = [(row, Validation()) for row in rows]
+        if arguments.validate:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            journal = Journal(arguments.output.with_name(arguments.output.name + ".validated"))
+            checks = asyncio.run(validate_all(rows, arguments.concurrent, journal))
+        for row, found in checks:
+            for problem in (*found.problems, *(f"flaky and dropped: {test}" for test in found.flaky)):
                 sys.stderr.write(f"{row['instance_id']}: {problem}\n")
-        kept = [row for row, found in zip(rows, problems, strict=True) if not found]
+        kept = [row for row, found in checks if not found.problems]
         with replacing(arguments.output) as unfinished:
             unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
     except VerlError as error:

@@ -22,7 +22,9 @@ FILES = {
 def unused(a):
     return a + 1
 ''',
-    "tests/test_add.py": """import pytest
+    "tests/test_add.py": """from pathlib import Path
+
+import pytest
 from calc.core import add
 
 
@@ -41,6 +43,12 @@ def test_text(text):
 
 def test_that_fails_anyhow():
     assert add(1, 1) == 3
+
+
+def test_that_passes_once():
+    seen = Path("/tmp/seen")
+    assert not seen.exists()
+    seen.touch()
 """,
 }
 
@@ -77,7 +85,11 @@ def test_a_bug_that_some_tests_notice_is_a_task(
     assert "`add` in `calc/core.py`" in row["problem_statement"]
     assert "    The sum of two numbers." in row["problem_statement"]
     assert "assert -1 == 5" in row["problem_statement"] and "3 tests that passed" in row["problem_statement"]
-    assert "no test notices" in capsys.readouterr().err
+    for secret in ("assert add", "a + b", *FILES["tests/test_add.py"].split("\n\n")):
+        assert secret not in row["problem_statement"]
+    said = capsys.readouterr().err
+    assert "no test notices" in said and "calc-1: flaky and dropped: tests/test_add.py::test_that_passes_once" in said
+    assert (tmp_path / "bugs.jsonl.report").read_text() in said
 
     tried = (tmp_path / "bugs.jsonl.tried").read_text()
     half = tried.splitlines()[0] + '\n{"key": "writ'
@@ -85,6 +97,9 @@ def test_a_bug_that_some_tests_notice_is_a_task(
     assert run(tmp_path, environment, "--validate") == (0, rows)
     (tmp_path / "bugs.jsonl").unlink()
     assert run(tmp_path, environment, "--validate", "--tasks", "1") == (0, rows[:1])
+    (tmp_path / "bugs.jsonl.tried").unlink()
+    assert run(tmp_path, environment, "--concurrent", "2") == (0, rows)  # validation changes no valid row
+    assert run(tmp_path, environment, "--max-failing", "2")[1] == []
 
 
 @pytest.mark.long
@@ -101,3 +116,12 @@ def test_a_package_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.C
     missing = ["--package", "no-such-package-of-anybody==1", "--output", str(tmp_path / "a.jsonl")]
     assert main(missing) == 2
     assert "--package no-such-package-of-anybody==1" in capsys.readouterr().err
+
+
+def test_an_environment_with_the_code_before_the_bug_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "calc-1", FILES)
+    write(tmp_path / "environment/lib/python3.11/site-packages", {"calc/core.py": ""})
+    assert run(tmp_path, str(tmp_path / "environment")) == (2, [])
+    assert "has calc without the bug: remove it" in capsys.readouterr().err

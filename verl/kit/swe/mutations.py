@@ -6,10 +6,12 @@ A mutation replaces or removes the text of one node, so that a diff shows that a
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 SWAPPED = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Div,
@@ -30,12 +32,14 @@ class InjectedBug:
     function:  qualified name
     docstring: of the function
     line:      counted from 1
+    lines:     first and last one of the function, with its decorators
     """
 
     kind: str
     function: str
     docstring: str
     line: int
+    lines: tuple[int, int]
     source: str
 
 
@@ -53,12 +57,14 @@ def mutations(source: str) -> Iterator[InjectedBug]:
     data = source.encode()
     starts = _line_starts(data)
     for name, function in _functions(ast.parse(source), ""):
+        first = min(node.lineno for node in (function, *function.decorator_list))
+        lines = first, function.end_lineno or first
         for kind, edits in KINDS.items():
             for edit in edits(function):
                 changed = _applied(edit, data, starts)
                 if changed is not None:
                     line = getattr(edit.node, "lineno", function.lineno)
-                    yield InjectedBug(kind, name, ast.get_docstring(function) or "", line, changed)
+                    yield InjectedBug(kind, name, ast.get_docstring(function) or "", line, lines, changed)
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
@@ -204,6 +210,12 @@ def _applied(edit: _Edit, data: bytes, starts: list[int]) -> str | None:
 def differs(source: str, changed: str) -> bool:
     """Whether the change is a program, and another one."""
     try:
-        return ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+        return _dumped(changed) != _dumped(source)
     except SyntaxError:
         return False
+
+
+@lru_cache(maxsize=64)
+def _dumped(source: str) -> bytes:
+    """Equal for programs that differ in nothing but their layout."""
+    return hashlib.sha256(ast.dump(ast.parse(source)).encode()).digest()

@@ -68,12 +68,13 @@ class PatchOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PatchVerdict:
-    """detail: for people, and never for the policy: it may quote hidden tests"""
+    """detail: for people, and never for the policy: it may quote hidden tests. passed: empty without a report"""
 
     outcome: PatchOutcome
     fail_to_pass: float = 0.0  # share that passes
     pass_to_pass: float = 0.0
     detail: str = ""
+    passed: frozenset[str] = frozenset()
 
     @property
     def score(self) -> Score:
@@ -165,7 +166,7 @@ async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
         "files": [f"{TESTBED}/{name}" for name in dict.fromkeys((*task.hidden_tests, *test_files(task)))],
         "runs": [
             {
-                "args": [*_files_of(names, task), made.path],
+                "args": [*_arguments(names, task), made.path],
                 "tests": names,
                 "wanted": [*names, *made.expected],
                 "sentinel": f"{TESTBED}/{made.path}",
@@ -182,7 +183,10 @@ async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
     return _verdict(task, runs, sentinels, done)
 
 
-def _files_of(names: Sequence[str], task: SweTask) -> list[str]:
+def _arguments(names: Sequence[str], task: SweTask) -> list[str]:
+    """Of pytest: files, or a single test's node id, of which only that is collected."""
+    if len(names) == 1 and "::" in names[0].partition("[")[0]:
+        return [names[0].partition("[")[0]]  # all of its parameters: ids may contain what pytest splits at
     named = dict.fromkeys(name.partition("::")[0] for name in names if "::" in name)
     return list(named) or test_files(task)
 
@@ -215,7 +219,8 @@ def _verdict(
     healed = set().union(*alone) if alone else first
     outcome = PatchOutcome.RESOLVED if alone and healed >= set(task.fail_to_pass) else PatchOutcome.UNRESOLVED
     shares = _share(task.fail_to_pass, healed), _share(task.pass_to_pass, first)
-    return PatchVerdict(outcome, *shares, detail=report["runs"][0]["log"])
+    passing = frozenset(first - (set(task.fail_to_pass) - healed))
+    return PatchVerdict(outcome, *shares, report["runs"][0]["log"], passing)
 
 
 def _share(names: Sequence[str], passed: set[str]) -> float:

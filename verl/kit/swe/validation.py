@@ -3,49 +3,124 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.runtime import Runtimes
-from verl.kit.swe.scoring import PatchOutcome, score_patch
+from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, score_patch
 from verl.kit.swe.tasks import SweTask, read_swe_task
 
 RUNS = 2  # of each: a flaky test shows a difference
+REPORTED = (PatchOutcome.RESOLVED, PatchOutcome.UNRESOLVED)  # with an outcome for each test
+TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 
-async def validate(runtimes: Runtimes, task: SweTask) -> list[str]:
-    """What is wrong with a task: its gold patch must score 1, any that leaves the bug 0, each time."""
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """problems: why a task cannot be used. flaky: tests with another outcome in the second run of the same patch"""
+
+    problems: tuple[str, ...] = ()
+    flaky: tuple[str, ...] = ()
+
+
+class Journal:
+    """A file with a line for everything that is done, so that a command goes on where it was stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.found: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # the line that was being written when the command was stopped
+            self.found[record["key"]] = record
+
+    def add(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Append a record, which has a `key`."""
+        self.found[record["key"]] = record
+        with self._path.open("a") as file:
+            file.write("\n" * bool(file.tell()) + json.dumps(record))
+        return record
+
+
+async def validate(runtimes: Runtimes, task: SweTask) -> Validation:
+    """The gold patch must score 1, an empty one 0, and the bug 0 with exactly FAIL_TO_PASS failing, each time."""
     idle = diff({}, {"NOTES.md": "no change\n"})
-    expected = [(task.gold_patch, PatchOutcome.RESOLVED)] * RUNS + [("", PatchOutcome.EMPTY_PATCH)]
-    problems = []
-    for patch, outcome in expected:
-        verdict = await score_patch(runtimes, task, patch)
-        if verdict.outcome is not outcome:
-            problems.append(f"expected {outcome}, got {verdict.outcome}: {verdict.detail[-300:]}")
-    for _ in range(RUNS):
-        verdict = await score_patch(runtimes, task, idle)
-        if verdict.outcome not in (PatchOutcome.UNRESOLVED, PatchOutcome.TIMEOUT) or verdict.score.total != 0:
-            problems.append(f"the bug scores {verdict.outcome}: {verdict.detail[-300:]}")
-    return problems
+    fixed = [await score_patch(runtimes, task, task.gold_patch) for _ in range(RUNS)]
+    broken = [await score_patch(runtimes, task, idle) for _ in range(RUNS)]
+    flaky = _flaky(fixed) | _flaky(broken)
+    problems = [_unfixed(each, flaky) for each in fixed] + [_harmless(each, task, flaky) for each in broken]
+    empty = await score_patch(runtimes, task, "")
+    if empty.outcome is not PatchOutcome.EMPTY_PATCH:
+        problems.append(f"an empty patch scores {empty.outcome}")
+    return Validation(tuple(dict.fromkeys(filter(None, problems))), tuple(sorted(flaky)))
 
 
-async def validate_all(rows: Sequence[Mapping[str, Any]], concurrent: int) -> list[list[str]]:
-    """The problems of each row's task."""
+async def validate_row(runtimes: Runtimes, row: Mapping[str, Any]) -> tuple[dict[str, Any], Validation]:
+    """The row without its flaky tests, and what is wrong with it. Raises DataError."""
+    found = await validate(runtimes, read_swe_task(row))
+    if not found.flaky:
+        return dict(row), found
+    kept = {**row, **{name: [test for test in row[name] if test not in found.flaky] for name in TESTS}}
+    if not kept["FAIL_TO_PASS"]:
+        return kept, Validation(("all tests that the fix heals are flaky",), found.flaky)
+    again = await validate(runtimes, read_swe_task(kept))
+    still = (f"other tests are flaky, too: {', '.join(again.flaky)}",) if again.flaky else ()
+    return kept, Validation(again.problems + still, found.flaky)
+
+
+async def validate_all(
+    rows: Sequence[Mapping[str, Any]], concurrent: int, journal: Journal
+) -> list[tuple[dict[str, Any], Validation]]:
+    """Every row as `validate_row` leaves it. Rows that the journal has are not validated again."""
     runtimes = LocalRuntimes()
     slots = asyncio.Semaphore(concurrent)
 
-    async def one(row: Mapping[str, Any]) -> list[str]:
+    async def one(row: Mapping[str, Any]) -> tuple[dict[str, Any], Validation]:
+        key = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:16]
         async with slots:
-            return await validate(runtimes, read_swe_task(row))
+            if key not in journal.found:
+                kept, found = await validate_row(runtimes, row)
+                journal.add({"key": key, "row": kept, "problems": found.problems, "flaky": found.flaky})
+        record = journal.found[key]
+        return record["row"], Validation(tuple(record["problems"]), tuple(record["flaky"]))
 
     try:
         return await asyncio.gather(*map(one, rows))
     finally:
         await runtimes.close()
+
+
+def _flaky(verdicts: Sequence[PatchVerdict]) -> frozenset[str]:
+    passed = [verdict.passed for verdict in verdicts if verdict.outcome in REPORTED]
+    return frozenset().union(*passed) - frozenset.intersection(*passed) if passed else frozenset()
+
+
+def _unfixed(verdict: PatchVerdict, flaky: frozenset[str]) -> str:
+    if verdict.outcome is PatchOutcome.RESOLVED or (verdict.outcome is PatchOutcome.UNRESOLVED and flaky):
+        return ""  # a task with flaky tests is validated again without them
+    return f"the fix scores {verdict.outcome}: {verdict.detail[-300:]}"
+
+
+def _harmless(verdict: PatchVerdict, task: SweTask, flaky: frozenset[str]) -> str:
+    if verdict.outcome is PatchOutcome.TIMEOUT:
+        return ""
+    if verdict.outcome is not PatchOutcome.UNRESOLVED:
+        return f"the bug scores {verdict.outcome}: {verdict.detail[-300:]}"
+    if passing := verdict.passed.intersection(task.fail_to_pass) - flaky:
+        return f"with the bug {', '.join(sorted(passing)[:3])} of FAIL_TO_PASS passes"
+    if failing := frozenset(task.pass_to_pass) - verdict.passed - flaky:
+        return f"with the bug {', '.join(sorted(failing)[:3])} of PASS_TO_PASS fails"
+    return ""
 
 
 def diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ Standard library only, for any Python from 3.7 on.
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import importlib
 import json
@@ -53,6 +54,7 @@ def main() -> None:
         sys.stdout.write(json.dumps({"problem": f"pytest cannot be imported: {error}"}))
         return
     sys.pycache_prefix = os.devnull  # compiled files in the repository are ignored, and those that a run leaves
+    gc.freeze()  # forks neither traverse nor copy what is loaded
     _set_dumpable(0)
     first, *rest = request["runs"]
     runs = [_run(request, first, pytest)]
