@@ -166,14 +166,14 @@ async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
         "files": [f"{TESTBED}/{name}" for name in dict.fromkeys((*task.hidden_tests, *test_files(task)))],
         "runs": [
             {
-                "args": [*_arguments(names, task), made.path],
+                "args": [*(_alone(names[0], task) if number else _files_of(names, task)), made.path],
                 "tests": names,
                 "wanted": [*names, *made.expected],
                 "sentinel": f"{TESTBED}/{made.path}",
                 "text": made.text,
                 "timeout_s": task.test_timeout_s,
             }
-            for names, made in zip(runs, sentinels, strict=True)
+            for number, (names, made) in enumerate(zip(runs, sentinels, strict=True))
         ],
     }
     await runtime.write(f"{own}/request.json", json.dumps(request).encode())
@@ -183,12 +183,14 @@ async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
     return _verdict(task, runs, sentinels, done)
 
 
-def _arguments(names: Sequence[str], task: SweTask) -> list[str]:
-    """Of pytest: files, or a single test's node id, of which only that is collected."""
-    if len(names) == 1 and "::" in names[0].partition("[")[0]:
-        return [names[0].partition("[")[0]]  # all of its parameters: ids may contain what pytest splits at
+def _files_of(names: Sequence[str], task: SweTask) -> list[str]:
     named = dict.fromkeys(name.partition("::")[0] for name in names if "::" in name)
     return list(named) or test_files(task)
+
+
+def _alone(name: str, task: SweTask) -> list[str]:
+    """The test with all of its parameters, whose ids may contain what pytest splits at: no other is collected."""
+    return [name.partition("[")[0]] if "::" in name else test_files(task)
 
 
 def _verdict(
