@@ -52,6 +52,7 @@ def test_every_runnable_module_has_a_command() -> None:
     inner = {
         "verl.kit.agent.programs",
         "verl.kit.openai_server.supervise",
+        "verl.kit.swe.inside.run_mutants",
         "verl.kit.swe.inside.run_tests",
         "verl.system.watcher",
     }

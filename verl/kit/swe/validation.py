@@ -35,9 +35,10 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        self._before = "" if text.endswith("\n") else "\n" * bool(text)
         self.found: dict[str, dict[str, Any]] = {}
-        for line in lines:
+        for line in text.splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
@@ -48,7 +49,8 @@ class Journal:
         """Append a record, which has a `key`."""
         self.found[record["key"]] = record
         with self._path.open("a") as file:
-            file.write("\n" * bool(file.tell()) + json.dumps(record))
+            file.write(f"{self._before}{json.dumps(record)}\n")
+        self._before = ""
         return record
 
 
