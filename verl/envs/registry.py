@@ -18,6 +18,7 @@ ENVS: Mapping[str, str] = {
     "swe": "verl.kit.swe.env:SweFactory",
     "openenv": "verl.kit.openenv.client:OpenEnvFactory",
     "agent": "verl.kit.agent.agent:AgentFactory",
+    "verifiers": "verl.kit.verifiers.env:VerifiersFactory",
     "remote": "verl.kit.env_server.client:RemoteFactory",
 }
 _ADAPTER = "verl.kit.class_env.class_env:as_env_class"  # for plain classes

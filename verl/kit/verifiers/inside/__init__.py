@@ -1,0 +1,1 @@
+"""The program that runs in the environment of verifiers."""
