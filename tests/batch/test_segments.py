@@ -24,7 +24,14 @@ from verl.algorithms.filters import length
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import Aggregation, KLPlacement
 from verl.algorithms.overlong import Overlong
-from verl.batch.experience import turns_of, with_advantages, with_loss_weights, with_metric_weights, with_selected
+from verl.batch.experience import (
+    per_episode,
+    turns_of,
+    with_advantages,
+    with_loss_weights,
+    with_metric_weights,
+    with_selected,
+)
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import to_batch
 from verl.batch.token_batch import TokenBatch
@@ -273,6 +280,28 @@ def learned(batch: TokenBatch, algorithm: Algorithm, ranks: int, share: bool) ->
     return float(total.detach()), parameters.grad
 
 
+@EVERY
+@settings(deadline=None, max_examples=5)
+@given(st.integers(0, 10**6))
+def test_the_order_of_episodes_changes_nothing(algorithm: Algorithm, seed: int) -> None:
+    """Advantages and weights of a group's episodes in reverse, where scores follow from the tokens."""
+    algorithm, groups = lively(algorithm), cut(random_groups(seed)[:1], seed)
+    turned = [replace(each, trajectories=each.trajectories[::-1], rewards=each.rewards[::-1]) for each in groups]
+
+    def rows(batch: TokenBatch) -> list[list[float]]:
+        old = batch.rollout_logprobs
+        assert old is not None
+        ref = None if algorithm.kl.placement is KLPlacement.NONE else old * 1.1
+        batch = replace(batch, old_logprobs=old, ref_logprobs=ref, values=old / 4 if algorithm.needs_critic else None)
+        done = with_loss_weights(with_advantages(batch, algorithm), algorithm.aggregation, algorithm.aggregation_length)
+        assert done.advantages is not None
+        columns = np.stack([done.advantages, per_token(done)], axis=1)
+        return [each.flatten().tolist() for each in per_episode(torch.from_numpy(columns), done)]
+
+    for one, other in zip(rows(to_batch(groups)), rows(to_batch(turned))[::-1], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_a_minibatch_has_whole_episodes(seed: int, num_parts: int) -> None:
@@ -307,14 +336,14 @@ def renumbered(each: TrajectoryGroup) -> TrajectoryGroup:
 
 def edited() -> TrajectoryGroup:
     """Two episodes with a segment that edits the observation after the first response, and one with the prompt and a
-    summary; then one of a single response."""
+    summary; then one of a single response. Packs sort the edited segment before the one that trains the response."""
     prompt, first = (11, 12, 13, 14, 15), tuple(range(50, 61))
 
     def episode(own: int) -> tuple[Turn, ...]:
         return (
             turn(prompt, (own, *first)),
             turn((30, 31), (own, 23)),
-            turn((*prompt, own, *first, 32), (own, 24, 25), 1),
+            turn((*prompt, own, *first, 29), (own, 24, 25), 1),
             turn((*prompt, 40, 41), (own, 26), 2),
             turn((42,), (27, 28), 2),
         )
