@@ -197,6 +197,7 @@ class Trajectory:
     num_malformed_calls: int = 0  # calls that could not be parsed
     lost_uses: tuple[ToolUse, ...] = ()  # tool uses of earlier attempts that failed with a service: logged, not scored
     opening: tuple[Message, ...] = ()  # the environment's first messages
+    counts: Mapping[str, int] = field(default_factory=dict, hash=False)  # of a program that drives it, by metric
 
     @property
     def prompt(self) -> tuple[Message, ...]:

@@ -165,6 +165,7 @@ class _Episode:
             score,
             self._num_malformed,
             opening=self._opening,
+            counts=env.counts if isinstance(env, ProgramEnv) else {},
         )
 
     async def _run_program(self, env: ProgramEnv) -> StopReason:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -140,6 +140,11 @@ class ProgramEnv(Env, ABC):
     @abstractmethod
     def opening(self) -> tuple[Message, ...]:
         """The messages to which the first turn responds."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What to log of the episode, by the name of the metric; by default nothing."""
+        return {}
 
     async def reset(self) -> Observation:
         raise ConfigError(_NO_STEPS)

@@ -15,7 +15,7 @@ from verl.batch.packing import make_units
 from verl.batch.token_batch import Ints, TokenBatch
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
 from verl.trainer.policy import PackSettings
-from verl.types import Score, StopReason, ToolStatus, ToolUse, TrajectoryGroup
+from verl.types import Score, StopReason, ToolStatus, ToolUse, Trajectory, TrajectoryGroup
 
 Metrics = dict[str, float]
 
@@ -43,7 +43,14 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "response_length/max": max(lengths),
         "response_length/clip_ratio": clipped / len(responses),
         **split,
+        **_count_means(responses),
     }
+
+
+def _count_means(responses: Sequence[Trajectory]) -> Metrics:
+    """The means of what programs that drive their episodes count."""
+    names = dict.fromkeys(name for trajectory in responses for name in trajectory.counts)
+    return {name: sum(each.counts.get(name, 0) for each in responses) / len(responses) for name in names}
 
 
 def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:

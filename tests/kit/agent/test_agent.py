@@ -96,6 +96,8 @@ def test_parallel_requests_are_segments_of_one_episode() -> None:
     found = one("best_of_two", TextEngine("one", "three"))
     assert isinstance(found, Trajectory) and found.score == Score(5.0, {})
     assert [turn.segment for turn in found.turns] == [0, 1]
+    zeros = {f"agent/{name}": 0 for name in ("retries", "undelivered", "sampling_overridden")}
+    assert found.counts == {"agent/requests": 2, "agent/segments": 2, **zeros}
 
 
 @pytest.mark.parametrize(
@@ -276,5 +278,20 @@ def test_two_steps_train_an_agent_on_the_official_sdk(tmp_path: Path) -> None:
         (turns,) = {len(each.turns) for group in result.groups for each in group.trajectories}
         assert turns == 2 and result.metrics["actor/grad_norm"] > 0
         assert any(len(set(group.rewards)) > 1 for group in result.groups)
+        assert (result.metrics["agent/requests"], result.metrics["agent/segments"]) == (2.0, 1.0)
         every_turn = [turn for group in result.groups for each in group.trajectories for turn in each.turns]
         assert {turn.completion.weight_version for turn in every_turn} == {step}
+
+
+@pytest.mark.slow
+def test_200_agents_at_once_have_an_exact_episode_each() -> None:
+    tasks = [Task(f"t#{number}", (Message("user", f"Hello {number}"),), "", "test") for number in range(200)]
+    engine = TextEngine(CALL)
+    found = play("two_turns", engine, *tasks, turn_s=600.0, episode_s=600.0)
+    shown = []
+    for number, each in enumerate(found):
+        assert isinstance(each, Trajectory) and each.task == tasks[number] and each.score is not None, each
+        first, second = each.turns
+        before = (*first.context_ids, *first.completion.token_ids)
+        shown += [tuple(first.context_ids), (*before, *second.context_ids)]
+    assert sorted(shown) == sorted(engine.asked)

@@ -115,6 +115,10 @@ class AgentEnv(ProgramEnv):
     def opening(self) -> tuple[Message, ...]:
         return () if self._session is None else self._session.ledger.opening
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {} if self._session is None else self._session.metrics()
+
     async def _run_program(self, session: Session, url: str, folder: Path) -> None:
         """Raises ServiceDownError for a failure of the program that no limit explains."""
         (folder / TASK).write_text(json.dumps(task_json(self._task), ensure_ascii=False), encoding="utf-8")

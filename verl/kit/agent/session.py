@@ -117,6 +117,11 @@ class Session:
         finally:
             exchange.waiting -= 1
 
+    def metrics(self) -> dict[str, int]:
+        """After the end, by name."""
+        counted = ("requests", "retries", "undelivered", "sampling_overridden")
+        return {f"agent/{name}": self.counts[name] for name in counted} | {"agent/segments": len(self.ledger.segments)}
+
     async def close(self) -> None:
         """Refuse further requests, end the running ones and drop responses that never reached the program."""
         self._closed = True
