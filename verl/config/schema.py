@@ -270,6 +270,8 @@ class EnvConfig:
         if self.name != "agent" and (self.agent or self.command or self.python or self.on_sampling != "replace"):
             keys = "env.agent, env.command, env.python and env.on_sampling"
             raise ConfigError(f"{keys} need env.name=agent; it is {self.name}")
+        if self.name == "agent" and self.max_tool_calls is not None:
+            raise ConfigError("env.max_tool_calls has no effect with env.name=agent; env.max_turns limits its requests")
         if self.name != "single_turn" and self.tool_call_format is None:
             raise ConfigError(f"env.name={self.name} needs env.tool_call_format (docs/tool_call_formats.md)")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
+import signal
 import sys
 import textwrap
 import time
@@ -22,9 +24,11 @@ from verl.config.load import load_config
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError
 from verl.kit.agent.agent import AgentFactory
+from verl.kit.agent.launcher import FunctionLauncher
 from verl.rollout.engine import Sampling, SingleEngine
-from verl.scoring.pool import Fault
+from verl.scoring.pool import DirectScorer, Fault
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory
+from verl.utils.reward_score.base import build_reward
 
 pytestmark = pytest.mark.long
 PROGRAMS = Path(__file__).with_name("programs_of_tests.py")
@@ -124,6 +128,44 @@ def test_an_agent_without_a_reward_leaves_the_score_to_the_reward_function() -> 
     assert isinstance(found, Trajectory) and found.score is None and found.outcome is Outcome.SCORED
 
 
+def test_reward_env_makes_a_missing_reward_a_fault() -> None:
+    found = one("no_reward", TextEngine("one"))
+    assert isinstance(found, Trajectory)
+    scored = asyncio.run(DirectScorer(build_reward("env")).score(found, TASK, 0))
+    assert isinstance(scored, Fault) and "its agent ended without a reward" in scored.problem
+
+
+def test_the_death_of_the_agents_interpreter_is_a_fault_and_the_next_episode_starts_another() -> None:
+    async def run() -> tuple[Any, Any]:
+        factory = AgentFactory(agent=f"{PROGRAMS}:hangs")
+        setting, engine, sampling = runner(factory, turn_s=20.0), TextEngine("one"), Sampling(1)
+        try:
+            first = asyncio.create_task(setting.run(engine, sampling, TASK, 0, None))
+            while not engine.asked:
+                await asyncio.sleep(0.05)
+            launcher = factory.launcher
+            assert isinstance(launcher, FunctionLauncher) and launcher.pid is not None
+            os.kill(launcher.pid, signal.SIGKILL)
+            lost = await first
+            again = asyncio.create_task(setting.run(engine, sampling, TASK, 0, None))
+            while len(engine.asked) < 2:
+                await asyncio.sleep(0.05)
+            again.cancel()
+            return lost, await asyncio.gather(again, return_exceptions=True)
+        finally:
+            await setting.close()
+
+    lost, _ = asyncio.run(run())
+    assert isinstance(lost, Fault) and "the agent's interpreter ended with signal SIGKILL" in lost.problem
+
+
+def test_programs_wait_for_a_slot_without_time_limit() -> None:
+    tasks = [Task(f"t#{number}", TASK.prompt, "", "test") for number in range(3)]
+    factory = AgentFactory(command="sh -c 'sleep 0.7; exit 3'", max_concurrent=1)
+    found = episodes(factory, TextEngine("one"), *tasks, turn_s=1.2, episode_s=1.2)
+    assert all(isinstance(each, Fault) and "exit status 3" in each.problem for each in found), found
+
+
 def test_an_agent_that_hangs_is_ended_and_keeps_its_turns() -> None:
     found = one("hangs", TextEngine("one"), turn_s=1.5)
     assert isinstance(found, Trajectory) and len(found.turns) == 1
@@ -140,6 +182,7 @@ def test_a_limit_is_an_error_for_the_program_and_the_stop_reason_of_the_episode(
     ("make", "problem"),
     [
         (lambda: AgentFactory(), "either env.agent"),
+        (lambda: AgentFactory(command="no_such_program -x"), "there is no program 'no_such_program'"),
         (lambda: AgentFactory(agent="nowhere.py:run"), "there is no file"),
         (lambda: AgentFactory(agent=str(PROGRAMS)), "must be file.py:function"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:run", python="/nowhere/python"), "is not an interpreter"),
@@ -163,6 +206,8 @@ def test_honored_sampling_needs_log_probs_of_the_trainer() -> None:
     agent = ["recipe=mini_grpo", "env.name=agent", "env.command=ls", "env.tool_call_format=toolrl", "reward.name=env"]
     with pytest.raises(ConfigError, match=r"env.on_sampling=honor needs algorithm.old_logprobs=trainer"):
         load_config([*agent, "env.on_sampling=honor", "algorithm.old_logprobs=rollout"])
+    with pytest.raises(ConfigError, match=r"env.max_turns limits its requests"):
+        load_config([*agent, "env.max_tool_calls=3"])
 
 
 def command(source: str, python: str | None = None) -> AgentFactory:

@@ -37,6 +37,7 @@ class AgentFactory(EnvFactory):
     agent: file.py:function, called as `function(base_url, task)`; or command: a command line
     python: the interpreter with the agent's packages; default: the trainer's
     on_sampling: what happens to sampling settings of requests that differ from the run's
+    max_concurrent: programs at a time; further episodes wait
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class AgentFactory(EnvFactory):
         command: str | None = None,
         python: str | None = None,
         on_sampling: str = OnSampling.REPLACE,
+        max_concurrent: int = 256,
     ) -> None:
         """Raises ConfigError for a program that cannot be found."""
         self.launcher = build_launcher(agent, command, python)
         self.on_sampling = OnSampling(on_sampling)
         self._overridden: set[str] = set()  # named so far
+        self.slots = asyncio.Semaphore(max_concurrent)
         self._gateway: Gateway | None = None
         self._starting = asyncio.Lock()
 
@@ -93,6 +96,14 @@ class AgentEnv(ProgramEnv):
         self._score: Score | None = None
 
     async def run(self, policy: ProgramPolicy) -> StopReason:
+        with policy.timer.paused():
+            await self._factory.slots.acquire()
+        try:
+            return await self._run_in_slot(policy)
+        finally:
+            self._factory.slots.release()
+
+    async def _run_in_slot(self, policy: ProgramPolicy) -> StopReason:
         gateway = await self._factory.gateway()
         session = self._session = Session(policy, on_sampling=self._factory.on_sampling)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -75,7 +76,8 @@ class CommandLauncher:
         self._foreign = python is not None
 
     async def check(self) -> None:
-        """Nothing can be known before the first start."""
+        if shutil.which(self._arguments[0]) is None:
+            raise ConfigError(f"env.command: there is no program {self._arguments[0]!r}")
 
     async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
         arguments = [each.replace("{task_json}", str(folder / TASK)) for each in self._arguments]
@@ -124,6 +126,11 @@ class FunctionLauncher:
         self._starting = asyncio.Lock()
         self._numbers = count()
         self._running: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """Of the interpreter, if it runs."""
+        return None if self._server is None else self._server.pid
 
     async def check(self) -> None:
         await self._started()

@@ -43,6 +43,7 @@ _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"
 
 # Assistant turns without a call in environments with a simulated user: the maximum of the BFCL scenarios.
 _TURNS_WITHOUT_CALL = 8
+_AGENT_TURNS = 16  # requests of an agent
 
 
 def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
@@ -62,7 +63,7 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s)
     observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
     max_turns = turn_limit(env, tool_call_format)
-    if max_turns > 1:  # fails early if the chat template has no tool turns
+    if max_turns > 1 and env.name != "agent":  # fails early if the chat template has no tool turns
         observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)
     if isinstance(envs, ToolEnvFactory | ClassFactory):
         check_tools(chat, tool_call_format, envs.specs)
@@ -135,6 +136,8 @@ def turn_limit(env: EnvConfig, tool_call_format: ToolCallFormat) -> int:
 
     Raises ConfigError if env.max_turns is too small for env.max_tool_calls.
     """
+    if env.name == "agent":  # its tools are its own
+        return env.max_turns or _AGENT_TURNS
     in_sequence = env.call_limit * tool_call_format.turns_per_call
     if env.max_turns is None:
         return in_sequence + (1 if env.name in ("tool", "single_turn") else _TURNS_WITHOUT_CALL)
@@ -248,7 +251,8 @@ def _build_envs(
         if env.name == "remote":
             own = {"health_timeout_s": health_timeout_s}
         elif env.name == "agent":
-            own = {"agent": env.agent, "command": env.command, "python": env.python, "on_sampling": env.on_sampling}
+            own = {name: getattr(env, name) for name in ("agent", "command", "python", "on_sampling")}
+            own = {**own, "max_concurrent": env.max_concurrent_calls}
         return build_env_factory(env.name, {**own, **env.options})
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")

@@ -184,7 +184,8 @@ class EnvReward:
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if trajectory.score is None:
-            raise ConfigError("reward env needs an environment that judges: with `async judge()` (verl/envs/base.py)")
+            absent = "the environment does not judge (`async judge()`, verl/envs/base.py)"
+            raise ConfigError(f"reward env: there is no verdict; {absent}, or its agent ended without a reward")
         return trajectory.score
 
 
