@@ -41,6 +41,7 @@ from verl.system.watcher import remove_tree
 
 ENVIRONMENT = "/environment"  # the task's interpreter, in every runtime
 BASE_GIT = "/base.git"
+HARBOR_FOLDERS = ("tests", "solution", "logs")  # at the root, where only the supervisor can write
 START = "import sys; sys.path.insert(0, '/sandbox'); from inside.repository import main; del sys.path[0]; main()"
 START_S = 60.0
 END_S = 5.0  # until a supervisor that does not end is killed
@@ -147,6 +148,7 @@ class LocalRuntime(FilesByPrograms):
         self.limits = task.limits
         self.layered = True
         self._owner, self._image, self._environment = owner, image, task.environment
+        self._workdir = task.workdir
         self._folder = Path(tempfile.mkdtemp(prefix="episode-", dir=owner.episodes))
         self._shells: dict[str, RuntimeShell] = {}
         self._supervisor: SupervisorLink | None = None
@@ -161,6 +163,10 @@ class LocalRuntime(FilesByPrograms):
         confined = confinement(pool is not None, folders)
         confined += ["--as-pid-1", "--ro-bind", str(self._image), "/image", "--bind", str(self._folder), "/episode"]
         confined += ["--dir", TESTBED, "--dir", "/home/user", "--ro-bind", str(self._image / ".git"), BASE_GIT]
+        if self._workdir and self._workdir != TESTBED:
+            confined += ["--symlink", TESTBED, self._workdir]
+        for name in HARBOR_FOLDERS if self._workdir else ():
+            confined += ["--symlink", f"/tmp/{name}", f"/{name}"]
         for hidden in _hidden_folders(self._environment):
             confined += ["--tmpfs", hidden]
         command = [_plain_python(), "-I", "-S", "-c", START, json.dumps(settings)]

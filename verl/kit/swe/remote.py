@@ -83,7 +83,9 @@ class RemoteRuntimes(EndpointPool):
             raise DataError(f"task {task.id} has no repository that a server of ours could run")
         image = await self._image(task)
         name = Path(task.environment).name if task.environment else ""
-        request = wire.LeaseRequest(image=image.name, environment=name, setup=task.setup, limits=task.limits)
+        request = wire.LeaseRequest(
+            image=image.name, environment=name, setup=task.setup, workdir=task.workdir, limits=task.limits
+        )
         deadline = time.monotonic() + self._patience_s
         failed: list[Endpoint] = []
         while True:

@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any
 
+from verl.kit.swe.harbor import LATE, HarborTask, run_verifier
 from verl.kit.swe.runtime import (
     TESTBED,
     CommandFailedError,
@@ -75,13 +76,14 @@ class PatchVerdict:
     pass_to_pass: float = 0.0
     detail: str = ""
     passed: frozenset[str] = frozenset()
+    reward: float | None = None  # of a task folder's own tests
 
     @property
     def score(self) -> Score:
-        """1 if resolved, else 0; the parts name the outcome."""
+        """The reward of the task's own tests; without one 1 if resolved, else 0. The parts name the outcome."""
         parts = {f"swe/{each}": float(each is self.outcome) for each in PatchOutcome}
         parts |= {"swe/fail_to_pass": self.fail_to_pass, "swe/pass_to_pass": self.pass_to_pass}
-        return Score(float(self.outcome is PatchOutcome.RESOLVED), parts)
+        return Score(float(self.outcome is PatchOutcome.RESOLVED) if self.reward is None else self.reward, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str) -> PatchVer
             await _restore(runtime, task)
         except CommandFailedError as error:
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
-        return await _judge(runtime, task)
+        return await (_judge(runtime, task) if task.harbor is None else _rewarded(runtime, task.harbor))
     finally:
         await runtime.close()
 
@@ -153,6 +155,14 @@ async def _reset(runtime: Runtime, names: Sequence[str]) -> None:
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a path, or its end after a slash, matches a pattern."""
     return any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for pattern in patterns)
+
+
+async def _rewarded(runtime: Runtime, task: HarborTask) -> PatchVerdict:
+    reward, log = await run_verifier(runtime, task)
+    if reward is None:
+        return PatchVerdict(PatchOutcome.TIMEOUT if log.startswith(LATE) else PatchOutcome.NO_REPORT, detail=log)
+    resolved = PatchOutcome.RESOLVED if reward >= 1 else PatchOutcome.UNRESOLVED
+    return PatchVerdict(resolved, reward, 1.0, log, reward=reward)
 
 
 async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:

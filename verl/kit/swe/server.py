@@ -92,7 +92,15 @@ class Leases:
                 raise HTTPException(wire.REFUSED, f"no environment {request.environment!r} in --environments {folder}")
             environment = str(folder)
         name = secrets.token_hex(16)
-        task = SweTask(name, "", ("",), environment=environment, setup=request.setup, limits=request.limits)
+        task = SweTask(
+            name,
+            "",
+            ("",),
+            environment=environment,
+            setup=request.setup,
+            limits=request.limits,
+            workdir=request.workdir,
+        )
         await self._add(name, image, task, self.lease_s)
         return wire.Lease(lease=name, lease_s=self.lease_s)
 

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl.errors import DataError
+from verl.kit.swe.harbor import HarborTask, read_harbor_task, read_instruction
 from verl.kit.swe.runtime import TESTBED, RuntimeLimits
 
 # Files that decide what the tests report. They are restored before scoring, wherever they are.
@@ -50,6 +51,8 @@ class SweTask:
     gold_patch:   the fix, for validation only
     protected:    patterns of files that a patch cannot change, besides the hidden tests
     test_timeout_s: of one run of tests
+    workdir:      another path of the repository inside
+    harbor:       a task folder, whose tests/test.sh judges instead of tests by name
     """
 
     id: str
@@ -69,6 +72,8 @@ class SweTask:
     protected: tuple[str, ...] = PROTECTED
     test_timeout_s: float = 300.0
     limits: RuntimeLimits = field(default_factory=RuntimeLimits)
+    workdir: str = ""
+    harbor: HarborTask | None = None
 
 
 def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remote: bool = False) -> SweTask:
@@ -78,6 +83,8 @@ def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remot
               names in `environments`
     remote:   runtimes run the image that the row names
     """
+    if "harbor" in row:
+        return _of_harbor(row, prepared)
     published = _of_r2e(row) if "expected_output_json" in row else _of_swe(row)
     task = published if "repository" not in row else replace(published, **_own_fields(row))
     if not task.fail_to_pass:
@@ -100,11 +107,12 @@ def read_swe_tasks(
 
 def as_task_row(row: Any) -> Any:
     """For `data.map`: a published row, or one of ours, as a task row of the environment `swe`."""
-    if not isinstance(row, Mapping) or "problem_statement" not in row:
+    if not isinstance(row, Mapping) or not {"problem_statement", "harbor"} & row.keys():
         return row
+    statement = read_instruction(Path(_text(row, "harbor"))) if "harbor" in row else row["problem_statement"]
     return {
         "data_source": "swe",
-        "prompt": [{"role": "user", "content": row["problem_statement"]}],
+        "prompt": [{"role": "user", "content": statement}],
         "reward_model": {"ground_truth": "hidden tests"},
         "extra_info": dict(row),
     }
@@ -153,6 +161,26 @@ def _of_r2e(row: Mapping[str, Any]) -> SweTask:
         image=_text(row, "docker_image"),
         python=f"{TESTBED}/.venv/bin/python",
         hidden_tests={f"{R2E_TESTS}/{Path(name).name}": code for name, code in tests.items()},
+    )
+
+
+def _of_harbor(row: Mapping[str, Any], prepared: Path | None) -> SweTask:
+    """`harbor`: a task folder; `environment` as in our own rows."""
+    if unknown := sorted(name for name in row.keys() - {"harbor", "environment"} if row[name]):
+        raise DataError("cannot be used with a task folder", "harbor and environment alone", field=unknown[0])
+    found = read_harbor_task(Path(_text(row, "harbor")).absolute(), prepared)
+    return SweTask(
+        id=found.folder.name,
+        statement=found.instruction,
+        fail_to_pass=(),
+        repository=Repository(str(found.repository)),
+        environment=str(row.get("environment") or found.environment),
+        setup=found.setup,
+        protected=(),
+        test_timeout_s=found.timeout_s,
+        limits=found.limits,
+        workdir=found.workdir,
+        harbor=found,
     )
 
 

@@ -87,11 +87,12 @@ class WriteFile(BaseModel):
 
 
 class LeaseRequest(BaseModel):
-    """A runtime of an image. environment: name of a folder of the server"""
+    """A runtime of an image. environment: name of a folder of the server. workdir: see SweTask"""
 
     image: str = Field(pattern=r"^[0-9a-f]{40}$")
     environment: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     setup: str = ""
+    workdir: str = Field(default="", pattern=r"^(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")
     limits: RuntimeLimits = Field(default_factory=RuntimeLimits)
 
 
