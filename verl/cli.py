@@ -32,6 +32,7 @@ COMMANDS = {
     "probe": Subcommand("verl.trainer.main_eval", "would training learn from this data?", ("--probe",)),
     "plan": Subcommand("verl.kit.plan", "memory and time of a training, before it starts"),
     "report": Subcommand("verl.kit.report", "a run as one HTML file: curves, rollouts, tokens"),
+    "explain": Subcommand("verl.kit.explain", "one sample of a step, from its prompt to its share of the loss"),
     "replay": Subcommand("verl.kit.replay", "run a recorded training step again"),
     "lab": Subcommand("verl.kit.lab", "check a reward on the rows of a file"),
     "algorithms": Subcommand("verl.algorithms", "table of all algorithms"),

@@ -1,0 +1,57 @@
+"""Explain one sample of a training step: toolrl explain RUN --step N [--sample K]
+
+RUN is the folder of a run, which keeps samples of every step (trainer.samples_kept). From the prompt to the loss:
+texts, reward, group, advantage, tokens, share of the loss. Without --sample the samples of the step are listed.
+Exit code 0: the record agrees with the arithmetic. 1: a check fails. 2: there is no such sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from verl.checkpoint.crash import exit_code_of
+from verl.errors import VerlError
+from verl.kit.report.folder import RunFolder, read_run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="toolrl explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--step", type=int, required=True, help="training step, from 1")
+    parser.add_argument("--sample", type=int, help="number of the sample in the list of the step")
+    options = parser.parse_args(argv)
+    console = Console(highlight=False, emoji=False)
+    try:
+        return _explained(read_run(options.run), options.step, options.sample, console)
+    except VerlError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return exit_code_of(error)
+
+
+def _explained(run: RunFolder, step: int, sample: int | None, console: Console) -> int:
+    from verl.kit.explain.explanation import explain, read_step, summary  # imports torch
+
+    if sample is None:
+        for line in summary(read_step(run, step)):
+            console.print(line, markup=False, soft_wrap=True)
+        return 0
+    explanation = explain(run, step, sample)
+    for title, lines in explanation.sections:
+        console.print(f"\n{title}", style="bold", markup=False)
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+    if explanation.failed:
+        console.print(f"\nchecks that fail: {', '.join(explanation.failed)}", style="bold red", markup=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

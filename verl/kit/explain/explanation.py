@@ -1,0 +1,281 @@
+"""A kept sample, from prompt to loss, as sections of text: recorded values, and the arithmetic that gives them.
+
+Shape legend: A trained tokens of the sample, G rollouts of its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.estimators.advantage import AdvantageEstimator, grpo
+from verl.algorithms.estimators.dr_grpo import group_centered
+from verl.algorithms.estimators.rloo import rloo
+from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.losses.policy_loss import LossInputs
+from verl.algorithms.names import KLPlacement, OldLogprobs
+from verl.config.load import restored_config
+from verl.errors import ConfigError, DataError
+from verl.kit.report.folder import RunFolder, parsed
+from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
+from verl.trainer.builders.algorithm import build_algorithm
+
+TOLERANCE = 1e-5  # of the sum of the shares
+_RELATIVE = 1e-3  # of the largest token loss
+_SHOWN_TOKENS = 8
+_SHOWN_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """sections: (title, lines); failed: checks whose two sides differ"""
+
+    sections: Sequence[tuple[str, Sequence[str]]]
+    failed: Sequence[str]
+
+
+def read_step(run: RunFolder, step: int) -> StepSamples:
+    """Raises DataError if the step has no file of kept samples."""
+    if step not in (known := run.kept_steps()):
+        expected = f"one of {known[0]} to {known[-1]}" if known else "a run with trainer.samples_kept above 0"
+        raise DataError(f"has no samples of step {step}", expected, file=str(run.folder))
+    return read_samples(samples_path(run.folder, step))
+
+
+def summary(kept: StepSamples) -> list[str]:
+    """A line per kept sample, with its number."""
+    return [
+        f"{number:3}  {each.task_id} #{each.index}"
+        + (f" segment {each.segment + 1} of {each.num_segments}" if each.num_segments > 1 else "")
+        + f": reward {each.reward:.4g}, share of the loss {_share(kept.loss.get(each.row))}"
+        for number, each in enumerate(kept.samples)
+    ]
+
+
+def _share(share: float | None) -> str:
+    return "none (not computed: its advantage is zero)" if share is None else f"{share:.6g}"
+
+
+def explain(run: RunFolder, step: int, number: int) -> Explanation:
+    """number: of the kept sample in the step's file. Raises DataError or ConfigError if there is none."""
+    kept = read_step(run, step)
+    if not 0 <= number < len(kept.samples):
+        raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
+    sample = kept.samples[number]
+    rollout = None if sample.line is None else _rollout(run, step, sample.line)
+    algorithm = _algorithm(run)
+    logged = next((row.get("actor/loss") for row in run.rows if row["step"] == step), None)
+    failed: list[str] = []
+    sections = [
+        ("Texts", _texts(rollout, sample)),
+        ("Reward", _reward(rollout, sample)),
+        ("Group and advantage", _advantage(sample, rollout, algorithm, failed)),
+        ("Tokens", _tokens(sample, kept.texts, algorithm, failed)),
+        ("Share of the loss", _loss(sample, kept, logged, failed)),
+        ("Not known", _unknown(sample)),
+    ]
+    return Explanation(sections, failed)
+
+
+def _rollout(run: RunFolder, step: int, line: int) -> dict[str, Any] | None:
+    return next((parsed(text) for text in islice(run.transcript(step), line, line + 1)), None)
+
+
+def _algorithm(run: RunFolder) -> Algorithm:
+    if not run.settings:
+        raise DataError("cannot be read", "the settings of the run", file=str(run.folder / "config.yaml"))
+    config = restored_config(run.settings)
+    return build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+
+
+def _texts(rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
+    counts = f"{len(sample.mask)} tokens, {int(sample.mask.sum())} of them trained"
+    if rollout is None:
+        return [counts, "the transcript of this rollout is not in the step's file"]
+    calls = [f"{use['name']}: {use['status']}, {use['seconds']:.3g} s" for use in rollout.get("tool_uses", ())]
+    prompt, responses = rollout["prompt"][-1:], rollout["responses"]
+    lines = [f"{message['role']}: {_cut(str(message['content']))}" for message in (*prompt, *responses)]
+    return [*lines, f"gold answer: {_cut(str(rollout['answer']))}", *(f"tool call: {call}" for call in calls), counts]
+
+
+def _cut(text: str) -> str:
+    left = len(text) - _SHOWN_CHARS
+    shown = text if left <= 0 else f"{text[:_SHOWN_CHARS]} [{left} more characters]"
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in shown)
+
+
+def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
+    if rollout is None:
+        return [f"reward for training: {sample.reward:.6g}"]
+    total, parts = rollout["score"]["total"], rollout["score"]["parts"]
+    added = " + ".join(f"{name} {value:.4g}" for name, value in parts.items())
+    lines = [f"{added} = {sum(parts.values()):.6g}"] if parts else []
+    if parts and not math.isclose(sum(parts.values()), total, abs_tol=1e-6):
+        lines.append(f"The parts do not add up to the total {total:.6g}: the reward combines them in another way.")
+    lines.append(f"total: {total:.6g}; for training, after shaping in the group and penalties: {sample.reward:.6g}")
+    turns = [value for value in rollout.get("turn_rewards", ()) if value is not None]
+    return [*lines, f"rewards of turns: {_listed(turns)}"] if turns else lines
+
+
+def _advantage(
+    sample: KeptSample, rollout: Mapping[str, Any] | None, algorithm: Algorithm, failed: list[str]
+) -> list[str]:
+    returns = np.array(sample.group_returns, dtype=np.float64)
+    std = float(returns.std(ddof=1)) if len(returns) > 1 else 0.0
+    lines = [f"returns of the group: {_listed(returns.tolist())}; mean {returns.mean():.6g}, std {std:.6g} (n - 1)"]
+    recorded = sample.columns["advantages"]
+    if not len(recorded):
+        return [*lines, "no token is trained"]
+    turns = [value for value in (rollout or {}).get("turn_rewards", ()) if value is not None]
+    own = sample.reward + sum(turns)
+    shown = f"recorded: {recorded[0]:.6g} on every token"
+    if not (recorded == recorded[0]).all():
+        shown = f"recorded: from {recorded.min():.6g} to {recorded.max():.6g}"
+    formula = _FORMULAS.get(algorithm.advantage)
+    if algorithm.needs_critic:
+        lines.append("A_t = return_t - value_t, then whitened over all trained tokens of the step")
+        raw = sample.columns["returns"] - sample.columns["values"]
+        first, last = (f"{sample.columns['returns'][at]:.5g} - {sample.columns['values'][at]:.5g}" for at in (0, -1))
+        lines.append(f"before whitening: {first} = {raw[0]:.5g} on the first token, {last} = {raw[-1]:.5g} on the last")
+    elif algorithm.kl.placement is KLPlacement.REWARD:
+        lines.append("The KL penalty is in the reward, and that of the group's other rollouts is not kept.")
+    elif formula is None:
+        lines.append(f"The formula of {algorithm.name} is in docs/algorithms.md (`toolrl algorithms`).")
+    else:
+        text, value = formula(own, returns, std)
+        if math.isclose(value, float(recorded[0]), rel_tol=1e-3, abs_tol=1e-4):
+            return [*lines, f"{text} = {value:.6g}", shown, "The record agrees."]
+        failed.append("advantage")
+        return [*lines, f"{text} = {value:.6g}", shown, "The record differs."]
+    return [*lines, shown]
+
+
+_Formula = Callable[[float, Any, float], tuple[str, float]]
+
+
+def _grpo(own: float, returns: Any, std: float) -> tuple[str, float]:
+    value = 0.0 if std == 0.0 else (own - returns.mean()) / (std + 1e-6)
+    return f"A = (r - mean) / (std + 1e-6) = ({own:.6g} - {returns.mean():.6g}) / ({std:.6g} + 1e-6)", float(value)
+
+
+def _centered(own: float, returns: Any, std: float) -> tuple[str, float]:
+    return f"A = r - mean = {own:.6g} - {returns.mean():.6g}", float(own - returns.mean())
+
+
+def _leave_one_out(own: float, returns: Any, std: float) -> tuple[str, float]:
+    count = len(returns)
+    text = f"A = n / (n - 1) * (r - mean) = {count} / {count - 1} * ({own:.6g} - {returns.mean():.6g})"
+    return text, float(count / (count - 1) * (own - returns.mean()))
+
+
+_FORMULAS: Mapping[AdvantageEstimator, _Formula] = {grpo: _grpo, group_centered: _centered, rloo: _leave_one_out}
+
+
+def _tokens(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, failed: list[str]) -> list[str]:
+    """The loss of every token again from the recorded log-probs, and the tokens with the largest shares."""
+    columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
+    if "loss" not in columns:
+        return ["The update did not compute this sample: its advantage is zero, so is its gradient."]
+    if algorithm.selection is not None:
+        return [f"{algorithm.name} treats some tokens of a mini-batch differently; which ones is not kept."]
+    old_A = _old_logprobs(columns, algorithm)
+    token = algorithm.policy_loss(
+        LossInputs(columns["logprobs"], old_A, columns["advantages"], torch.zeros(len(old_A), dtype=torch.long))
+    )
+    unweighted_A = token.loss_T * columns.get("importance", torch.ones(()))
+    unweighted_A = unweighted_A - algorithm.entropy_coefficient * columns["entropy"]
+    terms = ["importance weight * policy loss" if "importance" in columns else "policy loss"]
+    if algorithm.entropy_coefficient:
+        terms.append(f"- {algorithm.entropy_coefficient:g} * entropy")
+    if algorithm.kl.placement is KLPlacement.LOSS:
+        kl_A = KL_ESTIMATORS[algorithm.kl.estimator](columns["logprobs"], columns["ref_logprobs"])
+        unweighted_A = unweighted_A + algorithm.kl.coefficient * kl_A
+        terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
+    norm = float(unweighted_A.square().sum())
+    weight = float((unweighted_A * columns["loss"]).sum()) / norm if norm else 0.0
+    off, largest = (float(each.abs().max()) for each in (weight * unweighted_A - columns["loss"], columns["loss"]))
+    if off > _RELATIVE * largest:
+        failed.append("token losses")
+    clipped = token.metrics_T.get("clip_fraction")
+    lines = [
+        f"loss of a token = weight * ({' '.join(terms)}); the weight of this sample's tokens is {weight:.6g} "
+        f"({algorithm.aggregation}, from the record)",
+        f"computed again from the log-probs, every token differs by at most {off:.2g}; the largest is {largest:.2g}",
+    ]
+    if clipped is not None:
+        lines.append(f"clipped: {int(clipped.sum())} of {len(old_A)} tokens")
+    return [*lines, *_token_table(sample, texts, columns, old_A, clipped)]
+
+
+def _old_logprobs(columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
+    """[A] the denominator of the ratio, as in `policy_loss` of the policy worker."""
+    if algorithm.old_logprobs is OldLogprobs.ROLLOUT:
+        return columns["rollout_logprobs"]
+    return columns.get("old_logprobs", columns["logprobs"])
+
+
+def _token_table(
+    sample: KeptSample,
+    texts: Mapping[int, str],
+    columns: Mapping[str, Tensor],
+    old_A: Tensor,
+    clipped: Tensor | None,
+) -> list[str]:
+    places = np.flatnonzero(sample.mask)
+    largest = sorted(columns["loss"].abs().argsort(descending=True)[:_SHOWN_TOKENS].tolist())
+    lines = [f"the {len(largest)} tokens with the largest shares:"]
+    for at in largest:
+        ratio = float((columns["logprobs"][at] - old_A[at]).exp())
+        values = {
+            "log p engine": float(columns["rollout_logprobs"][at]),
+            "trainer": float(columns["logprobs"][at]),
+            "ratio": ratio,
+            "advantage": float(columns["advantages"][at]),
+            **({"importance": float(columns["importance"][at])} if "importance" in columns else {}),
+            "loss": float(columns["loss"][at]),
+        }
+        token = texts.get(int(sample.token_ids[places[at]]), "")
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        lines.append(
+            f"  {places[at]:5} {token!r}: {shown}" + (", clipped" if clipped is not None and clipped[at] else "")
+        )
+    return lines
+
+
+def _loss(sample: KeptSample, kept: StepSamples, logged: float | None, failed: list[str]) -> list[str]:
+    share, total = kept.loss.get(sample.row), math.fsum(kept.loss.values())
+    absolute = math.fsum(map(abs, kept.loss.values()))
+    lines = [f"share of this sample: {_share(share)}"]
+    if share is not None and absolute:
+        lines.append(f"that is {abs(share) / absolute:.2%} of the sum of all shares without their signs")
+    if logged is None:
+        return [*lines, f"the shares of all {len(kept.loss)} samples add up to {total:.6g}; no loss is logged"]
+    off = abs(total - logged)
+    if off > TOLERANCE:
+        failed.append("sum of the shares")
+    lines.append(
+        f"sum check: the shares of all {len(kept.loss)} computed samples add up to {total:.8g}; actor/loss is "
+        f"{logged:.8g}; difference {off:.2g} (limit {TOLERANCE:g})"
+    )
+    return lines
+
+
+def _unknown(sample: KeptSample) -> list[str]:
+    lines = [
+        "the share of the gradient norm: it needs the weights of the step (`toolrl replay` repeats a recorded update)"
+    ]
+    if "old_logprobs" not in sample.columns:
+        lines.append("log-probs before the update: it is the step's only one, or the ratio uses the engine's")
+    return lines
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
