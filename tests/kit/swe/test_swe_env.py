@@ -288,6 +288,34 @@ def test_the_editor(place: Place) -> None:
     assert all(each.startswith("Error") for each in seen[22:])
 
 
+def test_one_edit_of_a_line_is_an_episode(place: Place) -> None:
+    task = to_task(as_task_row({**place.row, "file": "calc/core.py"}), "calc#0")
+
+    async def main() -> tuple[Played, Played, tuple[str, ...]]:
+        factory = SweFactory(style="line")
+        factory.check_task(task)
+        with pytest.raises(DataError, match="field 'file'"):
+            factory.check_task(place.task)
+        initial = factory.initial_observation(task)
+        fixing = [say(), call("edit_line", line=9, text="x"), call("edit_line", line=2, text="    return a + b")]
+        fixed = await play(factory(task), fixing)
+        spoiled = await play(factory(task), [call("edit_line", line=2, text="return a\n + b")])
+        await factory.close()
+        assert initial.messages[-1].content == task.prompt[-1].content
+        return fixed, spoiled, tuple(tool.name for tool in initial.tools)
+
+    fixed, spoiled, tools = place.runner.run(main())
+    assert tools == ("edit_line",)
+    assert [result.done for result in fixed] == [False, False, True]
+    assert [result.messages[0].content for result in fixed] == [
+        "Call edit_line.",
+        "Error: `line` must be between 1 and 6.",
+        "Line 2 is replaced.",
+    ]
+    assert fixed.score is not None and (fixed.score.total, fixed.score.parts["swe/finished"]) == (1.0, 1.0)
+    assert spoiled.score is not None and spoiled.score.total == 0.0
+
+
 def test_search(place: Place) -> None:
     seen = place.answers(
         call("search", query="def (add|name)"),

@@ -40,7 +40,8 @@ from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, Too
 
 PROMPTS = Path(__file__).parent / "prompts"
 TOOLS = {
-    name: FunctionTool(getattr(AgentTools, name), name) for name in ("bash", "str_replace_editor", "search", "finish")
+    name: FunctionTool(getattr(AgentTools, name), name)
+    for name in ("bash", "str_replace_editor", "search", "finish", "edit_line")
 }
 SCORINGS = 3  # of a patch, if runtimes are lost
 NUDGES_UNTIL_FINISH = 2  # messages without a call, after which the agent is reminded that it may finish
@@ -59,7 +60,7 @@ class Style:
 
 STYLES: Mapping[str, Style] = {
     "openhands": Style(
-        tuple(TOOLS),
+        ("bash", "str_replace_editor", "search", "finish"),
         "Please continue with the task, in the way that you think is best. No questions are answered.",
         "If you think that you have solved it, call `finish`.",
     ),
@@ -68,6 +69,7 @@ STYLES: Mapping[str, Style] = {
         "Every message must contain exactly one command.",
         f"If you think that you have solved the task, end with: echo {SUBMIT}",
     ),
+    "line": Style(("edit_line",), "Call edit_line.", "Its first edit ends the session."),
 }
 
 
@@ -107,7 +109,7 @@ class SweEnv(Env):
             await self._running.enter_async_context(self._slot("running"))
         may_submit = "finish" not in owner.style.tools
         limits = (owner.command_timeout_s, owner.soft_timeout_s)
-        self._tools = AgentTools(self._runtime, *limits, may_submit=may_submit)
+        self._tools = AgentTools(self._runtime, *limits, may_submit=may_submit, file=self._task.file)
         self._answered = perf_counter()
         return self._initial
 
@@ -210,7 +212,7 @@ class SweFactory(EnvFactory):
     urls:        servers of `toolrl runtime-server`; without them and `images`, runtimes start on this machine
     images:      image of a task -> URL of the SWE-ReX server that runs it
     prepared:    folder with the repositories of published rows (docs/swe.md)
-    style:       openhands (four tools) or mini (bash alone)
+    style:       openhands (four tools), mini (bash alone) or line (one edit of one line, for small policies)
     prompt:      a file with {question} that replaces the style's prompt
     command_timeout_s: of a command of the agent, which is then stopped
     soft_timeout_s: after which a command is reported as running; the agent may wait for it, or interrupt it
@@ -282,6 +284,8 @@ class SweFactory(EnvFactory):
         for field, path in (("repository", swe.repository and swe.repository.path), ("environment", swe.environment)):
             if path and not Path(path).exists():
                 raise DataError(f"there is no {path}", "a path on this machine", field=field)
+        if "edit_line" in self.style.tools and not swe.file:
+            raise DataError("is missing", "the path of the file that `edit_line` edits", field="file")
         if swe.image and swe.image not in self._images:
             raise DataError(f"no server runs {swe.image}", "its URL in the option `images`", field="docker_image")
 

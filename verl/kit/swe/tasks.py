@@ -43,6 +43,7 @@ class SweTask:
     repository:   None if a remote runtime has it in its `image`
     python:       the interpreter with pytest, inside
     environment:  folder of the repository's own interpreter (scripts/swe/prepare.py); empty: the system's
+    file:         what the agent style `line` edits
     setup:        shell commands after the start of a runtime
     fail_to_pass, pass_to_pass: pytest's node ids, which must all pass after the fix
     hidden_tests: path in the repository -> content; the policy never sees them
@@ -64,6 +65,7 @@ class SweTask:
     base_commit: str = ""
     python: str = "python"
     environment: str = ""
+    file: str = ""
     setup: str = ""
     hidden_tests: Mapping[str, str] = field(default_factory=dict)
     test_patch: str = ""
@@ -193,7 +195,7 @@ def _own_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
     fields: dict[str, Any] = {"image": "", "python": "python"}
     fields["repository"] = Repository(given["path"], str(given.get("revision") or ""))
-    for name in ("environment", "setup", "bug_patch"):
+    for name in ("environment", "file", "setup", "bug_patch"):
         if row.get(name):
             fields[name] = _text(row, name)
     if row.get("test_timeout_s"):

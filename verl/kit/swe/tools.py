@@ -40,8 +40,10 @@ class AgentTools:
         soft_timeout_s: float | None = None,
         *,
         may_submit: bool = False,
+        file: str = "",
     ) -> None:
         self.finished = False
+        self._file = file  # of `edit_line`
         self._runtime, self._may_submit = runtime, may_submit
         self._command_timeout_s, self._soft_timeout_s = command_timeout_s, soft_timeout_s
         self._running = False  # a command, since a soft time-out
@@ -120,6 +122,22 @@ class AgentTools:
         await self._script("true")  # a lost runtime is noticed while the episode can start again
         self.finished = True
         return "Finished."
+
+    async def edit_line(self, line: int, text: str) -> str:
+        """Replace one line of the file.
+
+        Args:
+            line: its number, from 1 on
+            text: the new line, with its indentation
+        """
+        path = _path(self._file)
+        lines = (await self._read(path)).splitlines()
+        if not 1 <= line <= len(lines):
+            raise ToolError(f"`line` must be between 1 and {len(lines)}.")
+        lines[line - 1] = text
+        await self._write(path, "".join(f"{each}\n" for each in lines))
+        self.finished = True
+        return f"Line {line} is replaced."
 
     async def _run(self, command: str) -> CommandResult:
         """Start a command, wait for the running one (an empty command), or interrupt it (C-c)."""
