@@ -48,7 +48,8 @@ def failed(code: str, message: str = "no") -> dict[str, Any]:
 def guess(type: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """A guessing game as its official server answers."""
     if type == "reset":
-        return seen({"text": f"secret {data['secret']}, seed {data['seed']}", "hints": []})
+        shown = {"text": f"secret {data['secret']}, seed {data['seed']}", "hints": [], "metadata": {"level": 1}}
+        return seen(shown)
     right = data["number"] == 3
     return seen({"text": "right" if right else "wrong"}, 1.0 if right else -0.25, right)
 

@@ -325,7 +325,7 @@ def test_a_server_that_cannot_start_says_why(
 OFFICIAL_CLIENT = """
 import asyncio, json, sys
 from openenv.core import GenericEnvClient
-from openenv.core.mcp_client import MCPToolClient
+from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
 
 async def main(url, answers):
     async with GenericEnvClient(base_url=url) as env:
@@ -345,13 +345,14 @@ async def main(url, answers):
             assert "has ended" in str(error)
         else:
             raise AssertionError
-    async with MCPToolClient(base_url=url) as env:
-        opening = await env.reset(seed=1)
-        assert opening.observation.metadata["messages"][-1]["role"] == "user"
-        assert [tool.name for tool in await env.list_tools()][0] == "list_products"
+    async with GenericEnvClient(base_url=url) as env:
+        await env.reset(seed=1)
+        listed = await env.step(ListToolsAction())
+        assert listed.observation["tools"][0]["name"] == "list_products"
         for id, n in answers[1].items():
-            await env.call_tool("set_quantity", product_id=id, quantity=n)
-        assert "p" in await env.call_tool("list_products")
+            await env.step(CallToolAction(tool_name="set_quantity", arguments={"product_id": id, "quantity": n}))
+        shown = await env.step(CallToolAction(tool_name="list_products"))
+        assert shown.observation["tool_name"] == "list_products" and "p" in shown.observation["result"]
     assert GenericEnvClient(base_url=url).sync().reset().reward is None
     print("all", len(answers))
 

@@ -101,8 +101,8 @@ def test_an_episode_at_a_limit_is_judged_after_an_empty_answer() -> None:
         ([END], "ended before the policy was asked"),
         ([[{"role": "user", "content": 3}]], "its request is unreadable"),
         ([[USER], "compact"], "replaced the context"),
-        ([[USER], "die"], "ended with code 9"),
-        (["die"], "ended with code 9"),
+        ([[USER], "die"], "has ended with code"),
+        (["die"], "has ended with code"),
     ],
 )
 def test_what_goes_wrong_is_a_fault_of_the_service(script: Sequence[Any], problem: str) -> None:
@@ -143,7 +143,6 @@ def test_a_worker_that_does_not_start_is_a_fault(id: str, problem: str) -> None:
     ("options", "problem"),
     [
         ({"id": "x", "python": "/no/such/python"}, "prepare.sh"),
-        ({"id": "x", "python": sys.executable, "env": {"agent": {"harness": {"id": "bash"}}}}, "on this machine"),
         ({"id": "x"}, "python"),
         ({"id": "x", "python": sys.executable, "size": 3}, "no option 'size'"),
     ],
@@ -151,11 +150,6 @@ def test_a_worker_that_does_not_start_is_a_fault(id: str, problem: str) -> None:
 def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         build_env_factory("verifiers", options)
-
-
-def test_a_program_with_commands_may_have_a_container() -> None:
-    agent = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}, "max_turns": 3}
-    assert factory(env={"agent": agent, "retries": {}}) is not None
 
 
 def test_a_row_without_the_data_of_a_task_is_named() -> None:
@@ -215,6 +209,21 @@ def test_an_environment_of_several_turns(python: str) -> None:
     assert [step.messages for step in found[1:]] == [(Message("user", "higher"),), (Message("user", "lower"),), ()]
     assert score is not None and score.total == 1.0
     assert lost is not None and lost.total == 0.0  # at a limit after its first guess
+
+
+@pytest.mark.slow
+def test_a_program_with_commands_needs_a_container(python: str) -> None:
+    async def start(harness: str) -> None:
+        made = VerifiersFactory("higher_v1", python, env={"player": {"harness": {"id": harness}, "max_turns": 3}})
+        try:
+            await made(task(*OK)).reset()
+        finally:
+            await made.close()
+
+    with pytest.raises(ServiceDownError, match=r"bash would run commands .* env\.options\.env\.player\.runtime"):
+        asyncio.run(asyncio.wait_for(start("bash"), 100))
+    with pytest.raises(ServiceDownError, match="secret"):  # started; the task lacks its data
+        asyncio.run(asyncio.wait_for(start("null"), 100))
 
 
 @pytest.mark.slow

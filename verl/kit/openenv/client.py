@@ -314,7 +314,8 @@ class OpenEnv:
         elif "tool_name" in observation:
             shown = _result(observation.get("result"))
         else:
-            given = {name: each for name, each in observation.items() if each not in (None, "", [], {})}
+            empty: tuple[Any, ...] = (None, "", [], {})
+            given = {name: each for name, each in observation.items() if name != "metadata" and each not in empty}
             shown = next(iter(given.values())) if len(given) == 1 else given or ""
         return shortened(as_text(shown), MAX_CHARS)
 

@@ -1,4 +1,4 @@
-"""Serves any environment of ours in OpenEnv's protocol (wire.py), for the clients of openenv-core.
+"""Serves any environment of ours in OpenEnv's protocol (wire.py), for the clients of openenv.
 
     toolrl env-server --protocol openenv --env shop [--data tasks.jsonl] [--task-option key=value ..]
 

@@ -122,7 +122,7 @@ class Session:
 
     def _observation(self, initial: Observation) -> dict[str, Any]:
         messages = _openai(initial.messages)
-        # MCPToolClient drops all of an observation with tools but these and the metadata
+        # clients for MCP drop all of an observation with tools but these and the metadata
         return {"messages": messages, "tools": self._listed_tools(), "metadata": {"messages": messages}}
 
     def _listed_tools(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The messages of OpenEnv, as spoken by the package openenv-core 0.3. One WebSocket connection is one session.
+"""The messages of OpenEnv, as spoken by openenv 0.10 and openenv-core 0.3. One WebSocket connection is one session.
 
     client                                    server
     {"type": "reset", "data": {seed: ..}}     {"type": "observation", "data": {observation, reward, done}}

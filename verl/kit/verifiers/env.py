@@ -15,14 +15,12 @@ from uuid import uuid4
 
 from verl.data.messages import read_messages, read_tools
 from verl.envs.base import Observation, StepResult
-from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.errors import DataError, ServiceDownError
 from verl.kit.env_server.wire import sendable
 from verl.kit.verifiers.process import Line, WorkerProcess
 from verl.types import Message, Score, Task, ToolSpec, ToolStatus, ToolUse
 
 FIELD = "verifiers_task"  # of extra_info: the task's data
-_HARNESS = {"id": "null"}  # a chat loop with the environment's tools, and none of its own
-_RUNTIME = {"type": "subprocess"}
 _LAST_ANSWERS = 3  # empty answers to a program whose episode has reached a limit
 
 
@@ -44,7 +42,7 @@ class VerifiersFactory:
         env: Mapping[str, Any] | None = None,
         start_s: float = 120.0,
     ) -> None:
-        options = {"id": id, "taskset": dict(taskset or {}), "env": _with_agent(env or {})}
+        options = {"id": id, "taskset": dict(taskset or {}), "env": dict(env or {})}
         self.worker = WorkerProcess(python, options, start_s)
 
     @staticmethod
@@ -58,16 +56,6 @@ class VerifiersFactory:
 
     async def close(self) -> None:
         await self.worker.close()
-
-
-def _with_agent(env: Mapping[str, Any]) -> dict[str, Any]:
-    """The policy's commands never run on this machine: a program that has some needs a container."""
-    agent = {"harness": _HARNESS, "runtime": _RUNTIME, **dict(env.get("agent") or {})}
-    if dict(agent["harness"]).get("id") != "null" and dict(agent["runtime"]).get("type") == "subprocess":
-        problem = "would run commands of the policy on this machine"
-        hint = "set env.options.env.agent.runtime, for example {type: docker}"
-        raise ConfigError(f"the harness {agent['harness']} with the runtime subprocess {problem}; {hint}")
-    return {**env, "agent": agent}
 
 
 class VerifiersEnv:

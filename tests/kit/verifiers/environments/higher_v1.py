@@ -19,12 +19,12 @@ class HigherTaskset(vf.Taskset[HigherTask, vf.TasksetConfig]):
 
 
 class HigherEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig()
+    player: vf.AgentConfig = vf.AgentConfig()
 
 
 class HigherEnv(vf.Env[HigherEnvConfig]):
     async def run(self, task, agents):
-        async with agents.agent.interaction(task) as player:
+        async with agents.player.interaction(task) as player:
             guess = await player.turn()
             while not guess.terminated and str(task.data.secret) not in guess.last_reply:
                 if not guess.last_reply.strip().isdigit():

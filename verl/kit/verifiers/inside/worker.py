@@ -45,7 +45,8 @@ class Worker:
     def __init__(self, options: dict[str, Any], out: Any) -> None:
         given = {"taskset": {**options["taskset"], "id": options["id"]}, **options["env"]}
         kind = vf.env_config_type(options["id"], given.get("id", ""))
-        self.env = vf.load_environment(kind.model_validate(given))
+        self.env = vf.load_environment(kind.model_validate(with_agents(kind, given, options["id"])))
+        check_commands(self.env.config)
         self.task_class = type(self.env.taskset).task_type()
         self.episodes: dict[Any, Episode] = {}
         self.by_trace: dict[str, Any] = {}
@@ -158,6 +159,35 @@ class Worker:
         if body.get("stream"):
             return await stream(request, message, reason)
         return web.json_response(completion("chat.completion", message=message, finish_reason=reason))
+
+
+def roles(config: Any) -> dict[str, Any]:
+    """The agents of a configuration class, with their defaults."""
+    return {
+        name: each.default for name, each in config.model_fields.items() if isinstance(each.default, vf.AgentConfig)
+    }
+
+
+def with_agents(kind: Any, given: dict[str, Any], id: str) -> dict[str, Any]:
+    """Programs run on this machine, not at a provider; the general one is `null`, a chat loop without commands."""
+    agents = {}
+    for name, default in roles(kind).items():
+        agents[name] = dict(given.get(name) or {})
+        if "prime" in str(default.runtime.type):
+            agents[name].setdefault("runtime", {"type": "subprocess"})
+        if default.harness is None and vf.default_harness_id(id) == "bash":
+            agents[name].setdefault("harness", {"id": "null"})
+    return {**given, **agents}
+
+
+def check_commands(config: Any) -> None:
+    """Raises ValueError for a program that would run the policy's commands on this machine."""
+    harnesses = config.agent_harnesses()
+    for name in roles(type(config)):
+        local = getattr(config, name).runtime.type == "subprocess"
+        if local and vf.load_harness(harnesses[name]).EXECUTES_CODE:
+            problem = f"the harness {harnesses[name].id} would run commands of the policy on this machine"
+            raise ValueError(f"{problem}; set env.options.env.{name}.runtime, for example {{type: docker}}")
 
 
 def refusal(problem: str) -> web.Response:
