@@ -153,6 +153,12 @@ def test_the_controllers_thread_is_measured_without_what_it_simulates() -> None:
     assert set(line["limits"]) == {"bytes per token and column", "largest / smallest size on 2 ranks"}
 
 
+@pytest.mark.long
+def test_every_request_is_measured() -> None:
+    (line,), _ = run_bench("gateway.py", "--sessions", "2", "--requests", "2", "--rounds", "1")
+    assert line["row"] == 18 and line["ratio"] == line["ours"]["ms per request"] > 0
+
+
 def test_without_the_model_a_row_is_skipped() -> None:
     lines, said = run_bench("step.py", "--model", "no/such/folder")
     assert lines == []
