@@ -439,9 +439,9 @@ def test_every_name_in_the_table_is_well_formed() -> None:
     assert len(set(listed)) == len(listed)
     groups = "reward|rollout|response_length|filter|staleness|tools|actor|critic|engine|correction|collapse|kl|val|eval"
     for metric in names.METRICS:
-        assert re.fullmatch(rf"({groups}|segments|time|perf|memory)(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name), (
-            metric
-        )
+        assert re.fullmatch(
+            rf"({groups}|agent|segments|time|perf|memory)(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name
+        ), metric
         assert metric.unit and metric.meaning and "|" not in metric.unit + metric.meaning
         assert known(re.sub("<[a-z_]+>", "anything", metric.name)), metric
 
