@@ -7,7 +7,8 @@
 --package takes a source distribution from PyPI, --repo a folder. A mutation (verl/kit/swe/mutations.py) becomes a task
 if it breaks some tests, at most --max-failing, and leaves others. Of the tests only those that call the mutated
 function are run; tests that do not pass twice before are dropped and listed. The statement has the documentation of the
-function, if it has one, and the error of a failing test, whose file is hidden.
+function, if it has one, and the error of a failing test, whose file is hidden. PASS_TO_PASS are the other tests that
+call a function of the mutated file, or, without any, all others.
 
 --validate scores each task's fix (must be 1), the bug and an empty patch (must be 0), the first two twice; flaky tests
 are dropped and listed. Mutations are tried in an order drawn by --seed. FILE.tried keeps what was tried, so that the
@@ -110,6 +111,7 @@ def row_of(base: Baseline, candidate: Candidate, trial: Trial, environment: str)
     """The row of a task (verl/kit/swe/tasks.py)."""
     mutation, path = candidate.mutation, candidate.path
     before, after = {path: candidate.before}, {path: mutation.source}
+    others = [[test for test in tests if test not in trial.failing] for tests in (base.of_file(path), base.passing)]
     hidden = {name: (base.folder / name).read_text() for name in {test.partition("::")[0] for test in trial.failing}}
     return {
         "instance_id": f"{base.folder.name}-{candidate.key}",
@@ -117,7 +119,7 @@ def row_of(base: Baseline, candidate: Candidate, trial: Trial, environment: str)
         "environment": environment,
         "problem_statement": statement(candidate, trial),
         "FAIL_TO_PASS": list(trial.failing),
-        "PASS_TO_PASS": [test for test in base.passing if test not in set(trial.failing)],
+        "PASS_TO_PASS": others[0] or others[1],
         "hidden_tests": json.dumps(hidden),
         "bug_patch": diff(before, after),
         "patch": diff(after, before),

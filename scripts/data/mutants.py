@@ -45,6 +45,10 @@ class Baseline:
 
         return self.passing if within("") else tuple(filter(within, self.passing))
 
+    def of_file(self, path: str) -> tuple[str, ...]:
+        """The tests that call a function of a file."""
+        return tuple(test for test in self.passing if any(file == path for file, _ in self.called.get(test, ())))
+
 
 @dataclass(frozen=True)
 class Trial:

@@ -11,7 +11,7 @@ import pytest
 from tests.kit.swe.repositories import BUG, FILES, FIX, TEST, patch, write
 from verl.errors import DataError
 from verl.kit.swe.image import prepare_image
-from verl.kit.swe.tasks import Repository, read_swe_task, read_swe_tasks
+from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks
 
 BENCH = {
     "instance_id": "owner__calc-1",
@@ -102,3 +102,25 @@ def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"absent\.tar"):
         prepare_image(task, tmp_path / "images")
     assert list((tmp_path / "images").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("repo", "instance", "image"),
+    [
+        ("astropy/astropy", "astropy__astropy-12907", "swebench/sweb.eval.x86_64.astropy_1776_astropy-12907"),
+        ("getmoto/moto", "getmoto__moto-7365", "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-7365"),
+        ("Project-MONAI/MONAI", "Project-MONAI__MONAI-6975", "xingyaoww/sweb.eval.x86_64.project-monai_s_monai-6975"),
+    ],
+)
+def test_images_have_their_publishers_names(repo: str, instance: str, image: str) -> None:
+    task = read_swe_task(GYM | {"repo": repo, "instance_id": instance}, remote=True)
+    assert task.image == f"docker.io/{image}"
+    named = read_swe_task(GYM | {"repo": repo, "instance_id": instance, "image_name": "own/image"}, remote=True)
+    assert named.image == "own/image"
+
+
+def test_the_layout_of_skyrl_v0_is_its_instance() -> None:
+    chat = [{"role": "user", "content": "an earlier rendering of the issue"}]
+    row = {"data_source": "swe-gym", "prompt": chat, "instance": GYM}
+    assert as_task_row(row) == as_task_row(GYM)
+    assert as_task_row(row)["prompt"] == [{"role": "user", "content": "add subtracts"}]

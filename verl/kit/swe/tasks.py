@@ -25,6 +25,11 @@ PROTECTED = (
 )  # fmt: skip
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
 BENCH_IMAGES = "docker.io/swebench/sweb.eval.x86_64."  # SWE-bench's images, by instance
+GYM_IMAGES = "docker.io/xingyaoww/sweb.eval.x86_64."  # SWE-Gym's
+GYM_REPOSITORIES = {
+    "bokeh/bokeh", "conan-io/conan", "dask/dask", "facebookresearch/hydra", "getmoto/moto", "iterative/dvc",
+    "modin-project/modin", "pandas-dev/pandas", "project-monai/monai", "pydantic/pydantic", "python/mypy",
+}  # fmt: skip
 BENCH_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in its images, SWE-Gym's and SWE-smith's
 
 
@@ -108,7 +113,12 @@ def read_swe_tasks(
 
 
 def as_task_row(row: Any) -> Any:
-    """For `data.map`: a published row, or one of ours, as a task row of the environment `swe`."""
+    """For `data.map`: a published row, or one of ours, as a task row of the environment `swe`.
+
+    Of SkyRL-v0's layout the column `instance` is taken, from which the others were made.
+    """
+    if isinstance(row, Mapping) and isinstance(row.get("instance"), Mapping):
+        row = row["instance"]
     if not isinstance(row, Mapping) or not {"problem_statement", "harbor"} & row.keys():
         return row
     statement = read_instruction(Path(_text(row, "harbor"))) if "harbor" in row else row["problem_statement"]
@@ -132,20 +142,26 @@ def _of_swe(row: Mapping[str, Any]) -> SweTask:
     fail, passing = (_names(row, name) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
     patch = str(row.get("patch") or "")
     is_bug = "image_name" in row and "base_commit" not in row
-    image = f"{BENCH_IMAGES}{instance.replace('__', '_1776_')}"
     return SweTask(
         id=instance,
         statement=statement,
         fail_to_pass=fail,
         pass_to_pass=passing,
         base_commit=str(row.get("base_commit") or ""),
-        image=str(row.get("image_name") or row.get("docker_image") or image),
+        image=str(row.get("image_name") or row.get("docker_image") or _published_image(row)),
         python=BENCH_PYTHON,
         setup=f"git checkout -q {shlex.quote(instance)}" if is_bug else "",
         test_patch=str(row.get("test_patch") or ""),
         bug_patch=patch if is_bug else "",
         gold_patch="" if is_bug else patch,
     )
+
+
+def _published_image(row: Mapping[str, Any]) -> str:
+    """As the loaders of SWE-Gym and SWE-bench derive it from the instance."""
+    is_gym = str(row.get("repo") or "").lower() in GYM_REPOSITORIES
+    images, joint = (GYM_IMAGES, "_s_") if is_gym else (BENCH_IMAGES, "_1776_")
+    return f"{images}{_text(row, 'instance_id').replace('__', joint).lower()}"
 
 
 def _of_r2e(row: Mapping[str, Any]) -> SweTask:
