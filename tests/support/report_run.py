@@ -59,6 +59,7 @@ def _metrics(step: int, gain: float) -> dict[str, float]:
         "reward/total": gain * step + noise,
         "reward/zero_variance_groups": 1 / 3,
         "actor/entropy": 1 / step,
+        "actor/loss": 1.25,
         "time/rollout_s": 3.0,
         "time/update_s": 1.0 + noise,
         "time/step_s": 4.5,

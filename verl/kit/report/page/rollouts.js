@@ -63,7 +63,8 @@ async function rolloutBox(row) {
     element("p", { class: "quiet" }, [m.task_id[row], m.stop_reason[row], `${m.num_tokens[row]} tokens`, one.tools ? `tools: ${one.tools.join(", ")}` : "", one.exceeded ? `scored as empty: ${one.exceeded} exceeded` : ""].filter(Boolean).join(" · ")),
     table(["part of the reward", "points"], [...Object.entries(parts).map(([name, value]) => [name, shown(value)]), ["total, before shaping in the group", shown(one.score?.total)]], 1));
   if (found.tokens && m.tokens[row].length) {
-    for (const number of m.tokens[row]) box.append(tokenView(await chunk(number)));
+    const { metrics } = report.data.runs[found.run], at = metrics.step.indexOf(m.step[row]);
+    for (const number of m.tokens[row]) box.append(tokenView(await chunk(number), one.score, metrics["actor/loss"]?.[at]));
     return box;
   }
   if (found.tokens) box.append(element("p", { class: "quiet" }, "The tokens of this rollout are not in the report (trainer.samples_kept); the filter “with tokens” lists those that are."));

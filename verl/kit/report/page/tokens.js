@@ -46,7 +46,26 @@ function hideTip() { document.querySelectorAll(".tip").forEach((box) => box.remo
 
 const visible = (text) => (text === "" ? "∅" : text.replace(/\n/g, "⏎\n").replace(/\t/g, "⇥"));
 
-function tokenView(sample) {
+// From the reward to the share of the loss, and whether the shares of all samples add up to the logged loss.
+function explanation(sample, score, logged) {
+  const mean = (values) => values.reduce((one, two) => one + two, 0) / values.length;
+  const returns = sample.group_returns, centre = mean(returns), parts = Object.entries(score?.parts ?? {});
+  const std = Math.sqrt(returns.reduce((sum, each) => sum + (each - centre) ** 2, 0) / Math.max(1, returns.length - 1));
+  const { advantages = [], loss = [] } = sample.columns, limits = limitsOf(advantages);
+  const rows = [
+    ["reward", `${parts.map(([name, value]) => `${name} ${shown(value)}`).join(" + ")}${parts.length ? " = " : ""}${shown(parts.length ? parts.reduce((sum, [, value]) => sum + value, 0) : score?.total)}; for training ${shown(sample.reward)}`],
+    ["group", `mean ${shown(centre)}, std ${shown(std)} (n - 1); (r - mean) / std = ${std ? shown((sample.reward - centre) / std) : "0, as all are equal"}`],
+    ["advantage", limits.low === limits.high ? `${shown(limits.low)} on every token` : `from ${shown(limits.low)} to ${shown(limits.high)}`],
+    ["share of the loss", sample.loss_share === null ? "none: not computed" : `${shown(sample.loss_share)}; its tokens in the first update: ${shown(loss.reduce((one, two) => one + two, 0))}`],
+  ];
+  if (logged !== null && logged !== undefined) {
+    const off = Math.abs(sample.loss - logged), good = off <= 1e-5;
+    rows.push(["sum check", element("span", { class: good ? "good" : "bad" }, `the shares of all samples add up to ${shown(sample.loss)}, actor/loss is ${shown(logged)}: ${good ? "they agree" : "they differ"}`)]);
+  }
+  return element("details", { class: "explained" }, element("summary", {}, "from the reward to the loss"), table(["", ""], rows));
+}
+
+function tokenView(sample, score = null, logged = null) {
   const columns = tokenColumns(sample);
   const names = Object.keys(SHADES).filter((name) => columns[name]);
   if (!names.includes(tokenState.shade)) tokenState.shade = names[0];
@@ -83,6 +102,6 @@ function tokenView(sample) {
   const share = sample.loss_share === null ? "not computed in the update: its advantage is zero" : `its share of the loss is ${shown(sample.loss_share)}, and that of all samples ${shown(sample.loss)}`;
   return element("section", { class: "segment" },
     element("p", {}, `${segment}${count} of ${sample.ids.length} tokens are trained (underlined); ${share}. Returns of the group: ${sample.group_returns.map((value) => shown(value, 3)).join(", ")}`),
-    element("div", { class: "bar" }, select, legend), text);
+    explanation(sample, score, logged), element("div", { class: "bar" }, select, legend), text);
 }
 report.cleanups.push(hideTip);
