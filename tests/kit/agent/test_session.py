@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,7 @@ from tests.kit.agent.play import (
 )
 from tests.kit.evaluation.eval_play import chat
 from verl.errors import ServiceDownError
+from verl.kit.agent.launcher import episode_folder
 from verl.kit.agent.ledger import LedgerError
 from verl.kit.agent.requests import ApiError, Finish
 from verl.kit.agent.session import Session
@@ -244,6 +247,14 @@ def test_a_lost_engine_fails_the_session() -> None:
         assert refused.value.status == 503 and isinstance(made.failure.exception(), ServiceDownError)
 
     run(test)
+
+
+def test_folders_of_episodes_are_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tempfile.gettempdir()  # which the process remembers
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with episode_folder() as folder:
+        assert Path(folder).parent == tmp_path
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_ledger_refuses_a_response_to_other_tokens() -> None:

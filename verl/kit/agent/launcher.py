@@ -234,5 +234,5 @@ def read_reward_file(folder: Path) -> object | None:
 
 
 def episode_folder() -> tempfile.TemporaryDirectory[str]:
-    """Removed with all that the program wrote."""
-    return tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+    """Removed with all that the program wrote; after kill -9 by the run's watcher, which owns TMPDIR."""
+    return tempfile.TemporaryDirectory(prefix="agent-", dir=os.environ.get("TMPDIR"), ignore_cleanup_errors=True)
