@@ -167,7 +167,7 @@ def test_an_environments_own_verdict_is_a_reward() -> None:
     never_judged = Trajectory(task, 0, (), StopReason.LENGTH, Outcome.MODEL_FAULT)
     reward = build_reward("env")
     assert reward.score(judged, task, 0) == Score(0.5, {"state": 0.5})
-    with pytest.raises(ConfigError, match="needs an environment that judges"):
+    with pytest.raises(ConfigError, match="there is no verdict"):
         reward.score(never_judged, task, 0)
 
 
