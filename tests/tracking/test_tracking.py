@@ -21,10 +21,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import ROOT
 from tests.support.metric_names import known
+from verl.config.load import load_config
 from verl.config.schema import LOGGERS
 from verl.errors import ConfigError, DataError
 from verl.tracking import flops, names
-from verl.tracking.console import Display, before_after_table, duration
+from verl.tracking.console import Display, before_after_table, duration, sparkline
 from verl.tracking.jsonl import JsonlTracker, read_jsonl
 from verl.tracking.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
 from verl.tracking.tensorboard import TensorBoardTracker
@@ -324,7 +325,8 @@ def test_the_prompt_is_the_environments_where_it_writes_one(tmp_path: Path) -> N
     known = group("a")
     opened = replace(known.trajectories[0], opening=(Message("user", "You wake up in a cave."),))
     console = Console(file=io.StringIO(), width=100)
-    path = Transcripts(tmp_path, console).write(1, [replace(known, trajectories=(opened, known.trajectories[1]))])
+    groups = [replace(known, trajectories=(opened, known.trajectories[1]))]
+    path = Transcripts(tmp_path, console, show=1).write(1, groups)
     assert [[each["content"] for each in row["prompt"]] for row in read_jsonl(path)] == [
         ["You wake up in a cave."], ["be good", "1+1?"]
     ]  # fmt: skip
@@ -361,7 +363,37 @@ def test_on_a_terminal_the_phase_is_live() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True, _environ={"TERM": "xterm"})
     with_display(Display(4, console))
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    assert re.search(r"now +rollout \(\d+ s\)", shown) and "1/4" in shown and "1.250 (format 0.750)" in shown
+    assert re.search(r"now +rollout \(\d+ s\)", shown) and "1.250 (format 0.750)" in shown
+    assert re.search(r"step +━+.*1/4, 3 left, \d+ s", shown)
+
+
+def test_the_live_view_of_a_long_run_fits_a_small_screen() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    display = Display(1000, console)
+    times = {"time/rollout_s": 4.04, "time/rollout_cpu_s": 1.0, "time/update_s": 3.5, "time/overhead_s": 0.5}
+    for step in range(1, 501):
+        display.log(step, {**METRICS, **times, "reward/total": step / 500})
+    console.print(display)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 10 and max(map(len, lines)) <= 80
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+    assert shown["phases"] == "rollout 4.0 s, update 3.5 s, overhead 0.5 s"
+    assert len(shown["rewards"]) == 40 and sorted(shown["rewards"]) == list(shown["rewards"])
+    assert re.fullmatch(r"━+╺?━* 500/1000, 500 left, \d+ s", shown["step"])
+
+
+def test_a_sparkline_has_a_character_per_value_or_per_mean() -> None:
+    assert sparkline([0.0, 1.0, 0.5, 0.25]) == "▁█▅▃"  # 7 * 0.5 = 3.5 rounds to 4, 7 * 0.25 = 1.75 to 2
+    assert sparkline([0.0, 2.0, 4.0, 6.0], width=2) == "▁█"
+    assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([0.0, float("nan")]) == ""
+
+
+def test_rollouts_are_shown_on_request_only(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    shown = load_config(["recipe=mini_grpo"]).trainer.rollouts_shown
+    Transcripts(tmp_path, console, shown).write(1, [group("a")])
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert load_config(["trainer.rollouts_shown=3"]).trainer.rollouts_shown == 3
 
 
 def with_display(display: Display) -> None:

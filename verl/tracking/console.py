@@ -1,29 +1,40 @@
 """Console output of a run: live on a terminal, one plain line per step elsewhere; and the final table."""
 
+import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from verl.tracking.names import STDERR, reward_parts
 from verl.tracking.tracker import Tracker
 
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_BAR_WIDTH = 40  # of the progress bar and of the sparkline
+
 
 class Display(Tracker):
-    """Prints to the console; on a terminal it stays below all other output."""
+    """Prints to the console; on a terminal a few lines stay below all other output."""
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self.console = console or Console(emoji=False)
         self._total = total_steps
         self.running, self._phase_started = "start", time.monotonic()
-        self._shown: dict[str, str] = {"step": f"0/{total_steps}"}
-        self._first, self._first_time = 0, time.monotonic()
         self._live: Live | None = None
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._left = step, ""
+        self._shown: dict[str, str] = {}
+        self._phases, self._rewards = "", list[float]()
+        self._first, self._first_time = step, time.monotonic()
 
     def phase(self, name: str) -> None:
         """Set the current phase; shown on a terminal only."""
@@ -34,14 +45,16 @@ class Display(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; step 0 is the validation before training."""
-        self._shown = {"step": f"{step}/{self._total}", **highlights(metrics)}
+        self._step, self._shown, self._phases = step, highlights(metrics), phase_times(metrics)
+        self._rewards += [metrics["reward/total"]] if "reward/total" in metrics else []
         if step > self._first:
             seconds = (time.monotonic() - self._first_time) / (step - self._first) * (self._total - step)
-            self._shown["left"] = duration(seconds)
+            self._left = duration(seconds)
         else:
             self._first_time = time.monotonic()
         if not self.console.is_interactive:
-            line = ", ".join(f"{name} {value}" for name, value in self._shown.items())
+            shown = {"step": f"{step}/{self._total}", **self._shown, **({"left": self._left} if self._left else {})}
+            line = ", ".join(f"{name} {value}" for name, value in shown.items())
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -51,15 +64,44 @@ class Display(Tracker):
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Estimate the remaining time from the steps of this session only."""
-        self._first, self._first_time = max(step, 0), time.monotonic()
-        self._shown = {"step": f"{self._first}/{self._total}"}
+        self._begin(max(step, 0))
 
     def __rich__(self) -> Table:
+        left = f"{self._total - self._step} left" + (f", {self._left}" if self._left else "")
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(self._total, self._step, width=_BAR_WIDTH), Text(f"{self._step}/{self._total}, {left}"))
+        rows: dict[str, RenderableType] = {"step": bar}
+        if len(self._rewards) > 1 and not self.console.options.ascii_only:
+            rows["rewards"] = Text(sparkline(self._rewards))
+        rows |= {name: Text(value) for name, value in self._shown.items()}
+        if self._phases:
+            rows["phases"] = Text(self._phases)
+        rows["now"] = Text(f"{self.running} ({duration(time.monotonic() - self._phase_started)})")
         table = Table.grid(padding=(0, 2))
-        now = f"{self.running} ({duration(time.monotonic() - self._phase_started)})"
-        for name, value in {"now": now, **self._shown}.items():
-            table.add_row(Text(name, style="bold cyan"), Text(value))
+        for name, value in rows.items():
+            table.add_row(Text(name, style="bold cyan"), value)
         return table
+
+
+def sparkline(values: Sequence[float], width: int = _BAR_WIDTH) -> str:
+    """A character per value, from the lowest to the highest; of more than `width` values, per mean of some."""
+    count = min(width, len(values))
+    edges = [round(len(values) * number / count) for number in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    if not all(map(math.isfinite, means)):
+        return ""
+    return "".join(_BLOCKS[round((mean - low) / (span or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
+
+
+def phase_times(metrics: Mapping[str, float]) -> str:
+    """Seconds of each phase of a step, in their order."""
+    found = [(re.fullmatch(r"time/(\w+?)_s", name), value) for name, value in metrics.items()]
+    return ", ".join(
+        f"{match[1]} {value:.1f} s"
+        for match, value in found
+        if match and match[1] != "step" and not match[1].endswith("_cpu")
+    )
 
 
 def highlights(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Transcripts:
     max_chars: limit for printed texts; files are complete
     """
 
-    def __init__(self, run_folder: Path, console: Console | None = None, show: int = 1, max_chars: int = 600) -> None:
+    def __init__(self, run_folder: Path, console: Console | None = None, show: int = 0, max_chars: int = 600) -> None:
         self.folder = run_folder / "transcripts"
         self._console, self._show, self._max_chars = console, show, max_chars
 
