@@ -1,10 +1,12 @@
 """Observations as tokens: the tool-call format renders them as text, the chat template and tokenizer encode them."""
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Self
 
 from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation
@@ -50,6 +52,11 @@ class ObservationTokenizer:
         shown = self.tool_call_format.render_prompt(messages, initial.tools)
         check_shown(self.tool_call_format, messages, initial.tools, shown)
         return self.chat.initial_ids(shown)
+
+    @cached_property
+    def untruncated(self) -> Self:
+        """The same without limits, for text that a program has chosen itself."""
+        return replace(self, chat=replace(self.chat, max_prompt_tokens=None), max_observation_tokens=sys.maxsize)
 
     def written(self, token_ids: Sequence[int]) -> str:
         """The response text without its end token, but with special tokens, which some formats use."""

@@ -167,7 +167,7 @@ def test_programs_wait_for_a_slot_without_time_limit() -> None:
 
 
 def test_an_agent_that_hangs_is_ended_and_keeps_its_turns() -> None:
-    found = one("hangs", TextEngine("one"), turn_s=1.5)
+    found = one("hangs", TextEngine("one"), turn_s=4.0)
     assert isinstance(found, Trajectory) and len(found.turns) == 1
     assert (found.stop_reason, found.outcome) == (StopReason.TURN_TIMEOUT, Outcome.MODEL_FAULT)
 
@@ -276,9 +276,10 @@ def test_the_agents_interpreter_is_that_of_env_python(kind: str, tmp_path: Path)
     python.chmod(0o755)
     file = tmp_path / "plain_agent.py"
     file.write_text(
-        "import json, os, sys, urllib.request as http\n"
+        "import importlib.util, json, os, sys, urllib.request as http\n"
         "def run(base_url, task):\n"
         "    assert 'PYTHONPATH' not in os.environ and not any('site-packages' in each for each in sys.path)\n"
+        "    assert importlib.util.find_spec('ledger') is None\n"
         "    headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
         "    body = json.dumps({'messages': task['prompt']}).encode()\n"
         "    http.urlopen(http.Request(base_url + '/chat/completions', body, headers)).read()\n"

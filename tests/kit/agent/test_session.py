@@ -27,9 +27,10 @@ from tests.kit.agent.play import (
     user,
 )
 from tests.kit.evaluation.eval_play import chat
+from verl.chat.observations import SharedPrompt
 from verl.errors import ServiceDownError
 from verl.kit.agent.launcher import episode_folder
-from verl.kit.agent.ledger import LedgerError
+from verl.kit.agent.ledger import Ledger, LedgerError
 from verl.kit.agent.requests import ApiError, Finish
 from verl.kit.agent.session import Session
 from verl.types import Completion, Message, StopReason, ToolCall
@@ -59,6 +60,13 @@ def test_a_conversation_that_continues_is_one_segment_whose_new_messages_alone_a
         check_exact(made, policy)
 
     run(test)
+
+
+def test_the_episodes_of_a_group_share_the_tokens_of_their_prompt() -> None:
+    own = observations()
+    group = SharedPrompt(own.chat, own.tool_call_format, own.max_observation_tokens, own.cut)
+    first, second = (Ledger(group).place((HELLO,), ()) for _ in range(2))
+    assert first.context_ids is second.context_ids and len(first.context_ids) > 0
 
 
 def test_the_ledger_keeps_the_sampled_tokens_where_the_text_would_be_tokenized_otherwise() -> None:

@@ -99,6 +99,8 @@ class AgentEnv(ProgramEnv):
         with policy.timer.paused():
             await self._factory.slots.acquire()
         try:
+            with policy.timer.paused():
+                await self._factory.launcher.check()  # the first episode's import is not its time
             return await self._run_in_slot(policy)
         finally:
             self._factory.slots.release()

@@ -7,7 +7,6 @@ an edited message, a sub-agent, a parallel call) opens a new segment, rendered f
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,8 +70,7 @@ class Ledger:
 
     def __init__(self, observations: ObservationTokenizer) -> None:
         """observations: its limit on observations is not applied, because the program decides what it shows"""
-        whole = replace(observations.chat, max_prompt_tokens=None)
-        self._observations = replace(observations, chat=whole, max_observation_tokens=sys.maxsize)
+        self._observations = observations.untruncated  # one object per group, whose episodes share their prompts
         self._segments: list[Segment] = []
         self._order: list[tuple[Segment, int]] = []  # the turns as they were completed
 
@@ -90,7 +88,8 @@ class Ledger:
             except ConfigError:  # the chat template writes such messages only in front of the first response
                 break
             return self._draft(segment, messages, added, context)
-        prompt = array("i", self._observations.prompt_ids(Observation(_with_tool_names((), messages), tools)))
+        ids = self._observations.prompt_ids(Observation(_with_tool_names((), messages), tools))
+        prompt = ids if isinstance(ids, array) else array("i", ids)
         segment = Segment(messages, tools, len(prompt), messages)
         self._segments.append(segment)
         return self._draft(segment, messages, messages, prompt)

@@ -168,4 +168,5 @@ def main(source: str) -> int:
 
 
 if __name__ == "__main__":
+    sys.path[:] = [each for each in sys.path if each != str(Path(__file__).parent)]  # its modules are not the agent's
     sys.exit(main(sys.argv[1]))
