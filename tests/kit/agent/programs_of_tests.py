@@ -58,6 +58,14 @@ def never_calls(base_url, task):
     return 1.0
 
 
+def imports_requests(base_url, task):
+    """The reward is whether this package is what its name says."""
+    import requests
+
+    OpenAI().chat.completions.create(model="any", messages=task["prompt"])
+    return hasattr(requests, "get") + 0.0
+
+
 def hangs(base_url, task):
     OpenAI().chat.completions.create(model="any", messages=task["prompt"])
     time.sleep(3600)

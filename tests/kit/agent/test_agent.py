@@ -123,6 +123,11 @@ def test_a_killed_agent_costs_its_episode_alone() -> None:
     assert [each.score for each in others if isinstance(each, Trajectory)] == [Score(1.0, {})] * 2
 
 
+def test_modules_of_ours_shadow_no_package_of_the_agent() -> None:
+    found = one("imports_requests", TextEngine("one"))
+    assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
+
+
 def test_an_agent_without_a_reward_leaves_the_score_to_the_reward_function() -> None:
     found = one("no_reward", TextEngine("one"))
     assert isinstance(found, Trajectory) and found.score is None and found.outcome is Outcome.SCORED

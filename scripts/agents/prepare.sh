@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# An environment of its own for an agent of examples/agents: what scripts/agents/requirements pins, and nothing of ours.
+#
+#   bash scripts/agents/prepare.sh NAME [FOLDER]     NAME: openai_loop, ..; default folder: .agents/NAME
+#
+# For env.python=FOLDER/bin/python. PYTHON=python3.12 chooses the interpreter (3.11 or later).
+set -euo pipefail
+
+requirements=$(cd "$(dirname "$0")/requirements" && pwd)
+name=${1:?usage: bash scripts/agents/prepare.sh NAME [FOLDER]}
+folder=${2:-.agents/$name}
+if [[ -f "$requirements/$name.txt" ]]; then
+    "${PYTHON:-python3}" -m venv "$folder"
+    "$folder/bin/python" -m pip install --quiet -r "$requirements/$name.txt"
+    echo "env.python=$folder/bin/python"
+else
+    echo "there is no agent $name, only: $(cd "$requirements" && ls | sed 's/\..*//' | sort -u | xargs)" >&2
+    exit 2
+fi

@@ -1,0 +1,112 @@
+"""examples/agents: each program as it is, in its own environment, with a scripted policy and with SmolLM2."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, need_vllm, smollm2
+from tests.kit.agent.test_agent import TextEngine, episodes
+from verl.episodes.episode import EpisodeRunner
+from verl.kit.agent.agent import AgentFactory
+from verl.rollout.engine import Generator, Sampling
+from verl.trainer.main_ppo import main
+from verl.types import Completion, Message, Score, Task, Trajectory
+
+EXAMPLES = ROOT / "examples" / "agents"
+PRODUCT = Task("product#0", (Message("user", "What is 7 times 8?"),), "56", "products")
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 7, "b": 8}}\n</tool_call>'
+LOOPS = ("openai_loop", "anthropic_loop", "langgraph_agent", "agents_sdk")  # multiply with a tool
+NUM_STEPS = 3
+Request = tuple[tuple[int, ...], tuple[int, ...]]  # tokens in front of a response, and the response
+
+
+def environment(name: str) -> Path:
+    """The agent's environment, or a skip that says how to make it."""
+    folder = Path(os.environ.get("TOOLRL_TEST_AGENTS", ROOT / ".agents"), name)
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}; make it with scripts/agents/prepare.sh {name}, or set TOOLRL_TEST_AGENTS")
+    return folder
+
+
+def program(name: str) -> dict[str, str]:
+    """The settings of the environment `agent` for this example."""
+    return {"agent": f"{EXAMPLES / name}.py:run", "python": str(environment(name) / "bin" / "python")}
+
+
+def in_ledger(found: Trajectory) -> list[Request]:
+    """What the policy saw and said by the ledger, request by request."""
+    before: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    requests = []
+    for turn in found.turns:
+        shown = before[turn.segment] + tuple(turn.context_ids)
+        requests.append((shown, tuple(turn.completion.token_ids)))
+        before[turn.segment] = (*shown, *turn.completion.token_ids)
+    return requests
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_tool_loop_is_one_segment_of_what_the_engine_saw(name: str) -> None:
+    engine = TextEngine(CALL, "It is 56.")
+    (found,) = episodes(AgentFactory(**program(name)), engine, PRODUCT)
+    assert isinstance(found, Trajectory), found
+    assert found.score == Score(1 - len("It is 56.") / 1000, {})
+    assert [turn.segment for turn in found.turns] == [0, 0]
+    assert [shown for shown, _ in in_ledger(found)] == engine.asked
+    (result,) = found.turns[0].responses
+    assert (result.role, result.content) == ("tool", "56")
+
+
+class Overheard:
+    """An engine, and every request to it."""
+
+    def __init__(self, engine: Generator) -> None:
+        self._engine = engine
+        self.requests: list[Request] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        done = await self._engine.generate(prompt_ids, sampling)
+        self.requests += [(tuple(prompt_ids), tuple(each.token_ids)) for each in done]
+        return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_three_steps_train_it_with_smollm2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_vllm()
+    settings = [*(f"env.{key}={value}" for key, value in program(name).items()), f"data={EXAMPLES / 'products.jsonl'}"]
+    seen: list[tuple[Any, list[Request]]] = []
+    run = EpisodeRunner.run
+
+    async def overheard(self: EpisodeRunner, engine: Generator, *given: Any) -> Any:
+        engine = Overheard(engine)
+        seen.append((await run(self, engine, *given), engine.requests))
+        return seen[-1][0]
+
+    monkeypatch.setattr(EpisodeRunner, "run", overheard)
+    monkeypatch.chdir(ROOT)
+    assert main([*train_words(tmp_path), *settings]) == 0
+    scores: dict[int, dict[str, set[float]]] = defaultdict(lambda: defaultdict(set))  # by step and task
+    for found, requests in seen:
+        assert isinstance(found, Trajectory) and found.score is not None, found
+        assert sorted(in_ledger(found)) == sorted(requests)
+        scores[found.turns[0].completion.weight_version][found.task.id].add(found.score.total)
+    assert set(scores) == set(range(NUM_STEPS))
+    assert all(any(len(each) > 1 for each in groups.values()) for groups in scores.values())
+
+
+def train_words(folder: Path) -> list[str]:
+    """Three short steps of SmolLM2 on the CPU."""
+    return [
+        *(f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu", "reward.name=env"),
+        *("env.name=agent", "env.tool_call_format=toolrl", "env.max_turns=4"),
+        *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.optim.lr=1e-5"),
+        *("data.max_prompt_length=512", "data.max_response_length=256", f"trainer.default_local_dir={folder}"),
+        *(f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=0", "trainer.test_freq=0"),
+    ]
