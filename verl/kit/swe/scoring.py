@@ -166,8 +166,9 @@ async def _rewarded(runtime: Runtime, task: HarborTask) -> PatchVerdict:
 
 
 async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
-    """All tests in one run; then, if they pass, each that the fix must heal alone."""
-    runs = [(*task.fail_to_pass, *task.pass_to_pass), *((name,) for name in task.fail_to_pass)]
+    """All tests in one run; then, if they pass and are several, each that the fix must heal alone."""
+    tests = (*task.fail_to_pass, *task.pass_to_pass)
+    runs = [tests, *((name,) for name in task.fail_to_pass if len(tests) > 1)]
     folder = str(PurePosixPath(test_files(task)[0]).parent)
     sentinels = [make_sentinels(folder) for _ in runs]
     own = f"/tmp/{secrets.token_hex(8)}"
@@ -229,7 +230,8 @@ def _verdict(
         passed.append({name for name in names if outcomes.get(name) == "passed"})
     first, alone = passed[0], passed[1:]
     healed = set().union(*alone) if alone else first
-    outcome = PatchOutcome.RESOLVED if alone and healed >= set(task.fail_to_pass) else PatchOutcome.UNRESOLVED
+    resolved = len(passed) == len(runs) and healed >= set(task.fail_to_pass)
+    outcome = PatchOutcome.RESOLVED if resolved else PatchOutcome.UNRESOLVED
     shares = _share(task.fail_to_pass, healed), _share(task.pass_to_pass, first)
     passing = frozenset(first - (set(task.fail_to_pass) - healed))
     return PatchVerdict(outcome, *shares, report["runs"][0]["log"], passing)
