@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +36,14 @@ def save_report_run(folder: Path, steps: int = 12, groups: int = 3, gain: float 
     """`steps` steps of `groups` groups of 4; group 0 has equal rewards, and two segments in its first rollout."""
     write_jsonl(folder / "metrics.jsonl", [_validated(0, 0.2), *(_metrics(step, gain) for step in range(1, steps + 1))])
     (folder / "config.yaml").write_text("model:\n  path: a/model\nalgorithm:\n  name: grpo\ntrainer:\n  seed: 7\n")
+    write_jsonl(folder / "code_version.json", [{"toolrl": "1.0", "source": f"source of {gain}"}])
+    write_jsonl(folder / "data_versions.jsonl", [{"source": str(folder / "train.parquet"), "sha256": "abc"}])
     transcripts, samples = (
         Transcripts(folder),
         SampleFiles(folder, lambda ids: f"{HOSTILE if ids[0] == 9 else 'w'}{ids[0]} "),
     )
+    for step, solved in ((0, 2), (steps, round(30 * gain))):
+        transcripts.write_validation(step, [_validation_row(step, task, task < solved) for task in range(8)])
     for step in range(1, steps + 1):
         made = [_group(step, number) for number in range(groups)]
         transcripts.write(step, made)
@@ -71,6 +76,19 @@ def _metrics(step: int, gain: float) -> dict[str, float]:
 
 def _validated(step: int, value: float) -> dict[str, float]:
     return {"step": step, "time": 1000.0 + 60 * step, "val/test/total": value, "val/test/total_stderr": 0.03}
+
+
+def _validation_row(step: int, task: int, solved: bool) -> dict[str, Any]:
+    return {
+        "set": "test",
+        "step": step,
+        "task_id": f"test{task}",
+        "prompt": [{"role": "user", "content": f"question {task} {HOSTILE}"}],
+        "responses": [{"role": "assistant", "content": f"step {step} {HOSTILE}"}],
+        "answer": "gold",
+        "score": {"total": float(solved), "parts": {}},
+        "exact": float(solved),
+    }
 
 
 def _group(step: int, number: int) -> TrajectoryGroup:

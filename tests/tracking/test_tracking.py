@@ -346,7 +346,9 @@ def test_transcripts_of_later_steps_go_at_resume(tmp_path: Path) -> None:
     transcripts = Transcripts(tmp_path)
     for step in (1, 2, 3):
         transcripts.write(step, [])
+        transcripts.write_validation(step, [{"step": step}])
     transcripts.truncate_after(1)
+    assert [path.name for path in transcripts.validation.iterdir()] == ["step-000001.jsonl"]
     assert [path.name for path in transcripts.folder.iterdir()] == ["step-000001.jsonl"]
 
 

@@ -1,7 +1,7 @@
 """Transcripts of the rollouts: one file per step, and samples on the console."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Transcripts:
     """
 
     def __init__(self, run_folder: Path, console: Console | None = None, show: int = 0, max_chars: int = 600) -> None:
-        self.folder = run_folder / "transcripts"
+        self.folder, self.validation = run_folder / "transcripts", run_folder / "validation"
         self._console, self._show, self._max_chars = console, show, max_chars
 
     def write(self, step: int, groups: Sequence[TrajectoryGroup]) -> Path:
@@ -36,9 +36,13 @@ class Transcripts:
                 self._console.print(self._panel(step, group.trajectories[0], group.scores[0]))
         return path
 
+    def write_validation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write `validation/step-000012.jsonl` atomically."""
+        write_jsonl(self.validation / f"step-{step:06d}.jsonl", rows)
+
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps, which a resumed run writes again."""
-        for path in self.folder.glob("step-*.jsonl"):
+        for path in (*self.folder.glob("step-*.jsonl"), *self.validation.glob("step-*.jsonl")):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 

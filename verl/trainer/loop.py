@@ -230,7 +230,10 @@ class TrainingRun:
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
-        metrics = await self.validator.run()
+        rollouts = await self.validator.rollouts()
+        if rollouts:
+            self.transcripts.write_validation(self.trainer.step, self.validator.rows(rollouts, self.trainer.step))
+        metrics = self.validator.metrics(rollouts)
         if self.online_eval is not None:
             self.display.phase("benchmarks")
             metrics |= await self.online_eval.run(self.validator.greedy)

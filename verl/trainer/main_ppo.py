@@ -51,6 +51,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     from verl.config.show import as_yaml
     from verl.data.overlap import TRAIN_TASKS
     from verl.data.rows import DATA_VERSIONS, version_of
+    from verl.system.code_version import CODE_VERSION, code_version
     from verl.system.daemon import run_async
     from verl.system.files import replacing
     from verl.tracking.console import before_after_table
@@ -80,6 +81,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config, TRAIN), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
+        write_jsonl(folder / CODE_VERSION, [code_version()])
         write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
         last = run_async(run.run())
     if run.after:

@@ -29,6 +29,7 @@ def run(args: CliArgs, console: Console) -> None:
     with in_run_folder(config) as folder:
         from verl.config.show import as_yaml
         from verl.data.rows import DATA_VERSIONS, version_of
+        from verl.system.code_version import CODE_VERSION, code_version
         from verl.system.files import replacing
         from verl.tracking.jsonl import write_jsonl
         from verl.trainer.hooks import needed_tool
@@ -40,6 +41,7 @@ def run(args: CliArgs, console: Console) -> None:
         with needed_tool("sft")(config, folder, console) as run:
             with replacing(folder / "config.yaml") as unfinished:
                 unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")
+            write_jsonl(folder / CODE_VERSION, [code_version()])
             write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
             last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
+from typing import Any
 
 from verl.episodes.group import GroupRollout
 from verl.scoring.rewards import Rewards
 from verl.tracking.names import STDERR
+from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
 from verl.types import Task, TrajectoryGroup
 
@@ -31,17 +33,26 @@ class Validator:
     def greedy(self) -> GroupRollout:
         return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
-    async def run(self) -> dict[str, float]:
+    async def rollouts(self) -> dict[str, Sequence[TrajectoryGroup]]:
+        """The scored responses by set, with the same seeds at every validation."""
+        seed = self.seed if self.rollout.sampling.temperature > 0 else None  # greedy responses can share batches
+        return {name: await self.rollout.run_all(tasks, self.n, seed) for name, tasks in self.sets.items()}
+
+    def metrics(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]]) -> dict[str, float]:
         """val/<set>/total, /<part>, /<data source>/total, and /exact; with _stderr those of total and exact.
 
         exact: the fraction of responses with the maximum score, among those whose reward defines one
         """
-        seed = self.seed if self.rollout.sampling.temperature > 0 else None  # greedy responses can share batches
-        metrics: dict[str, float] = {}
-        for name, tasks in self.sets.items():
-            groups = await self.rollout.run_all(tasks, self.n, seed)  # with the same seeds at every validation
-            metrics |= {f"val/{name}/{key}": value for key, value in self._means(groups).items()}
-        return metrics
+        means = {name: self._means(groups) for name, groups in rollouts.items()}
+        return {f"val/{name}/{key}": value for name, its in means.items() for key, value in its.items()}
+
+    def rows(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]], step: int) -> Iterator[dict[str, Any]]:
+        """The transcript of every response, with its set and, where the reward defines it, `exact`."""
+        for name, groups in rollouts.items():
+            for group in groups:
+                exact = [{"exact": reached} for reached in self._reached(group)]
+                for row, found in zip(group_rows(step, group), exact or [{}] * len(group.scores), strict=True):
+                    yield {"set": name, **row, **found}
 
     def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         totals = [[score.total for score in group.scores] for group in groups]

@@ -155,11 +155,16 @@ def test_validation_counts_totals_parts_and_exact_responses(model: Path) -> None
         return (*chat.response_ids(text)[0], chat.end_token_id)
 
     rollout = GroupRollout(ScriptedEngine(script), DirectScorer(reward), Sampling(400), single_turn_runner(chat, 400))
-    found = asyncio.run(Validator({"test": tasks}, rollout, reward).run())
+    validator = Validator({"test": tasks}, rollout, reward)
+    found = validated(validator)
+    rows = list(validator.rows(asyncio.run(validator.rollouts()), 7))
+    assert [(row["step"], row["set"], row["task_id"], row["exact"]) for row in rows] == [
+        (7, "test", task.id, exact) for task, exact in zip(tasks, (1.0, 1.0, 1.0, 0.0), strict=True)
+    ]
     maxima = [reward.maximum(task, 0) for task in tasks[:3]]
     assert found["val/test/exact"] == 0.75 and found["val/test/format"] == 0.75
     assert found["val/test/exact_stderr"] == 0.25  # of 1, 1, 1, 0: sqrt(0.75 / 3) / sqrt(4)
-    silent = asyncio.run(Validator({"test": tasks[3:]}, rollout, reward).run())["val/test/total"]
+    silent = validated(Validator({"test": tasks[3:]}, rollout, reward))["val/test/total"]
     assert found["val/test/total"] == pytest.approx((sum(maxima) + silent) / 4) and silent < 0
     assert found["val/test/total_stderr"] == pytest.approx(stdev([*maxima, silent]) / 2)
 
@@ -184,7 +189,7 @@ def test_validation_averages_several_responses_to_a_task(model: Path) -> None:
         single_turn_runner(chat, 400),
     )
     validator = Validator({"test": [task, task]}, rollout, rewards, n=4, seed=2)
-    found = asyncio.run(validator.run())
+    found = validated(validator)
     assert found["val/test/exact"] == 0.25
     assert found["val/test/exact_stderr"] == found["val/test/total_stderr"] == 0.0  # both tasks have the same mean
     assert [(each.n, each.top_p, each.seed) for each in asked] == [(4, 0.6, 2 << 40), (4, 0.6, (2 << 40) + 4)]
@@ -202,3 +207,7 @@ def test_a_part_that_a_score_lacks_counts_as_none_of_it() -> None:
     scores = [Score(1.0, {"success": 1.0}), Score(0.0, {"success": 0.0}), Score(0.0, {"unfinished": 1.0})]
     assert score_means([*scores, scores[-1]]) == {"total": 0.25, "success": 0.25, "unfinished": 0.5}
     assert score_means([]) == {}
+
+
+def validated(validator: Validator) -> dict[str, float]:
+    return validator.metrics(asyncio.run(validator.rollouts()))

@@ -16,7 +16,7 @@ from verl.kit.report.page import write_report
 from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import append_jsonl
 
-PAGES = ("overview", "curves", "validation", "times", "distributions", "rollouts")
+PAGES = ("overview", "curves", "validation", "times", "distributions", "rollouts", "compare")
 pytestmark = pytest.mark.browser
 
 
@@ -193,6 +193,20 @@ def test_runs_are_compared(driver: Any, files: tuple[Path, Path]) -> None:
     until(driver, "document.querySelector('[data-metric=\"reward/total\"] canvas')")
     labels = texts(driver, '[data-metric="reward/total"] .u-label')
     assert labels[-4:] == ["one, raw", "one", "two, raw", "two"]
+
+
+def test_flipped_tasks_lie_beside_each_other(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[1].as_uri(), "compare")
+    until(driver, "document.querySelectorAll('article.flipped').length === 6")
+    cells = texts(driver, "main td")
+    assert cells[cells.index("source") :][:3] == ["source", "source of 0.1", "source of 0.2"]
+    assert "No difference." in texts(driver, "main p")  # of the data files
+    assert "+0.375" in cells and "3 → 6" in cells  # of 8 tasks
+    heads = texts(driver, "article.flipped h3")[-2:]
+    assert heads == ["one, step 12: reward 0", "two, step 12: reward 1"]
+    driver.execute_script("[...document.querySelectorAll('.item')].at(-1).click()")
+    until(driver, "[...document.querySelectorAll('article.flipped .quiet')].at(-1).textContent === 'test · test5'")
+    assert f"step 12 {HOSTILE}" in texts(driver, "article.flipped pre") and driver.get_log("browser") == []
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from verl.errors import ConfigError
 from verl.kit.report import rollouts
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
+from verl.kit.report.compare import compare, compare_runs, differences
 from verl.kit.report.curves import columns, describe, validation, verdict
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
@@ -212,3 +213,63 @@ def _answer(port: int, path: str, host: str) -> tuple[int, str]:
     text = answer.read().decode()
     connection.close()
     return answer.status, text
+
+
+def scored(*scores: float, exact: bool = False, tasks: str = "abcdefgh") -> dict[tuple[str, str], list[Any]]:
+    """A response per task of the set `v`; two of a task that is named twice."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for task, score in zip(tasks, scores, strict=False):
+        row = {"score": {"total": score}, "answer": f"gold of {task}", **({"exact": score} if exact else {})}
+        found.setdefault(("v", task), []).append(row)
+    return found
+
+
+def test_paired_differences_by_hand() -> None:
+    """Differences 0, 0, 1, 1, -1, 0, 1, 0: the mean is 1/4; two tasks of eight cannot be told from chance."""
+    chunks = Chunks()
+    found = compare("A", scored(1, 1, 0, 0, 1, 0, 0, 1), "B", scored(1, 1, 1, 1, 0, 0, 1, 1), chunks)
+    (paired,) = found.sets
+    assert (paired.tasks, paired.before, paired.after, paired.solved) == (8, 0.5, 0.75, [4, 6])
+    assert (paired.gained, paired.lost) == (3, 1) and paired.low < 0.25 < paired.high
+    # 1.96 standard errors: the variance is (4 - 8 / 16) / 7 = 0.5
+    assert paired.high - paired.low == pytest.approx(2 * 1.96 * math.sqrt(0.5 / 8), rel=0.2)
+    assert [(each["task"], each["solved"]) for each in found.flipped] == [
+        ("e", False), ("c", True), ("d", True), ("g", True)
+    ]  # fmt: skip
+    assert decoded(chunks.texts[found.flipped[0]["chunk"]])[0]["score"] == {"total": 1}
+
+
+def test_a_pair_is_narrower_than_two_means() -> None:
+    """Tasks differ by far more than the runs: every one of them gains 0.1."""
+    hard = [0.0, 5.0, 10.0, 15.0]
+    (paired,) = compare("A", scored(*hard), "B", scored(*(each + 0.1 for each in hard)), Chunks()).sets
+    assert (paired.low, paired.high) == pytest.approx((0.1, 0.1))
+
+
+def test_tasks_without_a_counterpart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = scored(0, 1, 1, tasks="abx")
+    other["v", "b"][0]["answer"] = "another question"
+    found = compare("A", scored(1, 1, 1), "B", other, Chunks())
+    assert [paired.tasks for paired in found.sets] == [1] and found.unpaired == 4
+    monkeypatch.setattr("verl.kit.report.compare.MAX_FLIPPED", 0)
+    assert compare("A", scored(1), "B", scored(0), Chunks()).left_out == 1
+
+
+def test_a_task_is_solved_by_half_of_its_maximum_rewards() -> None:
+    """Rewards of 0.6 are positive, but not the maximum."""
+    few, half = scored(0.6, 0.6, exact=True, tasks="aa"), scored(1, 0, exact=True, tasks="aa")
+    few["v", "a"][0]["exact"] = few["v", "a"][1]["exact"] = 0.0
+    assert compare("A", few, "B", half, Chunks()).sets[0].solved == [0, 1]
+
+
+def test_a_run_is_compared_with_its_start_and_with_others(tmp_path: Path) -> None:
+    runs = [read_run(save_report_run(tmp_path / name, gain=gain)) for name, gain in (("one", 0.1), ("two", 0.2))]
+    found = compare_runs(runs, Chunks())
+    assert [(each.before, each.after) for each in found] == [
+        ("one, step 0", "one, step 12"), ("two, step 0", "two, step 12"), ("one, step 12", "two, step 12")
+    ]  # fmt: skip
+    assert [each.sets[0].solved for each in found] == [[2, 3], [2, 6], [3, 6]]
+    differing = differences(runs)
+    assert differing == {"settings": [], "data": [], "code": [["source", "source of 0.1", "source of 0.2"]]}
+    (runs[1].folder / "validation" / "step-000012.jsonl").write_text('no json\n{"score": {"total": "1"}}\n')
+    assert compare_runs(runs, Chunks())[-1].sets == [] and "1 of 2 lines are damaged" in runs[1].notes[-1]

@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from verl.config.schema import Config
+from verl.data.rows import DATA_VERSIONS
 from verl.errors import ConfigError, DataError
+from verl.system.code_version import CODE_VERSION
 from verl.tracking.samples import StepSamples, kept_steps, read_samples, samples_path
 
 
@@ -24,6 +26,8 @@ class RunFolder:
     settings: Mapping[str, Any]  # of config.yaml, flat
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     alarms: Sequence[Mapping[str, Any]]  # of collapses.jsonl
+    code: Mapping[str, str]  # of code_version.json
+    data: Mapping[str, str]  # of data_versions.jsonl: name of the file -> digest or commit
     notes: list[str] = field(default_factory=list)
 
     def transcript_steps(self) -> list[int]:
@@ -37,6 +41,13 @@ class RunFolder:
                 yield from file
         except OSError as error:
             self.notes.append(f"{path.name} of transcripts cannot be read ({error.strerror})")
+
+    def validated_steps(self) -> list[int]:
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("validation/step-*.jsonl"))
+
+    def validation(self, step: int) -> list[dict[str, Any]]:
+        """The responses of a validation, by set."""
+        return _json_lines(self.folder / "validation" / f"step-{step:06d}.jsonl", self.notes)
 
     def kept_steps(self) -> list[int]:
         return kept_steps(self.folder)
@@ -62,7 +73,12 @@ def read_run(folder: Path) -> RunFolder:
         name=folder.resolve().name,
         settings=_settings(folder / "config.yaml", notes),
         rows=[row for row in _json_lines(folder / "metrics.jsonl", notes) if isinstance(row.get("step"), int)],
-        alarms=_json_lines(folder / "collapses.jsonl", notes) if (folder / "collapses.jsonl").exists() else [],
+        alarms=_lines_if_any(folder / "collapses.jsonl", notes),
+        code={name: str(value) for row in _lines_if_any(folder / CODE_VERSION, notes) for name, value in row.items()},
+        data={
+            Path(str(row.get("source"))).name: str(row.get("sha256", row.get("revision")))
+            for row in _lines_if_any(folder / DATA_VERSIONS, notes)
+        },
         notes=notes,
     )
 
@@ -73,6 +89,10 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read ({str(error).splitlines()[0]})")
         return {}
+
+
+def _lines_if_any(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    return _json_lines(path, notes) if path.exists() else []
 
 
 def _json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from verl import __version__
 from verl.kit.report.chunks import Chunks, encoded
+from verl.kit.report.compare import compare_runs, differences
 from verl.kit.report.curves import columns, describe, validation, verdict
 from verl.kit.report.folder import RunFolder, default_settings, read_run
 from verl.kit.report.rollouts import read_rollouts
@@ -38,19 +39,23 @@ def render(folders: Sequence[Path], live: bool = False) -> tuple[str, list[str]]
     """(the page, notes on files that could not be read). live: the page follows the server that it comes from"""
     runs = [read_run(folder) for folder in folders]
     chunks = Chunks()
-    described = [_described(run, chunks, MAX_CHARS // len(runs)) for run in runs]
+    comparisons = [asdict(each) for each in compare_runs(runs, chunks)]
+    room = (MAX_CHARS - chunks.size) // len(runs)
+    described = [_described(run, chunks, room) for run in runs]
     names = sorted({name for each in described for name in each["metrics"]})
     metrics = {name: asdict(metric) for name in names if (metric := describe(name)) is not None}
     data = {
         "runs": described,
         "metrics": metrics,
+        "comparisons": comparisons,
+        "differences": differences(runs),
         "version": __version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "live": live,
     }
     page = files(__package__) / "page"
     template = Environment(autoescape=True).from_string((page / "report.html.jinja").read_text(encoding="utf-8"))
-    script_names = ("uplot.min.js", "report.js", "curves.js", "rollouts.js", "tokens.js")
+    script_names = ("uplot.min.js", "report.js", "curves.js", "rollouts.js", "tokens.js", "compare.js")
     text = template.render(
         title=", ".join(run.name for run in runs),
         nonce=secrets.token_urlsafe(16),
@@ -82,6 +87,7 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
         "name": run.name,
         "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
         "all_settings": dict(run.settings),
+        "known": {"settings": bool(run.settings), "data": bool(run.data), "code": bool(run.code)},
         "verdict": verdict(run),
         "notes": run.notes,
         "metrics": columns(run),

@@ -119,12 +119,6 @@ addPage("overview", "Overview", (main) => {
   const names = present(["reward/total", "actor/entropy", "response_length/mean", "reward/zero_variance_groups", "engine/logprob_diff_mean", "actor/grad_norm"]);
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));
   const { runs } = report.data;
-  if (runs.length > 1) {
-    const every = [...new Set(runs.flatMap((run) => Object.keys(run.all_settings)))].sort();
-    const differing = every.filter((name) => new Set(runs.map((run) => JSON.stringify(run.all_settings[name]))).size > 1);
-    main.append(element("h2", {}, "Settings that differ between the runs"),
-      table(["setting", ...runs.map((run) => run.name)], differing.map((name) => [name, ...runs.map((run) => shown(run.all_settings[name]))])));
-  }
   for (const run of runs) {
     main.append(element("h2", {}, runs.length > 1 ? `Settings of ${run.name} other than the defaults` : "Settings other than the defaults"),
       table(["setting", "value", "default"], Object.entries(run.settings).map(([name, [value, other]]) => [name, shown(value), shown(other)])));
@@ -159,7 +153,7 @@ addPage("validation", "Validation", (main) => {
       return [name, before.toFixed(3), after.toFixed(3),
         element("span", { class: clear ? (change > 0 ? "good" : "bad") : "" }, `${change >= 0 ? "+" : ""}${change.toFixed(3)}`),
         half === null ? "" : `${(change - half).toFixed(3)} to ${(change + half).toFixed(3)}`];
-    }), 1), element("p", { class: "quiet" }, "The intervals take the validations as independent; those of paired differences are narrower."));
+    }), 1), element("p", { class: "quiet" }, "The intervals take the validations as independent; the page Compare pairs them by task."));
   }
   const names = metricNames().filter((name) => /^(val|eval)\//.test(name) && !name.endsWith("_stderr"));
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));

@@ -56,6 +56,13 @@ function messageBox(message) {
   return element("div", { class: `message ${kind}` }, element("b", {}, message.role), messageParts(String(message.content)), calls);
 }
 
+// What a rollout's transcript says, as boxes.
+function dialogue(one) {
+  const gold = one.answer ? [element("div", { class: "message gold" }, element("b", {}, "gold answer"), messageParts(String(one.answer)))] : [];
+  const uses = one.tool_uses?.length ? [table(["tool", "outcome", "seconds"], one.tool_uses.map((use) => [use.name, use.status, shown(use.seconds, 3)]), 2)] : [];
+  return [...[...(one.prompt ?? []), ...(one.responses ?? [])].map(messageBox), ...gold, ...uses];
+}
+
 async function rolloutBox(row) {
   const m = meta(), one = await detail(row), parts = one.score?.parts ?? {};
   const box = element("article", { "data-row": row },
@@ -68,9 +75,7 @@ async function rolloutBox(row) {
     return box;
   }
   if (found.tokens) box.append(element("p", { class: "quiet" }, "The tokens of this rollout are not in the report (trainer.samples_kept); the filter “with tokens” lists those that are."));
-  box.append(...[...(one.prompt ?? []), ...(one.responses ?? [])].map(messageBox));
-  if (one.answer) box.append(element("div", { class: "message gold" }, element("b", {}, "gold answer"), messageParts(String(one.answer))));
-  if (one.tool_uses) box.append(table(["tool", "outcome", "seconds"], one.tool_uses.map((use) => [use.name, use.status, shown(use.seconds, 3)]), 2));
+  box.append(...dialogue(one));
   return box;
 }
 

@@ -1,0 +1,151 @@
+"""Two validations of the same tasks: paired differences with intervals, and the tasks whose outcome flipped.
+
+A report compares the first and the last validation of every run, and the last ones of the first run and each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from verl.kit.evaluation.stats import RESAMPLES, estimate
+from verl.kit.report.chunks import Chunks, encoded
+from verl.kit.report.folder import RunFolder
+
+MAX_FLIPPED = 200  # tasks of a comparison, with their transcripts
+_SOLVED = 0.5  # share of a task's responses with the maximum reward
+_DETAILS = ("prompt", "responses", "answer", "tool_uses", "score")
+_Number = int | float
+_Task = tuple[str, str]  # set, id of the task
+_Rows = Mapping[_Task, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedSet:
+    """A validation set: means over the tasks of both sides, and the 95 % interval of the mean paired difference."""
+
+    name: str
+    tasks: int
+    before: float
+    after: float
+    low: float
+    high: float
+    solved: list[int]  # before, after
+    gained: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """flipped: set, task, solved after, rewards and the chunk with both sides' first responses"""
+
+    before: str
+    after: str
+    sets: list[PairedSet] = field(default_factory=list)
+    flipped: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0  # flipped tasks over the limit
+    unpaired: int = 0  # tasks of one side only, or with another gold answer
+
+
+def compare_runs(runs: Sequence[RunFolder], chunks: Chunks) -> list[Comparison]:
+    ends = [(run, run.validated_steps()) for run in runs]
+    pairs = [(run, steps[0], run, steps[-1]) for run, steps in ends if len(steps) > 1]
+    (first, known), *others = ends
+    pairs += [(first, known[-1], run, steps[-1]) for run, steps in others if known and steps]
+    return [
+        compare(_label(old, old_step), _read(old, old_step), _label(new, new_step), _read(new, new_step), chunks)
+        for old, old_step, new, new_step in pairs
+    ]
+
+
+def _label(run: RunFolder, step: int) -> str:
+    return f"{run.name}, step {step}"
+
+
+def _read(run: RunFolder, step: int) -> _Rows:
+    """The responses of each task that have a score."""
+    tasks: dict[_Task, list[Mapping[str, Any]]] = {}
+    for row in run.validation(step):
+        score = row.get("score")
+        if isinstance(score, dict) and all(
+            isinstance(each, _Number) for each in (score.get("total"), row.get("exact", 0))
+        ):
+            tasks.setdefault((str(row.get("set")), str(row.get("task_id"))), []).append(row)
+    return tasks
+
+
+def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks) -> Comparison:
+    """before, after: names of the sides. The transcripts of flipped tasks are added to the chunks."""
+    both = [task for task in old if task in new and old[task][0].get("answer") == new[task][0].get("answer")]
+    flips = [task for task in both if _solved(old[task]) != _solved(new[task])]
+    flips.sort(key=lambda task: _reward(new[task]) - _reward(old[task]))
+    return Comparison(
+        before=before,
+        after=after,
+        sets=[_paired(name, [task for task in both if task[0] == name], old, new) for name in _sets(both)],
+        flipped=[
+            {
+                "set": name,
+                "task": id,
+                "solved": _solved(new[name, id]),
+                "rewards": [_reward(side[name, id]) for side in (old, new)],
+                "chunk": chunks.add(encoded([_details(side[name, id][0]) for side in (old, new)])),
+            }
+            for name, id in flips[:MAX_FLIPPED]
+        ],
+        left_out=max(0, len(flips) - MAX_FLIPPED),
+        unpaired=len(old) + len(new) - 2 * len(both),
+    )
+
+
+def _sets(tasks: Sequence[_Task]) -> list[str]:
+    return list(dict.fromkeys(name for name, _ in tasks))
+
+
+def _paired(name: str, tasks: Sequence[_Task], old: _Rows, new: _Rows) -> PairedSet:
+    before, after = ([_reward(side[task]) for task in tasks] for side in (old, new))
+    differences = [late - early for early, late in zip(before, after, strict=True)]
+    low, high = estimate(name, differences, RESAMPLES).interval
+    solved = [[_solved(side[task]) for task in tasks] for side in (old, new)]
+    changes = list(zip(*solved, strict=True))
+    return PairedSet(
+        name=name,
+        tasks=len(tasks),
+        before=fmean(before),
+        after=fmean(after),
+        low=low,
+        high=high,
+        solved=[sum(side) for side in solved],
+        gained=changes.count((False, True)),
+        lost=changes.count((True, False)),
+    )
+
+
+def _reward(rows: Sequence[Mapping[str, Any]]) -> float:
+    return fmean(row["score"]["total"] for row in rows)
+
+
+def _solved(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether half of the responses have the maximum reward; a positive one, where the reward defines no maximum."""
+    return fmean(float(row["exact"] if "exact" in row else row["score"]["total"] > 0) for row in rows) >= _SOLVED
+
+
+def _details(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in _DETAILS if name in row}
+
+
+def differences(runs: Sequence[RunFolder]) -> dict[str, list[list[Any]]]:
+    """[name, value of each run, ..] of what differs in settings, data and code; None where it is missing."""
+    return {
+        "settings": _differing([run.settings for run in runs]),
+        "data": _differing([run.data for run in runs]),
+        "code": _differing([run.code for run in runs]),
+    }
+
+
+def _differing(sides: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    names = sorted({name for side in sides for name in side})
+    rows = [[name, *(side.get(name) for side in sides)] for name in names]
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
