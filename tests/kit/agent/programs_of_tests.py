@@ -1,6 +1,7 @@
 """Agents, as users write them: nothing of ours is imported."""
 
 import asyncio
+import importlib.util
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ import time
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
+assert importlib.util.find_spec("puller") is None, "modules of verl.kit.agent hide packages of agents"
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},

@@ -13,19 +13,23 @@ from typing import Any
 from verl.data.messages import as_openai
 from verl.envs.base import EnvFactory
 from verl.episodes.program import ProgramEnv, ProgramPolicy
-from verl.errors import ServiceDownError
+from verl.errors import ConfigError, ServiceDownError
 from verl.formats.prompt import function_schema
+from verl.kit.agent.address import check_address
 from verl.kit.agent.gateway import Gateway
 from verl.kit.agent.launcher import (
     TASK,
     ProgramFailedError,
+    Waiting,
     build_launcher,
     episode_folder,
     read_reward_file,
 )
+from verl.kit.agent.pull import PullLauncher
 from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.sampling import OnSampling
 from verl.kit.agent.session import Session
+from verl.kit.serving.serving import find_token
 from verl.types import Message, Score, StopReason, Task, Turn
 
 _log = logging.getLogger(__name__)
@@ -38,6 +42,8 @@ class AgentFactory(EnvFactory):
     python: the interpreter with the agent's packages; default: the trainer's
     on_sampling: what happens to sampling settings of requests that differ from the run's
     max_concurrent: programs at a time; further episodes wait
+    pull: agents elsewhere pull the tasks, in place of a program; lease_s: time without heartbeat that ends a lease
+    host, port: where the gateway listens (port 0: a free one); url: as agents see it, if it differs
     """
 
     def __init__(
@@ -47,9 +53,18 @@ class AgentFactory(EnvFactory):
         python: str | None = None,
         on_sampling: str = OnSampling.REPLACE,
         max_concurrent: int = 256,
+        pull: bool = False,
+        lease_s: float = 60.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        url: str | None = None,
     ) -> None:
-        """Raises ConfigError for a program that cannot be found."""
-        self.launcher = build_launcher(agent, command, python)
+        """Raises ConfigError for a program that cannot be found, and for a gateway without an address."""
+        if pull and (agent or command or python):
+            raise ConfigError("env.options.pull=true: agents elsewhere replace env.agent, env.command and env.python")
+        self._pulls = PullLauncher(lease_s) if pull else None
+        self.launcher = self._pulls or build_launcher(agent, command, python)
+        self._address = check_address(host, port, url)
         self.on_sampling = OnSampling(on_sampling)
         self._overridden: set[str] = set()  # named so far
         self.slots = asyncio.Semaphore(max_concurrent)
@@ -75,8 +90,11 @@ class AgentFactory(EnvFactory):
     async def gateway(self) -> Gateway:
         async with self._starting:
             if self._gateway is None:
-                gateway = Gateway()
+                routes = [] if self._pulls is None else self._pulls.routes(find_token(self._address.serving))
+                gateway = Gateway(self._address, routes)
                 await gateway.start()
+                if self._pulls is not None:
+                    _log.info("agents pull their tasks from %s/tasks/next", gateway.base_url)
                 self._gateway = gateway
             return self._gateway
 
@@ -99,8 +117,6 @@ class AgentEnv(ProgramEnv):
         with policy.timer.paused():
             await self._factory.slots.acquire()
         try:
-            with policy.timer.paused():
-                await self._factory.launcher.check()  # the first episode's import is not its time
             return await self._run_in_slot(policy)
         finally:
             self._factory.slots.release()
@@ -110,7 +126,7 @@ class AgentEnv(ProgramEnv):
         session = self._session = Session(policy, on_sampling=self._factory.on_sampling)
         try:
             with gateway.serving(session), episode_folder() as folder:
-                await self._run_program(session, gateway.url(session), Path(folder))
+                await self._run_program(session, gateway.url(session), Path(folder), policy.timer.paused)
         finally:
             await session.close()
             self._factory.note_overridden(session.overridden)
@@ -132,7 +148,7 @@ class AgentEnv(ProgramEnv):
     def counts(self) -> Mapping[str, int]:
         return {} if self._session is None else self._session.metrics()
 
-    async def _run_program(self, session: Session, url: str, folder: Path) -> None:
+    async def _run_program(self, session: Session, url: str, folder: Path, waiting: Waiting) -> None:
         """Raises ServiceDownError for a failure of the program that no limit explains."""
         (folder / TASK).write_text(json.dumps(task_json(self._task), ensure_ascii=False), encoding="utf-8")
         variables = {
@@ -143,7 +159,7 @@ class AgentEnv(ProgramEnv):
             "REWARD_URL": f"{url}/reward",
             "REWARD_FILE": str(folder / "reward.json"),
         }
-        program = asyncio.ensure_future(self._factory.launcher.run(folder, variables))
+        program = asyncio.ensure_future(self._factory.launcher.run(folder, variables, waiting))
         try:
             await asyncio.wait({program, session.failure}, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():

@@ -10,9 +10,9 @@ import hmac
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verl.errors import ServiceDownError
+from verl.kit.agent.address import LOOPBACK, Address
 from verl.kit.agent.chat_api import MODEL, chat_chunks, chat_completion, chat_error, read_chat
 from verl.kit.agent.messages_api import anthropic_error, anthropic_events, anthropic_message, read_anthropic
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse
@@ -31,7 +32,7 @@ from verl.kit.agent.responses_api import read_responses, response_events, respon
 from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.session import Exchange, Session
 from verl.kit.agent.token_api import read_tokens, token_events, token_response
-from verl.kit.serving.serving import BoundedProtocol, Gate, ServingConfig
+from verl.kit.serving.serving import BoundedProtocol, Gate
 
 _log = logging.getLogger(__name__)
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
@@ -90,25 +91,23 @@ class _Delivered(Response):
 class Gateway:
     """The sessions of all agents that run now."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, max_body_mib: int = 32) -> None:
-        """port: 0 chooses a free one"""
-        self._host, self._port, self._max_body_mib = host, port, max_body_mib
+    def __init__(self, address: Address = LOOPBACK, routes: Sequence[Route] = ()) -> None:
+        """routes: further ones, which check their requests themselves"""
+        self._address, self._routes = address, routes
         self._sessions: dict[str, Session] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises ServiceDownError if it cannot listen."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        host, port = self._address.host, self._address.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listening = socket.create_server((self._host, self._port), family=family, backlog=1024)
+            listening = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
-            raise ServiceDownError(
-                "the gateway", f"cannot listen on {self._host} port {self._port}: {error}"
-            ) from error
-        self._port = listening.getsockname()[1]
-        config = ServingConfig(self._host, self._port, max_body_mib=self._max_body_mib, max_requests=1 << 16)
-        gate = Gate(self._app(), config, token=None)  # each session has its own
+            raise ServiceDownError("the gateway", f"cannot listen on {host} port {port}: {error}") from error
+        self._address = replace(self._address, port=listening.getsockname()[1])
+        gate = Gate(self._app(), self._address.serving, token=None)  # each session has its own
         settings = uvicorn.Config(
             gate,
             http=BoundedProtocol,
@@ -126,10 +125,14 @@ class Gateway:
             await asyncio.wait([self._serving])
         self._server = self._serving = None
 
+    @property
+    def base_url(self) -> str:
+        """As agents see it."""
+        return self._address.base_url
+
     def url(self, session: Session) -> str:
         """Of the session; OpenAI's API is below /v1."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/sessions/{session.id}"
+        return f"{self.base_url}/sessions/{session.id}"
 
     @contextmanager
     def serving(self, session: Session) -> Iterator[None]:
@@ -149,6 +152,7 @@ class Gateway:
                 *(route(path, partial(_respond, api), api.error) for path, api in APIS.items()),
                 route("/v1/models", _models, method="GET"),
                 route("/reward", _reward),
+                *self._routes,
             ]
         )
 

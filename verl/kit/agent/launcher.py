@@ -10,14 +10,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, ServiceDownError
-from verl.kit.agent import programs
+from verl.kit.agent.inside import programs
 from verl.net.services import TOKEN_VARIABLE
 
 TASK, REWARD, OUTPUT = "task.json", "reward.json", "output.txt"
@@ -30,16 +30,19 @@ class ProgramFailedError(Exception):
     """The program did not end by itself, or with another exit status than 0."""
 
 
+Waiting = Callable[[], AbstractContextManager[None]]  # around waits that are not the program's time
+
+
 class Launcher(Protocol):
     """Runs a program per episode."""
 
     async def check(self) -> None:
         """Raises ConfigError if no program can be started."""
 
-    async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
+    async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
         """Run a program to its end; killed with all that it started when this is cancelled. Raises ProgramFailedError.
 
-        folder: with task.json; variables: added to the program's environment
+        folder: with task.json; variables: added to the program's environment; waiting: until it can start
         """
 
     async def close(self) -> None:
@@ -79,7 +82,7 @@ class CommandLauncher:
         if shutil.which(self._arguments[0]) is None:
             raise ConfigError(f"env.command: there is no program {self._arguments[0]!r}")
 
-    async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
+    async def run(self, folder: Path, variables: Mapping[str, str], _: Waiting, /) -> None:
         arguments = [each.replace("{task_json}", str(folder / TASK)) for each in self._arguments]
         with (folder / OUTPUT).open("wb") as output:
             try:
@@ -135,8 +138,9 @@ class FunctionLauncher:
     async def check(self) -> None:
         await self._started()
 
-    async def run(self, folder: Path, variables: Mapping[str, str]) -> None:
-        server = await self._started()
+    async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
+        with waiting():
+            server = await self._started()
         number = next(self._numbers)
         ended = self._running[number] = asyncio.get_running_loop().create_future()
         _send(server, {"run": number, "folder": str(folder), "variables": dict(variables)})
@@ -213,7 +217,7 @@ def _send(server: asyncio.subprocess.Process, command: Mapping[str, Any]) -> Non
 def build_launcher(agent: str | None, command: str | None, python: str | None) -> Launcher:
     """Of one of the two. Raises ConfigError."""
     if (agent is None) == (command is None):
-        raise ConfigError("env.name=agent needs either env.agent=file.py:function or env.command")
+        raise ConfigError("env.name=agent needs env.agent=file.py:function, env.command or env.options={pull: true}")
     if python is not None and not os.access(python, os.X_OK):
         raise ConfigError(f"env.python={python} is not an interpreter that can be started")
     if agent is not None:

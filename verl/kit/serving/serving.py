@@ -128,7 +128,7 @@ class Gate:
         host = headers.get("host", "")
         if not self._is_allowed(host):
             return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
-        if self._token is not None and not hmac.compare_digest(_given_token(headers), self._token.encode()):
+        if self._token is not None and not hmac.compare_digest(given_token(headers), self._token.encode()):
             problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
             return _refused(401, problem, {"www-authenticate": "Bearer"})
         if "transfer-encoding" in headers and "content-length" in headers:
@@ -183,7 +183,7 @@ class Gate:
             self._num_requests -= 1
 
 
-def _given_token(headers: Headers) -> bytes:
+def given_token(headers: Headers) -> bytes:
     """Of a Bearer header, of x-api-key, or the password of a URL as http://any:TOKEN@host."""
     kind, _, value = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
     if kind == "Basic":

@@ -1,0 +1,179 @@
+"""Agents as processes elsewhere: they pull tasks, keep their leases and report; one that dies gives its task back."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.kit.agent.test_agent import ASK, TASK, TextEngine, episodes, runner
+from verl.errors import ConfigError
+from verl.kit.agent.agent import AgentFactory
+from verl.kit.agent.inside import puller
+from verl.net.services import TOKEN_VARIABLE
+from verl.rollout.engine import Sampling
+from verl.scoring.pool import Fault
+from verl.types import Message, Score, StopReason, Task, Trajectory
+
+WRITTEN = 'json.dump({"reward": len(text)}, open(os.environ["REWARD_FILE"], "w"))'
+DIES = "os.kill(os.getppid(), 9)"
+HEADERS = {"authorization": "Bearer a-token"}
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "a-token")
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def pulling(port: int, source: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An interpreter without our packages that runs the client, with this program as its command."""
+    program = (sys.executable, "-I", "-c", textwrap.dedent(source), "{task_json}")
+    command = (sys.executable, "-I", "-S", puller.__file__, f"http://127.0.0.1:{port}", *program)
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.long
+def test_an_agent_elsewhere_pulls_its_tasks() -> None:
+    port = free_port()
+    tasks = [Task(f"t#{number}", (Message("user", "Hello"),), "", "test") for number in range(3)]
+    with pulling(port, ASK + WRITTEN), pulling(port, ASK + WRITTEN):
+        found = episodes(AgentFactory(pull=True, port=port), TextEngine("twelve chars"), *tasks)
+    for each in found:
+        assert isinstance(each, Trajectory) and each.score == Score(12.0, {}) and len(each.turns) == 1, each
+        assert each.stop_reason is StopReason.STOP
+
+
+@pytest.mark.long
+def test_the_task_of_a_killed_agent_begins_anew() -> None:
+    """The first client dies with its task; the second one gets it after the end of the lease."""
+    port, engine = free_port(), TextEngine("first", "second one")
+
+    async def play() -> Any:
+        setting = runner(AgentFactory(pull=True, port=port, lease_s=2.0), retries=1)
+        running = asyncio.create_task(setting.run(engine, Sampling(1), TASK, 0, None))
+        try:
+            with pulling(port, f"{ASK}{DIES}") as killed:
+                while killed.poll() is None:
+                    await asyncio.sleep(0.05)
+            assert len(engine.asked) == 1
+            with pulling(port, ASK + WRITTEN):
+                return await running
+        finally:
+            await setting.close()
+
+    found = asyncio.run(play())
+    assert isinstance(found, Trajectory), found
+    assert found.score == Score(10.0, {}) and len(found.turns) == 1 and len(engine.asked) == 2
+
+
+@pytest.mark.long
+def test_the_error_of_an_agent_elsewhere_is_a_fault_with_its_output() -> None:
+    port = free_port()
+    with pulling(port, f"{ASK}raise KeyError('city')"):
+        (found,) = episodes(AgentFactory(pull=True, port=port), TextEngine("one"), TASK)
+    assert isinstance(found, Fault) and "KeyError: 'city'" in found.problem
+
+
+def test_the_protocol_of_a_lease_is_plain_http() -> None:
+    port = free_port()
+
+    async def play() -> None:
+        setting = runner(AgentFactory(pull=True, port=port, lease_s=0.5), turn_s=0.4, episode_s=0.4)
+        running = asyncio.create_task(setting.run(TextEngine("one"), Sampling(1), TASK, 0, None))
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, headers=HEADERS) as client:
+            await asyncio.sleep(0.6)  # longer than the limits of an episode, which do not run yet
+            assert (await client.get("/tasks/next", headers={"authorization": "Bearer none"})).status_code == 401
+            given = (await client.get("/tasks/next")).json()
+            assert given["task"]["prompt"] == [{"role": "user", "content": "Hello"}] and given["lease_s"] == 0.5
+            variables = given["variables"]
+            own = {"authorization": f"Bearer {variables['OPENAI_API_KEY']}"}
+            request = {"messages": given["task"]["prompt"]}
+            url = f"{variables['OPENAI_BASE_URL']}/chat/completions"
+            assert (await client.post(url, json=request, headers=own)).status_code == 200
+            lease = f"/tasks/{given['lease']}"
+            assert (await client.post(f"{lease}/heartbeat")).json() == {"lease_s": 0.5}
+            assert (await client.post("/tasks/another/heartbeat")).status_code == 410
+            for wrong in ({"reward": "one"}, {"score": 1}, [1]):
+                assert (await client.post(f"{lease}/done", json=wrong)).status_code == 400
+            assert (await client.post(f"{lease}/done", json={"reward": 0.5})).status_code == 200
+            assert (await client.post(f"{lease}/done", json={"reward": 0.5})).status_code == 410
+        found = await running
+        assert isinstance(found, Trajectory) and found.score == Score(0.5, {})
+        await setting.close()
+
+    asyncio.run(play())
+
+
+def test_heartbeats_keep_a_lease_and_their_end_ends_it() -> None:
+    port = free_port()
+
+    async def play() -> None:
+        setting = runner(AgentFactory(pull=True, port=port, lease_s=0.4))
+        running = asyncio.create_task(setting.run(TextEngine("one"), Sampling(1), TASK, 0, None))
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, headers=HEADERS) as client:
+            await asyncio.sleep(0.1)
+            lease = f"/tasks/{(await client.get('/tasks/next')).json()['lease']}"
+            for _ in range(8):
+                await asyncio.sleep(0.1)
+                assert (await client.post(f"{lease}/heartbeat")).status_code == 200
+            found = await running
+            assert isinstance(found, Fault) and "sent no heartbeat for 0.4 s" in found.problem
+            assert (await client.post(f"{lease}/heartbeat")).status_code == 410
+        await setting.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"pull": True, "command": "ls"}, "replace env.agent"),
+        ({"pull": True, "lease_s": 0}, "lease_s must be positive"),
+        ({"pull": True, "host": "0.0.0.0"}, "set env.options.url"),
+        ({"command": "ls", "url": "trainer:8100"}, "must be as http"),
+        ({"command": "ls", "port": 1 << 16}, "from 0 to 65535"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        AgentFactory(**options)
+
+
+def test_the_url_for_agents_is_the_advertised_one_and_its_name_is_accepted(tmp_path: Path) -> None:
+    port = free_port()
+    source = f"""{ASK}
+assert os.environ["OPENAI_BASE_URL"].startswith("http://trainer.cluster:{port}/"), os.environ["OPENAI_BASE_URL"]
+"""
+    reached = source.replace('post(os.environ["OPENAI_BASE_URL"] + "/chat', 'post(local() + "/chat')
+    local = f"""
+def local():
+    headers["Host"] = "trainer.cluster:{port}"
+    return os.environ["OPENAI_BASE_URL"].replace("trainer.cluster", "127.0.0.1")
+"""
+    file = tmp_path / "agent.py"
+    file.write_text(reached.replace("done = ", f"{local}\ndone = ") + WRITTEN)
+    factory = AgentFactory(
+        command=f"{sys.executable} {file} {{task_json}}", port=port, url=f"http://trainer.cluster:{port}/"
+    )
+    (found,) = episodes(factory, TextEngine("twelve chars"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(12.0, {}), found

@@ -1,0 +1,1 @@
+"""What runs in an agent's own environment: the standard library only."""

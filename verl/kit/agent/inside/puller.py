@@ -1,0 +1,123 @@
+"""Pulls tasks from a trainer's gateway, and runs a command for each: for agents on other machines or in containers.
+
+    python puller.py http://trainer:8100 python agent.py {task_json}
+
+The command finds the same variables as one that the trainer starts (docs/agents.md). Standard library only: copy this
+file to where the agent lives. $VERL_SERVICE_TOKEN is the token of the gateway. Ends when the gateway has been gone for
+a minute.
+"""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
+_SHOWN_CHARS = 600  # of the output of a command that failed
+
+
+class Gateway:
+    """The routes of the gateway below /tasks."""
+
+    def __init__(self, url: str) -> None:
+        token = os.environ.get("VERL_SERVICE_TOKEN")
+        self._url, self._headers = url.rstrip("/"), {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def call(self, path: str, body: Any = None, method: str = "POST") -> "tuple[int, Any]":
+        """Status and content. Raises OSError after a minute without any answer."""
+        data = None if method == "GET" else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._url}/tasks/{path}", data, self._headers, method=method)
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                    text = answer.read()
+                    return answer.status, json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                return error.code, error.read().decode(errors="replace")
+            except (OSError, http.client.HTTPException):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(1.0)
+
+
+def run(gateway: Gateway, given: Any, command: "list[str]") -> None:
+    """One task, from its lease to its report."""
+    with tempfile.TemporaryDirectory(prefix="agent-") as name:
+        folder = Path(name)
+        (folder / "task.json").write_text(json.dumps(given["task"]), encoding="utf-8")
+        arguments = [each.replace("{task_json}", str(folder / "task.json")) for each in command]
+        variables = {**os.environ, **given["variables"], "REWARD_FILE": str(folder / "reward.json")}
+        variables.pop("VERL_SERVICE_TOKEN", None)
+        with (folder / "output.txt").open("wb") as output:
+            program = subprocess.Popen(
+                arguments,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            if held(gateway, given, program):
+                gateway.call(f"{given['lease']}/done", report(folder, program.returncode))
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+
+
+def held(gateway: Gateway, given: Any, program: "subprocess.Popen[bytes]") -> bool:
+    """Send heartbeats until the program has ended; False if the lease ends before."""
+    while True:
+        try:
+            program.wait(timeout=given["lease_s"] / 4)
+            return True
+        except subprocess.TimeoutExpired:
+            if gateway.call(f"{given['lease']}/heartbeat")[0] != 200:
+                return False
+
+
+def report(folder: Path, code: int) -> "dict[str, Any]":
+    """What the program left as its reward, or its error."""
+    try:
+        if (folder / "reward.json").exists():
+            return {"reward": json.loads((folder / "reward.json").read_text(encoding="utf-8"))}
+    except ValueError as error:
+        return {"error": f"reward.json is not JSON ({error})"}
+    if code == 0:
+        return {}
+    output = (folder / "output.txt").read_text(errors="replace").strip()
+    return {"error": f"exit status {code}: {output[-_SHOWN_CHARS:]}"}
+
+
+def main(url: str, *command: str) -> int:
+    """Pull until the gateway is gone."""
+    gateway = Gateway(url)
+    while True:
+        try:
+            status, given = gateway.call("next", method="GET")
+            if status == 200:
+                run(gateway, given, list(command))
+            elif status != 204:
+                sys.stderr.write(f"{url} returned status {status}: {given}\n")
+                return 1
+        except (OSError, http.client.HTTPException) as error:
+            sys.stderr.write(f"{url}: {error}\n")
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
