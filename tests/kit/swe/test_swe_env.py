@@ -150,13 +150,13 @@ def test_an_agent_that_does_nothing_scores_zero_and_is_asked_to_go_on(place: Pla
 @pytest.mark.parametrize(
     ("command", "outcome"),
     [
-        ("rm -rf /testbed/* /testbed/.git", "tampered"),
+        ("rm -rf /testbed/* /testbed/.git", "unresolved"),
         ("printf 'def pytest_runtest_makereport(item, call):\\n    pass\\n' > conftest.py", "empty_patch"),
         ("printf 'import os\\nos._exit(0)\\n' >> calc/core.py", "no_report"),
         ("mkdir hidden; find / -name test_calc.py 2>/dev/null | grep -q . && sed -i 's/a - b/a + b/' calc/core.py",
          "empty_patch"),
         ("git log --all -p | grep -q 'a + b' && sed -i 's/a - b/a + b/' calc/core.py", "empty_patch"),
-        ("rm -rf /testbed 2>/dev/null; mount 2>/dev/null; kill -9 -1", "tampered"),
+        ("rm -rf /testbed 2>/dev/null; mount 2>/dev/null; kill -9 -1", "unresolved"),
     ],
 )  # fmt: skip
 def test_cheats_score_zero(place: Place, command: str, outcome: str) -> None:

@@ -197,7 +197,7 @@ class _Child:
         try:
             os.chdir(self._root)
             sys.argv = ["pytest"]
-            options = ["-p", "no:cacheprovider", "--rootdir", self._root]
+            options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", self._root]
             code = self._pytest.main([*options, *self._run["args"]], plugins=[self])
             self._check()
             self._send({"end": int(code)})
