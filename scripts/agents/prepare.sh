@@ -3,7 +3,8 @@
 #
 #   bash scripts/agents/prepare.sh NAME [FOLDER]     NAME: openai_loop, ..; default folder: .agents/NAME
 #
-# For env.python=FOLDER/bin/python. PYTHON=python3.12 chooses the interpreter (3.11 or later).
+# For env.python=FOLDER/bin/python, or NODE_PATH=FOLDER/node_modules. PYTHON=python3.12 chooses the interpreter (3.11 or
+# later).
 set -euo pipefail
 
 requirements=$(cd "$(dirname "$0")/requirements" && pwd)
@@ -13,7 +14,12 @@ if [[ -f "$requirements/$name.txt" ]]; then
     "${PYTHON:-python3}" -m venv "$folder"
     "$folder/bin/python" -m pip install --quiet -r "$requirements/$name.txt"
     echo "env.python=$folder/bin/python"
+elif [[ -f "$requirements/$name.json" ]]; then
+    mkdir -p "$folder"
+    cp "$requirements/$name.json" "$folder/package.json"
+    npm install --prefix "$folder" --silent
+    echo "NODE_PATH=$folder/node_modules"
 else
-    echo "there is no agent $name, only: $(cd "$requirements" && ls | sed 's/\..*//' | sort -u | xargs)" >&2
+    echo "there is no agent $name, only: $(cd "$requirements" && ls | sed 's/\..*//' | sort | xargs)" >&2
     exit 2
 fi

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import pytest
 
 from tests.conftest import ROOT, need_vllm, smollm2
 from tests.kit.agent.test_agent import TextEngine, episodes
+from tests.kit.sandbox.sandbox_host import need_bubblewrap
+from tests.support.service import free_port, service
+from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.kit.agent.agent import AgentFactory
 from verl.rollout.engine import Generator, Sampling
@@ -21,7 +24,7 @@ from verl.types import Completion, Message, Score, Task, Trajectory
 EXAMPLES = ROOT / "examples" / "agents"
 PRODUCT = Task("product#0", (Message("user", "What is 7 times 8?"),), "56", "products")
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 7, "b": 8}}\n</tool_call>'
-LOOPS = ("openai_loop", "anthropic_loop", "langgraph_agent", "agents_sdk")  # multiply with a tool
+LOOPS = ("openai_loop", "anthropic_loop", "langgraph_agent", "agents_sdk", "node_loop")  # multiply with a tool
 NUM_STEPS = 3
 Request = tuple[tuple[int, ...], tuple[int, ...]]  # tokens in front of a response, and the response
 
@@ -36,6 +39,8 @@ def environment(name: str) -> Path:
 
 def program(name: str) -> dict[str, str]:
     """The settings of the environment `agent` for this example."""
+    if name == "node_loop":
+        return {"command": f"env NODE_PATH={environment(name)}/node_modules node {EXAMPLES / name}.cjs {{task_json}}"}
     return {"agent": f"{EXAMPLES / name}.py:run", "python": str(environment(name) / "bin" / "python")}
 
 
@@ -63,6 +68,44 @@ def test_a_tool_loop_is_one_segment_of_what_the_engine_saw(name: str) -> None:
     assert (result.role, result.content) == ("tool", "56")
 
 
+@pytest.fixture
+def sandbox_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    need_bubblewrap()
+    port = free_port()
+    with service("-m", "verl.kit.sandbox.server", "--port", str(port), url=f"http://127.0.0.1:{port}/v1/ping"):
+        monkeypatch.setenv("SANDBOX_URL", f"http://127.0.0.1:{port}")
+        yield
+
+
+@pytest.mark.long
+def test_mini_swe_agent_repairs_a_program_in_the_sandbox(sandbox_server: None, tmp_path: Path) -> None:
+    tasks = {task.extra["name"]: task for task in TaskSet(str(EXAMPLES / "quixbugs.jsonl"))}
+    mark = tmp_path / "mark"
+    shell = (
+        "sed -i 's/gcd(a % b, b)/gcd(b, a % b)/' program.py",
+        f"touch {mark}",
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    )
+    engine = TextEngine(*(f"```bash\n{command}\n```" for command in shell))
+    (found,) = episodes(AgentFactory(**program("mini_swe")), engine, tasks["gcd"])
+    assert isinstance(found, Trajectory), found
+    assert found.score == Score(1.1, {"passed": 1.0})
+    assert [turn.segment for turn in found.turns] == [0, 0, 0]
+    assert [shown for shown, _ in in_ledger(found)] == engine.asked
+    assert "<returncode>1" in found.turns[1].responses[0].content and not mark.exists()  # nothing runs here
+
+
+@pytest.mark.long
+def test_mini_swe_agent_without_a_command_repairs_nothing(sandbox_server: None) -> None:
+    tasks = {task.extra["name"]: task for task in TaskSet(str(EXAMPLES / "quixbugs.jsonl"))}
+    engine = TextEngine("I do not know.")
+    (found,) = episodes(AgentFactory(**program("mini_swe")), engine, tasks["to_base"])
+    assert isinstance(found, Trajectory) and found.score is not None, found
+    assert found.score.total == found.score.parts["passed"] < 1  # what passes with the bug
+    assert [turn.segment for turn in found.turns] == [0, 1, 2]  # the package drops a response without a command
+    assert [shown for shown, _ in in_ledger(found)] == engine.asked
+
+
 class Overheard:
     """An engine, and every request to it."""
 
@@ -77,10 +120,15 @@ class Overheard:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
-def test_three_steps_train_it_with_smollm2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*LOOPS, "mini_swe"])
+def test_three_steps_train_it_with_smollm2(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     need_vllm()
-    settings = [*(f"env.{key}={value}" for key, value in program(name).items()), f"data={EXAMPLES / 'products.jsonl'}"]
+    rows = EXAMPLES / ("quixbugs.jsonl" if name == "mini_swe" else "products.jsonl")
+    settings = [f"data={rows}", *(f"env.{key}={value}" for key, value in program(name).items())]
+    if name == "mini_swe":
+        request.getfixturevalue("sandbox_server")
     seen: list[tuple[Any, list[Request]]] = []
     run = EpisodeRunner.run
 
@@ -107,6 +155,7 @@ def train_words(folder: Path) -> list[str]:
         *(f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu", "reward.name=env"),
         *("env.name=agent", "env.tool_call_format=toolrl", "env.max_turns=4"),
         *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.optim.lr=1e-5"),
-        *("data.max_prompt_length=512", "data.max_response_length=256", f"trainer.default_local_dir={folder}"),
-        *(f"trainer.total_training_steps={NUM_STEPS}", "trainer.save_freq=0", "trainer.test_freq=0"),
+        *("data.max_prompt_length=1024", "data.max_response_length=512", f"trainer.default_local_dir={folder}"),
+        *("trainer.total_epochs=2", f"trainer.total_training_steps={NUM_STEPS}"),
+        *("trainer.save_freq=0", "trainer.test_freq=0"),
     ]

@@ -208,6 +208,24 @@ def test_errors_are_those_of_the_sdks() -> None:
     run(test)
 
 
+def test_what_litellm_adds_to_a_response_is_no_edit_of_it() -> None:
+    async def test() -> None:
+        async with opened("one", "two") as door:
+            create, asked = door.openai().chat.completions.create, {"role": "user", "content": "Hello"}
+            await create(model="any", messages=[asked])  # type: ignore[list-item]
+
+            def again(value: str | None) -> Any:
+                fields = {"function_call": None, "provider_specific_fields": {"refusal": value}}
+                return create(model="any", messages=[asked, {"role": "assistant", "content": "one", **fields}, asked])  # type: ignore[list-item]
+
+            with pytest.raises(openai.BadRequestError, match="provider_specific_fields"):
+                await again("no")
+            await again(None)
+            assert [len(each.turns) for each in door.session.ledger.segments] == [2]
+
+    run(test)
+
+
 def test_a_key_opens_its_own_session_alone() -> None:
     async def test() -> None:
         async with opened("one") as door:

@@ -30,6 +30,7 @@ SAMPLING: Mapping[str, object] = {
 }
 # Fields without effect on the response.
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_PROVIDER_FIELDS = "provider_specific_fields"  # LiteLLM's, in messages
 _READ = (
     *("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
     *("n", "response_format", "logprobs"),
@@ -62,7 +63,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
 def conversation(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
     """Messages and tools in OpenAI's format. Raises ApiError."""
     try:
-        read, offered = read_messages(_without_places(messages), "messages"), read_tools(tools)
+        read, offered = read_messages(_as_sent(messages), "messages"), read_tools(tools)
     except DataError as error:
         expected = f"; expected {error.expected}" if error.expected else ""
         raise bad_request(f"{error.problem}{expected}", error.field) from error
@@ -71,16 +72,20 @@ def conversation(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[
     return read, offered
 
 
-def _without_places(messages: Any) -> Any:
-    """The messages without the places of their calls, which SDKs keep when they put a stream together."""
-    if not isinstance(messages, list):
-        return messages
-    return [
-        {**each, "tool_calls": [_without(call, "index") for call in each["tool_calls"]]}
-        if isinstance(each, Mapping) and isinstance(each.get("tool_calls"), list)
-        else each
-        for each in messages
-    ]
+def _as_sent(messages: Any) -> Any:
+    """The messages without what SDKs add to responses: the places of calls in a stream, LiteLLM's fields without a
+    value."""
+    return [_message_as_sent(each) for each in messages] if isinstance(messages, list) else messages
+
+
+def _message_as_sent(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    if isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_without(call, "index") for call in message["tool_calls"]]}
+    added = message.get(_PROVIDER_FIELDS)
+    is_empty = isinstance(added, Mapping) and all(value is None for value in added.values())
+    return _without(message, _PROVIDER_FIELDS) if is_empty else message
 
 
 def _without(value: Any, key: str) -> Any:
