@@ -25,6 +25,7 @@ from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.config.load import restored_config
 from verl.errors import ConfigError, DataError
 from verl.kit.report.folder import RunFolder, parsed
+from verl.kit.report.reasons import Reasons, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
 
@@ -76,7 +77,7 @@ def explain(run: RunFolder, step: int, number: int) -> Explanation:
     failed: list[str] = []
     sections = [
         ("Texts", _texts(rollout, sample)),
-        ("Reward", _reward(rollout, sample)),
+        ("Reward", _reward(rollout, sample, reasons_of(run))),
         ("Group and advantage", _advantage(sample, rollout, algorithm, failed)),
         ("Tokens", _tokens(sample, kept.texts, algorithm, failed)),
         ("Share of the loss", _loss(sample, kept, logged, failed)),
@@ -112,12 +113,13 @@ def _cut(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in shown)
 
 
-def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
+def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample, reasons: Reasons | None) -> list[str]:
     if rollout is None:
         return [f"reward for training: {sample.reward:.6g}"]
     total, parts = rollout["score"]["total"], rollout["score"]["parts"]
     added = " + ".join(f"{name} {value:.4g}" for name, value in parts.items())
-    lines = [f"{added} = {sum(parts.values()):.6g}"] if parts else []
+    lines = [_cut(line) for line in reasons.of(rollout)] if reasons else []
+    lines += [f"{added} = {sum(parts.values()):.6g}"] if parts else []
     if parts and not math.isclose(sum(parts.values()), total, abs_tol=1e-6):
         lines.append(f"The parts do not add up to the total {total:.6g}: the reward combines them in another way.")
     lines.append(f"total: {total:.6g}; for training, after shaping in the group and penalties: {sample.reward:.6g}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.kit.report.chunks import Chunks, encoded, spread_order
 from verl.kit.report.folder import RunFolder, parsed
+from verl.kit.report.reasons import Reasons, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples
 
 MAX_READ = 100_000  # rollouts of a run, for distributions
@@ -46,7 +47,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     quantiles: dict[str, list[list[float]]] = {"reward": [], "num_tokens": [], "turns": []}
     result = Rollouts(meta={"step": [], "line": [], "chunk": [], "place": [], "tokens": []}, steps=steps)
     start, read, cut, shown_steps = chunks.size, 0, False, 0
-    kept = set(run.kept_steps())
+    kept, reasons = set(run.kept_steps()), reasons_of(run)
     found: dict[int, dict[int, dict[str, Any]]] = {}
     samples: dict[int, StepSamples] = {}
     for number in spread_order(len(steps)):
@@ -58,7 +59,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
         found[step], cut = {line: _summary(row) for line, row in rows.items()}, cut or more
         read += len(rows)
         if rows and chunks.size - start < max_chars * 2 // 3 and len(result.meta["step"]) < MAX_ROLLOUTS:
-            _embed(step, rows, result.meta, chunks)
+            _embed(step, rows, result.meta, chunks, reasons)
             shown_steps += 1
     for step in steps:
         for name in quantiles:
@@ -112,13 +113,20 @@ def _quantiles(values: list[float]) -> list[float]:
     return [ordered[round(share * (len(ordered) - 1))] for share in _QUANTILES]
 
 
-def _embed(step: int, rows: Mapping[int, Mapping[str, Any]], meta: dict[str, list[Any]], chunks: Chunks) -> None:
+def _embed(
+    step: int,
+    rows: Mapping[int, Mapping[str, Any]],
+    meta: dict[str, list[Any]],
+    chunks: Chunks,
+    reasons: Reasons | None,
+) -> None:
     equal = _groups_without_spread(rows.values())
     lines = list(rows)
     for first in range(0, len(lines), _CHUNK):
         part = lines[first : first + _CHUNK]
         details = [{name: rows[line][name] for name in _DETAILS if rows[line].get(name)} for line in part]
-        scores = [{"score": rows[line].get("score")} for line in part]
+        why = [reasons.of(rows[line]) if reasons else [] for line in part]
+        scores = [{"score": rows[line].get("score"), "reasons": its} for line, its in zip(part, why, strict=True)]
         number = chunks.add(encoded([{**one, **two} for one, two in zip(details, scores, strict=True)]))
         for place, line in enumerate(part):
             row = rows[line]

@@ -64,7 +64,7 @@ class CallsReward:
             return -self.options.unwanted_call_penalty if called else 0.0
         if parsed is None or not parsed.calls:
             return correctness_range(self.options, step).low
-        return calls_score(_as_json(gold.tool_calls), _as_json(parsed.calls), self.options, step)
+        return calls_score(calls_as_json(gold.tool_calls), calls_as_json(parsed.calls), self.options, step)
 
     def maximum(self, task: Task, step: int) -> float:
         return maximum_score(self.options, step, bool(gold_turn(task).tool_calls))
@@ -85,7 +85,7 @@ class CallsReward:
             return [Mutation("over-calling", strange), Mutation("empty text", "")]
         answer = replace(_with_content(gold, "I cannot do that."), tool_calls=())
         tools = [tool.name for tool in task.tools] or listed_tools(task.prompt) or ()
-        wrong = corrupted_calls(_as_json(gold.tool_calls), tools)
+        wrong = corrupted_calls(calls_as_json(gold.tool_calls), tools)
         mutations = [Mutation(name, replace(gold, tool_calls=_as_calls(calls))) for name, calls in wrong]
         return [Mutation("no call", answer), Mutation("empty text", ""), *mutations]
 
@@ -113,7 +113,7 @@ def _with_content(message: Message, content: str) -> Message:
     return replace(message, content=content, template_fields=fields)
 
 
-def _as_json(calls: Sequence[ToolCall]) -> list[Call]:
+def calls_as_json(calls: Sequence[ToolCall]) -> list[Call]:
     return [{"name": call.name, "parameters": dict(call.arguments)} for call in calls]
 
 

@@ -11,11 +11,19 @@ not {"name": .., "parameters": {..}}; the caller converts that to the lowest sco
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Call = dict[str, Any]
 Agreement = Callable[[Sequence[Hashable], Sequence[Hashable]], float]
 Similarity = Callable[[Call, Any], float]
+
+
+class Pair(NamedTuple):
+    """A gold call and the prediction that it is matched with, by their places, and the points of the two."""
+
+    gold: int
+    predicted: int
+    points: float
 
 
 def multiset_jaccard(gold: Sequence[Hashable], predicted: Sequence[Hashable]) -> float:
@@ -61,11 +69,11 @@ def whole_call_similarity(gold: Call, predicted: Any) -> float:
     return 1.0 if gold == predicted else 0.0
 
 
-def greedy_points(gold: Sequence[Call], predicted: Sequence[Any], similarity: Similarity) -> float:
+def greedy_pairs(gold: Sequence[Call], predicted: Sequence[Any], similarity: Similarity) -> list[Pair]:
     """Each gold call, in order, takes the most similar unused prediction of its name; ties go to the first."""
     by_name = _indices_by_name(predicted, {call["name"] for call in gold})
-    points = 0.0
-    for call in gold:
+    pairs = []
+    for number, call in enumerate(gold):
         rivals = by_name[call["name"]]
         best, best_index = 0.0, None
         for index in rivals:
@@ -74,23 +82,23 @@ def greedy_points(gold: Sequence[Call], predicted: Sequence[Any], similarity: Si
                 best, best_index = value, index
         if best_index is not None:
             rivals.remove(best_index)
-            points += best
-    return points
+            pairs.append(Pair(number, best_index, best))
+    return pairs
 
 
-def optimal_points(gold: Sequence[Call], predicted: Sequence[Any], similarity: Similarity) -> float:
-    """Points under the best one-to-one assignment of predictions to gold calls of the same name (needs scipy)."""
+def optimal_pairs(gold: Sequence[Call], predicted: Sequence[Any], similarity: Similarity) -> list[Pair]:
+    """The best one-to-one assignment of predictions to gold calls of the same name (needs scipy)."""
     import numpy as np
     from scipy.optimize import linear_sum_assignment
 
-    points = 0.0
+    pairs = []
     for name, indices in _indices_by_name(predicted, {call["name"] for call in gold}).items():
-        wanted = [call for call in gold if call["name"] == name]
-        table = np.array([[similarity(call, predicted[index]) for index in indices] for call in wanted])
+        wanted = [number for number, call in enumerate(gold) if call["name"] == name]
+        table = np.array([[similarity(gold[number], predicted[index]) for index in indices] for number in wanted])
         if indices:
-            rows, columns = linear_sum_assignment(table, maximize=True)
-            points += float(table[rows, columns].sum())
-    return points
+            for row, column in zip(*linear_sum_assignment(table, maximize=True), strict=True):
+                pairs.append(Pair(wanted[row], indices[column], float(table[row, column])))
+    return pairs
 
 
 def _indices_by_name(predicted: Sequence[Any], names: Iterable[str]) -> dict[str, list[int]]:

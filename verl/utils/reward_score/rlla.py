@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -44,11 +44,12 @@ from verl.utils.reward_score.base import Mutation
 from verl.utils.reward_score.matching import (
     Agreement,
     Call,
+    Pair,
     all_in_any_order,
     all_in_order,
-    greedy_points,
+    greedy_pairs,
     multiset_jaccard,
-    optimal_points,
+    optimal_pairs,
     parameter_similarity,
     set_jaccard,
     whole_call_similarity,
@@ -56,7 +57,7 @@ from verl.utils.reward_score.matching import (
 from verl.utils.reward_score.rlla_mutations import corrupted_responses, lengthen_thought
 
 # Exceptions of parsing or matching malformed calls of a response.
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 # ToolRL's environment variables -> the options they switch on
 TOGGLES: Mapping[str, str] = {
@@ -183,20 +184,44 @@ def full_length(options: RllaOptions, step: int) -> float:
     return 384.0 + 256.0 * (step / 105 if done is None else done)
 
 
-def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
-    """In [0, 1]: points / maximum. Raises TypeError, KeyError or AttributeError if a prediction is no call."""
-    if gold == predicted:
-        return 1.0
-    if options.coarse:
-        return 0.0
+class Matching(NamedTuple):
+    """Which prediction answers which gold call, and the points: `names` for the tools' names, others for each pair."""
+
+    names: float
+    pairs: Sequence[Pair]
+    maximum: float
+
+    @property
+    def agreement(self) -> float:
+        """In [0, 1]"""
+        points = 0.0
+        for pair in self.pairs:  # in this order, whatever the precision of `sum`: ToolRL's rounding
+            points += pair.points
+        return (self.names + points) / self.maximum
+
+
+def match_calls(gold: list[Call], predicted: list[Any], options: RllaOptions) -> Matching:
+    """Raises TypeError, KeyError or AttributeError if a prediction is no call."""
     names: Agreement = multiset_jaccard
     keys: Agreement = set_jaccard
     if options.refined:
         names = keys = all_in_any_order if options.refined_ignores_order else all_in_order
     similarity = whole_call_similarity if options.intermediate else parameter_similarity(keys)
-    points = names([call["name"] for call in gold], [call["name"] for call in predicted])
-    points += (optimal_points if options.matching == "optimal" else greedy_points)(gold, predicted, similarity)
-    return points / (1.0 + sum(1.0 if options.intermediate else 1.0 + len(call["parameters"]) for call in gold))
+    same = names([call["name"] for call in gold], [call["name"] for call in predicted])
+    pairs = (optimal_pairs if options.matching == "optimal" else greedy_pairs)(gold, predicted, similarity)
+    return Matching(same, pairs, 1.0 + sum(map(partial(most_points, options), gold)))
+
+
+def most_points(options: RllaOptions, gold: Call) -> float:
+    """The points of a pair of equal calls."""
+    return 1.0 if options.intermediate else 1.0 + len(gold["parameters"])
+
+
+def call_agreement(gold: list[Call], predicted: list[Any], options: RllaOptions) -> float:
+    """In [0, 1]: points / maximum. Raises TypeError, KeyError or AttributeError if a prediction is no call."""
+    if gold == predicted:
+        return 1.0
+    return 0.0 if options.coarse else match_calls(gold, predicted, options).agreement
 
 
 def _calls_a_tool(response: str) -> bool:
@@ -217,7 +242,7 @@ def _correctness_score(response: str, gold: Gold, options: RllaOptions, step: in
         return high
     try:
         return calls_score(gold.calls, parse_calls(text), options, step)
-    except _MALFORMED:
+    except MALFORMED:
         return low
 
 

@@ -69,6 +69,7 @@ async function rolloutBox(row) {
     element("h3", {}, `step ${m.step[row]}, rollout ${m.index[row]}: reward ${shown(m.reward[row])}`),
     element("p", { class: "quiet" }, [m.task_id[row], m.stop_reason[row], `${m.num_tokens[row]} tokens`, one.tools ? `tools: ${one.tools.join(", ")}` : "", one.exceeded ? `scored as empty: ${one.exceeded} exceeded` : ""].filter(Boolean).join(" · ")),
     table(["part of the reward", "points"], [...Object.entries(parts).map(([name, value]) => [name, shown(value)]), ["total, before shaping in the group", shown(one.score?.total)]], 1));
+  if (one.reasons?.length) box.append(element("details", { class: "reasons", open: true }, element("summary", {}, "why this score"), element("ul", {}, one.reasons.map((line) => element("li", {}, line)))));
   if (found.tokens && m.tokens[row].length) {
     const { metrics } = report.data.runs[found.run], at = metrics.step.indexOf(m.step[row]);
     for (const number of m.tokens[row]) box.append(tokenView(await chunk(number), one.score, metrics["actor/loss"]?.[at]));

@@ -1,0 +1,99 @@
+"""Why a response has its score: by hand, and against the reward for every corrupted response."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import MINI
+from verl.data.tasks import TaskSet
+from verl.kit.report.folder import read_run
+from verl.kit.report.reasons import Reasons, reasons_of
+from verl.types import Message
+from verl.utils.reward_score.rlla import RllaOptions, RllaReward, score_response
+
+PLAIN = Reasons(RllaOptions(), None)
+GOLD = [{"name": "book", "parameters": {"city": "Oslo", "days": 2}}, {"name": "pay", "parameters": {"sum": 5}}]
+
+
+def text(*calls: dict[str, Any]) -> str:
+    return "<think> so </think>\n<tool_call>\n" + "\n".join(map(json.dumps, calls)) + "\n</tool_call>"
+
+
+def rollout(response: str, answer: str, options: RllaOptions | None = None, step: int = 3) -> dict[str, Any]:
+    score = score_response(response, answer, step, options or RllaOptions())
+    parts = {"format": score.format, "correctness": score.correctness, "length": score.length}
+    said = [{"role": "assistant", "content": response}]
+    return {"step": step, "responses": said, "answer": answer, "score": {"total": score.score, "parts": parts}}
+
+
+def test_matched_calls_by_hand() -> None:
+    """Names: 1 of 3 in common. The call has both parameters' names, 1 point, and one of two values: 2 of 3 points."""
+    strange = {"name": "sing", "parameters": {}}
+    response = text(strange, {"name": "book", "parameters": {"city": "Rome", "days": 2}})
+    assert PLAIN.of(rollout(response, text(*GOLD))) == [
+        "format 1: exactly the blocks of the gold, a thought and calls",
+        "names of the tools: 0.333333 of 1 point",
+        'gold call 1, book({"city": "Oslo", "days": 2}): call 2, book({"city": "Rome", "days": 2}), 2 of 3 points; '
+        "another value: city",
+        'gold call 2, pay({"sum": 5}): no call matches, 0 of 2 points',
+        "call 1, sing({}): matches no gold call",
+        "correctness: -3 + (3 - -3) * 2.333 / 6 = -0.6667",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("response", "line"),
+    [
+        (text(*GOLD), "correctness 3, the maximum: the calls are the gold calls"),
+        ("<think> so </think>", "correctness -3, the minimum: the response has no <tool_call> block"),
+        (text(GOLD[0]).replace("}}", "}"), "correctness -3: the calls cannot be read (Expecting ',' delimiter"),
+        ("<think> so </think>\n<tool_call>\n3\n</tool_call>", "correctness -3: the calls cannot be read"),
+        ("no tag", "format 0: not the blocks of the gold, a thought and calls"),
+    ],
+)
+def test_other_outcomes_are_named(response: str, line: str) -> None:
+    assert any(each.startswith(line) for each in PLAIN.of(rollout(response, text(*GOLD))))
+
+
+@pytest.mark.parametrize("name", ["", "refined", "intermediate", "coarse", "correct_max_1", "schedule_reward"])
+def test_every_corrupted_response_is_explained(name: str) -> None:
+    options = RllaOptions(**{name: True}) if name else RllaOptions()  # type: ignore[arg-type]
+    reward = RllaReward(**({name: True} if name else {}))
+    for task in TaskSet(str(MINI / "test.parquet"))[:10]:
+        for mutation in reward.mutations(task, 3):
+            response = mutation.text
+            written = response.content if isinstance(response, Message) else str(response)
+            assert Reasons(options, None).of(rollout(written.strip(), task.answer, options))
+
+
+def test_calls_are_read_where_the_format_left_them() -> None:
+    """The reward `calls`: gold calls as JSON, native calls beside the content."""
+    gold = json.dumps([{"name": each["name"], "arguments": each["parameters"]} for each in GOLD])
+    said = {"role": "assistant", "content": "", "tool_calls": [{"name": "pay", "arguments": {"sum": 6}}]}
+    # names 1 of 2; the call 1 of 2 points: -3 + 6 * 1.5 / 6
+    row = {"step": 1, "responses": [said], "answer": gold, "score": {"total": 0, "parts": {"correctness": -1.5}}}
+    lines = PLAIN.of(row)
+    assert lines[-1] == "correctness: -3 + (3 - -3) * 1.5 / 6 = -1.5" and "another value: sum" in lines[-2]
+    row["responses"] = [{"role": "assistant", "content": "I cannot."}]
+    row["score"] = {"parts": {"correctness": -3.0}}
+    assert PLAIN.of(row) == ["correctness -3, the minimum: the response calls no tool"]
+
+
+def test_nothing_is_said_of_a_score_that_it_does_not_explain() -> None:
+    row = rollout(text(*GOLD), text(*GOLD))
+    row["score"]["parts"]["correctness"] = 2.9
+    assert PLAIN.of(row) == [] == PLAIN.of({"responses": []}) == PLAIN.of({**row, "score": {"parts": {}}})
+
+
+def test_only_runs_with_such_a_reward_are_explained(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("reward:\n  name: rlla\n  options: {refined: true}\n")
+    found = reasons_of(read_run(tmp_path))
+    assert found is not None and found.options.refined
+    for damaged in ("reward:\n  name: mine.py:mine\n", "reward:\n  name: rlla\n  options: {unknown: 1}\n", "a: ["):
+        path.write_text(damaged)
+        assert reasons_of(read_run(tmp_path)) is None

@@ -1,0 +1,170 @@
+"""Why a response has its score: which call matched which gold call, and what each part gave, for rlla and calls.
+
+The arithmetic is the reward's own (verl/utils/reward_score). An explanation is given only if it leads to the recorded
+score: a row of the data may name another reward, or a schedule another step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.load import restored_config
+from verl.config.schema import Config
+from verl.errors import VerlError
+from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
+from verl.formats.toolrl_text import Gold, call_text, matches_shape, parse_calls, parse_gold
+from verl.kit.report.folder import RunFolder
+from verl.utils.reward_score.calls import calls_as_json
+from verl.utils.reward_score.matching import Call
+from verl.utils.reward_score.rlla import (
+    MALFORMED,
+    RllaOptions,
+    calls_score,
+    correctness_range,
+    match_calls,
+    most_points,
+    score_response,
+)
+
+_NAMES = ("auto", "rlla", "calls")
+_TOLERANCE = 1e-6
+_SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """The explanations of a run whose reward is rlla, calls or auto."""
+
+    options: RllaOptions
+    tool_call_format: ToolCallFormat | None
+
+    def of(self, rollout: Mapping[str, Any]) -> list[str]:
+        """Lines; empty where the score cannot be explained. rollout: a line of a transcript"""
+        score = rollout.get("score")
+        recorded = score.get("parts", {}).get("correctness") if isinstance(score, dict) else None
+        if not isinstance(recorded, int | float) or not isinstance(rollout.get("answer"), str):
+            return []
+        for step in (rollout["step"], rollout["step"] - 1):
+            for explain in (self._texts, self._calls):
+                lines, correctness = explain(rollout, step)
+                if lines and math.isclose(correctness, recorded, abs_tol=_TOLERANCE):
+                    return lines
+        return []
+
+    def _texts(self, rollout: Mapping[str, Any], step: int) -> tuple[list[str], float]:
+        """As rlla scores it: the last turn's text."""
+        response = _turns(rollout)[-1]["content"].strip()
+        try:
+            gold = parse_gold(rollout["answer"])
+            score = score_response(response, rollout["answer"], step, self.options)
+        except VerlError:
+            return [], math.nan
+        lines = [_format(response, gold, score.format)]
+        if gold.calls is None:
+            lines.append(f"correctness {score.correctness:g}: the gold answer calls no tool")
+        elif (text := call_text(response)) is None:
+            lines.append(f"correctness {score.correctness:g}, the minimum: the response has no <tool_call> block")
+        else:
+            try:
+                predicted = parse_calls(text)
+                lines += self._matched(gold.calls, predicted, score.correctness, step)
+            except MALFORMED as error:
+                lines.append(f"correctness {score.correctness:g}: the calls cannot be read ({_cut(str(error))})")
+        return lines, score.correctness
+
+    def _calls(self, rollout: Mapping[str, Any], step: int) -> tuple[list[str], float]:
+        """As the reward calls scores it: the first turn's calls."""
+        try:
+            gold = [{"name": call["name"], "parameters": call["arguments"]} for call in json.loads(rollout["answer"])]
+            predicted = self._called(_turns(rollout)[0])
+            if not predicted:
+                low = correctness_range(self.options, step).low
+                return [f"correctness {low:g}, the minimum: the response calls no tool"], low
+            correctness = calls_score(gold, predicted, self.options, step)
+            return self._matched(gold, predicted, correctness, step), correctness
+        except MALFORMED:
+            return [], math.nan
+
+    def _called(self, turn: Mapping[str, Any]) -> list[Call]:
+        if "tool_calls" in turn:
+            return [{"name": call["name"], "parameters": call["arguments"]} for call in turn["tool_calls"]]
+        parsed = self.tool_call_format.parse(turn["content"]) if self.tool_call_format else None
+        return calls_as_json(parsed.calls) if isinstance(parsed, Calls) else []
+
+    def _matched(self, gold: list[Call], predicted: list[Any], correctness: float, step: int) -> list[str]:
+        if gold == predicted:
+            return [f"correctness {correctness:g}, the maximum: the calls are the gold calls"]
+        if self.options.coarse:
+            return [f"correctness {correctness:g}, the minimum: the calls are not exactly the gold calls (coarse)"]
+        matching = match_calls(gold, predicted, self.options)
+        partner = {pair.gold: pair for pair in matching.pairs}
+        lines = [f"names of the tools: {matching.names:g} of 1 point"]
+        for number, call in enumerate(gold):
+            most, pair = most_points(self.options, call), partner.get(number)
+            if pair is None:
+                lines.append(f"gold call {number + 1}, {_shown(call)}: no call matches, 0 of {most:g} points")
+            else:
+                answer = predicted[pair.predicted]
+                lines.append(
+                    f"gold call {number + 1}, {_shown(call)}: call {pair.predicted + 1}, {_shown(answer)}, "
+                    f"{pair.points:g} of {most:g} points{self._differing(call, answer)}"
+                )
+        used = {pair.predicted for pair in matching.pairs}
+        lines += [
+            f"call {number + 1}, {_shown(call)}: matches no gold call"
+            for number, call in enumerate(predicted)
+            if number not in used
+        ]
+        low, high = correctness_range(self.options, step)
+        points = matching.agreement * matching.maximum
+        arithmetic = f"{low:g} + ({high:g} - {low:g}) * {points:.4g} / {matching.maximum:g} = {correctness:.4g}"
+        return [*lines, f"correctness: {arithmetic}"]
+
+    def _differing(self, gold: Call, predicted: Mapping[str, Any]) -> str:
+        wanted, given = gold["parameters"], predicted["parameters"]
+        kinds = {
+            "missing": [key for key in wanted if key not in given],
+            "not in the gold": [key for key in given if key not in wanted],
+            "another value": [key for key in wanted if key in given and given[key] != wanted[key]],
+        }
+        return "".join(f"; {kind}: {', '.join(map(str, keys))}" for kind, keys in kinds.items() if keys)
+
+
+def reasons_of(run: RunFolder) -> Reasons | None:
+    """None if the run's reward is another one, or its settings cannot be read."""
+    if run.settings.get("reward.name") not in _NAMES:
+        return None
+    try:
+        config: Config = restored_config(run.settings)
+        options = RllaOptions.from_env({}, config.reward.options)
+        name = config.env.tool_call_format
+        built = build_tool_call_format(name, config.env.tool_call_format_options) if name else None
+    except VerlError:
+        return None
+    return Reasons(options, built)
+
+
+def _turns(rollout: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    written = [message for message in rollout["responses"] if message.get("role") == "assistant"]
+    return written or [{"content": ""}]
+
+
+def _format(response: str, gold: Gold, points: float) -> str:
+    wanted = {"THOUGHT": "a thought", "CALL": "a thought and calls", "ANSWER": "a thought and an answer"}
+    shape = wanted.get(gold.shape.name, "a thought, calls and an answer")
+    fits = "exactly" if matches_shape(response, gold.shape) else "not"
+    return f"format {points:g}: {fits} the blocks of the gold, {shape}"
+
+
+def _shown(call: Any) -> str:
+    if not isinstance(call, dict):
+        return _cut(str(call))
+    return _cut(f"{call.get('name')}({json.dumps(call.get('parameters'), ensure_ascii=False)})")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} .."
