@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
-from scripts.data.mutants import Baseline, Trial, measure_baseline, try_mutations
+from scripts.data.mutants import COMPILED, Baseline, Trial, measure_baseline, try_mutations
 from verl.errors import ConfigError, VerlError
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.mutations import InjectedBug, differs, mutations
@@ -141,9 +141,10 @@ def statement(candidate: Candidate, trial: Trial) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """How tasks are looked for. tasks: of a repository"""
+    """How tasks are looked for. tasks: of a repository. compiled: a folder for Baseline.compiled"""
 
     runtimes: Runtimes
+    compiled: Path
     journal: Journal
     environment: str
     tasks: int
@@ -158,7 +159,7 @@ class Search:
         repository = Repository(str(folder))
         task = SweTask(folder.name, "", ("test::unused",), repository=repository, environment=self.environment)
         runtime = await self.runtimes.start(task)
-        base = await measure_baseline(runtime, folder)
+        base = await measure_baseline(runtime, folder, self.compiled / folder.name)
         await runtime.close()
         seconds = sum(base.seconds.values())
         sys.stderr.write(f"{folder.name}: {len(base.passing)} tests pass, in {seconds:.1f} s\n")
@@ -174,6 +175,7 @@ class Search:
         """Try candidates in one runtime, until there are enough tasks."""
         runtime = await self.runtimes.start(task)
         try:
+            await runtime.upload(base.compiled, COMPILED)
             while sum(not record["reason"] for record in found) < self.tasks and (
                 batch := list(islice(waiting, BATCH))
             ):
@@ -196,7 +198,7 @@ class Search:
             return record
         row, flaky = row_of(base, candidate, trial, self.environment), ()
         if self.validate:
-            row, checked = await validate_row(self.runtimes, row)
+            row, checked = await validate_row(self.runtimes, row, base.compiled)
             flaky, problems = checked.flaky, "; ".join(checked.problems)
             record["reason"] = f"not valid: {problems}" if problems else ""
         return {**record, "flaky": flaky, "row": row}
@@ -241,13 +243,15 @@ async def _main(arguments: argparse.Namespace) -> int:
         check_environment(environment, folder)
     journal = Journal(output.with_name(output.name + ".tried"))
     runtimes = LocalRuntimes()
+    compiled = tempfile.TemporaryDirectory()
     try:
         search = Search(
-            runtimes, journal, environment, arguments.tasks, arguments.max_failing, arguments.per_function,
-            arguments.seed, arguments.concurrent, arguments.validate,
+            runtimes, Path(compiled.name), journal, environment, arguments.tasks, arguments.max_failing,
+            arguments.per_function, arguments.seed, arguments.concurrent, arguments.validate,
         )  # fmt: skip
         found = [await search.of(folder) for folder in folders]
     finally:
+        compiled.cleanup()
         await runtimes.close()
     rows = [row for records in found for row in _rows(records)[: arguments.tasks]]
     with replacing(output) as unfinished:

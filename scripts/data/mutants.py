@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 from verl.kit.swe.mutations import InjectedBug
 from verl.kit.swe.runtime import TESTBED, CommandFailedError, Runtime, checked
 
+COMPILED = "/tmp/compiled"  # in every runtime
 START_S = 3.0  # of pytest, beyond the tests
 BASELINE_S = 600.0
 SLOWER = 5.0  # how many times longer the tests may take with a bug
@@ -29,6 +30,7 @@ class Baseline:
     flaky:   tests that pass once
     seconds: of each test
     called:  functions that each test calls, by file and first line; "": those called while tests are collected
+    compiled: a folder with what the interpreter and pytest compiled
     """
 
     folder: Path
@@ -36,6 +38,7 @@ class Baseline:
     flaky: tuple[str, ...]
     seconds: Mapping[str, float]
     called: Mapping[str, frozenset[tuple[str, int]]]
+    compiled: Path
 
     def covering(self, path: str, lines: tuple[int, int]) -> tuple[str, ...]:
         """The tests that call a function, or one defined in it."""
@@ -59,12 +62,13 @@ class Trial:
     error: str = ""
 
 
-async def measure_baseline(runtime: Runtime, folder: Path) -> Baseline:
-    """Two runs of all tests. Raises ConfigError if none passes twice."""
+async def measure_baseline(runtime: Runtime, folder: Path, compiled: Path) -> Baseline:
+    """Two runs of all tests. compiled: a folder to make. Raises ConfigError if no test passes twice."""
     everything = {"path": "", "source": "", "tests": None, "files": [], "maxfail": 0, "timeout_s": BASELINE_S}
     runs = [{**everything, "trace": True}, {**everything, "trace": False}]
     try:
         traced, plain = await _run(runtime, runs)
+        await runtime.download(COMPILED, compiled)
     except CommandFailedError as error:
         raise ConfigError(f"{folder}: its tests cannot be run; has --environment pytest? {error}") from error
     if not (traced["ended"] and plain["ended"]):
@@ -79,6 +83,7 @@ async def measure_baseline(runtime: Runtime, folder: Path) -> Baseline:
         tuple(sorted(passed[0] ^ passed[1])),
         plain["seconds"],
         {test: frozenset((file, line) for file, line in places) for test, places in traced["called"].items()},
+        compiled,
     )
 
 
@@ -130,8 +135,9 @@ async def _run_apart(runtime: Runtime, requests: Sequence[Mapping[str, Any]]) ->
 async def _run(runtime: Runtime, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     folder = f"/tmp/{secrets.token_hex(8)}"
     script = files("verl.kit.swe.inside").joinpath("run_mutants.py").read_bytes()
+    request = {"root": TESTBED, "compiled": COMPILED, "runs": requests}
     await runtime.write(f"{folder}/run_mutants.py", script)
-    await runtime.write(f"{folder}/request.json", json.dumps({"root": TESTBED, "runs": requests}).encode())
+    await runtime.write(f"{folder}/request.json", json.dumps(request).encode())
     command = ["python", "-I", f"{folder}/run_mutants.py", f"{folder}/request.json"]
     timeout_s = START_S + sum(request["timeout_s"] for request in requests)
     done = await runtime.execute(command, timeout_s=timeout_s)

@@ -34,7 +34,7 @@ def validated(monkeypatch: pytest.MonkeyPatch, *verdicts: PatchVerdict) -> tuple
     """Of a row whose fix, then whose bug is scored so, each twice; the same again if it is validated again."""
     coming: Iterator[PatchVerdict] = iter(verdicts)
 
-    async def score(_: object, task: SweTask, patch: str) -> PatchVerdict:
+    async def score(_: object, task: SweTask, patch: str, _compiled: object = None) -> PatchVerdict:
         found = next(coming) if patch else verdict("", PatchOutcome.EMPTY_PATCH)
         left = found.passed & {*task.fail_to_pass, *task.pass_to_pass}
         resolved = left == {*task.fail_to_pass, *task.pass_to_pass}

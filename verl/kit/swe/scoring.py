@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
 from importlib.resources import files
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl.kit.swe.harbor import LATE, HarborTask, run_verifier
@@ -106,8 +106,11 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
     return (await checked(runtime, ["/bin/sh", "-c", COLLECT, base, *excluded])).decode("latin-1")
 
 
-async def score_patch(runtimes: Runtimes, task: SweTask, patch: str) -> PatchVerdict:
-    """Apply a patch to a fresh runtime and run the tests. Raises RuntimeLostError: a fault, never a zero."""
+async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: Path | None = None) -> PatchVerdict:
+    """Apply a patch to a fresh runtime and run the tests. Raises RuntimeLostError: a fault, never a zero.
+
+    compiled: of the repository without its bug, for patches that are trusted: what they run can write into the copy
+    """
     if not patch.strip():
         return PatchVerdict(PatchOutcome.EMPTY_PATCH)
     if len(patch) > MAX_PATCH_BYTES:
@@ -119,7 +122,7 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str) -> PatchVer
             await _restore(runtime, task)
         except CommandFailedError as error:
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
-        return await (_judge(runtime, task) if task.harbor is None else _rewarded(runtime, task.harbor))
+        return await (_judge(runtime, task, compiled) if task.harbor is None else _rewarded(runtime, task.harbor))
     finally:
         await runtime.close()
 
@@ -165,7 +168,7 @@ async def _rewarded(runtime: Runtime, task: HarborTask) -> PatchVerdict:
     return PatchVerdict(resolved, reward, 1.0, log, reward=reward)
 
 
-async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
+async def _judge(runtime: Runtime, task: SweTask, compiled: Path | None) -> PatchVerdict:
     """All tests in one run; then, if they pass and are several, each that the fix must heal alone."""
     tests = (*task.fail_to_pass, *task.pass_to_pass)
     runs = [tests, *((name,) for name in task.fail_to_pass if len(tests) > 1)]
@@ -174,6 +177,7 @@ async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
     own = f"/tmp/{secrets.token_hex(8)}"
     request = {
         "root": TESTBED,
+        "compiled": f"{own}/compiled" if compiled else "",
         "files": [f"{TESTBED}/{name}" for name in dict.fromkeys((*task.hidden_tests, *test_files(task)))],
         "runs": [
             {
@@ -187,6 +191,8 @@ async def _judge(runtime: Runtime, task: SweTask) -> PatchVerdict:
             for number, (names, made) in enumerate(zip(runs, sentinels, strict=True))
         ],
     }
+    if compiled:
+        await runtime.upload(compiled, f"{own}/compiled")
     await runtime.write(f"{own}/request.json", json.dumps(request).encode())
     await runtime.write(f"{own}/run_tests.py", files("verl.kit.swe.inside").joinpath("run_tests.py").read_bytes())
     command = [task.python, "-I", f"{own}/run_tests.py", f"{own}/request.json"]

@@ -54,11 +54,14 @@ class Journal:
         return record
 
 
-async def validate(runtimes: Runtimes, task: SweTask) -> Validation:
-    """The gold patch must score 1, an empty one 0, and the bug 0 with exactly FAIL_TO_PASS failing, each time."""
+async def validate(runtimes: Runtimes, task: SweTask, compiled: Path | None = None) -> Validation:
+    """The gold patch must score 1, an empty one 0, and the bug 0 with exactly FAIL_TO_PASS failing, each time.
+
+    compiled: see score_patch
+    """
     idle = diff({}, {"NOTES.md": "no change\n"})
-    fixed = [await score_patch(runtimes, task, task.gold_patch) for _ in range(RUNS)]
-    broken = [await score_patch(runtimes, task, idle) for _ in range(RUNS)]
+    fixed = [await score_patch(runtimes, task, task.gold_patch, compiled) for _ in range(RUNS)]
+    broken = [await score_patch(runtimes, task, idle, compiled) for _ in range(RUNS)]
     flaky = _flaky(fixed) | _flaky(broken)
     problems = [_unfixed(each, flaky) for each in fixed] + [_harmless(each, task, flaky) for each in broken]
     empty = await score_patch(runtimes, task, "")
@@ -67,15 +70,17 @@ async def validate(runtimes: Runtimes, task: SweTask) -> Validation:
     return Validation(tuple(dict.fromkeys(filter(None, problems))), tuple(sorted(flaky)))
 
 
-async def validate_row(runtimes: Runtimes, row: Mapping[str, Any]) -> tuple[dict[str, Any], Validation]:
+async def validate_row(
+    runtimes: Runtimes, row: Mapping[str, Any], compiled: Path | None = None
+) -> tuple[dict[str, Any], Validation]:
     """The row without its flaky tests, and what is wrong with it. Raises DataError."""
-    found = await validate(runtimes, read_swe_task(row))
+    found = await validate(runtimes, read_swe_task(row), compiled)
     if not found.flaky:
         return dict(row), found
     kept = {**row, **{name: [test for test in row[name] if test not in found.flaky] for name in TESTS}}
     if not kept["FAIL_TO_PASS"]:
         return kept, Validation(("all tests that the fix heals are flaky",), found.flaky)
-    again = await validate(runtimes, read_swe_task(kept))
+    again = await validate(runtimes, read_swe_task(kept), compiled)
     still = (f"other tests are flaky, too: {', '.join(again.flaky)}",) if again.flaky else ()
     return kept, Validation(again.problems + still, found.flaky)
 

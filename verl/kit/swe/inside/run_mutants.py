@@ -2,17 +2,20 @@
 
     python -I run_mutants.py REQUEST.json
 
-This process imports pytest and never the repository's code. One traced run notes which functions each test calls; after
-that a mutation is run with the tests that call its function. Prints a JSON list with an item for each run. Outcomes are
-not protected from the code under test: verdicts come from run_tests.py.
+This process imports pytest and never the repository's code. One traced run notes which functions each test calls, and
+keeps what it compiled, checked by content; after that a mutation is run with the tests that call its function, and
+nothing but the mutation is compiled. Prints a JSON list with an item for each run. Outcomes are not protected from the
+code under test: verdicts come from run_tests.py.
 Standard library only, for any Python from 3.7 on.
 """
 
 from __future__ import annotations
 
+import compileall
 import gc
 import json
 import os
+import py_compile
 import signal
 import sys
 import tempfile
@@ -33,7 +36,12 @@ def main() -> None:
     sys.dont_write_bytecode = True
     import pytest
 
-    sys.pycache_prefix = os.devnull  # a compiled file could be of another mutation
+    compiled = Path(request["compiled"])
+    sys.pycache_prefix = str(compiled)
+    if not compiled.is_dir():
+        compiled.mkdir()
+        checked = py_compile.PycInvalidationMode.CHECKED_HASH  # mutations of one second have equal times
+        compileall.compile_dir(request["root"], quiet=2, invalidation_mode=checked)
     gc.freeze()
     sys.stdout.write(json.dumps([_with_mutation(request["root"], run, pytest) for run in request["runs"]]))
 
@@ -82,6 +90,7 @@ def _in_fork(root: str, run: dict[str, Any], pytest: Any, report: Any) -> None:
     os.chdir(root)
     sys.path.insert(0, root)
     sys.argv = ["pytest"]
+    sys.dont_write_bytecode = not run["trace"]
     plugin = _Recorder(root, run["tests"], run["trace"])
     options = ["-p", "no:cacheprovider", "--rootdir", root, "--continue-on-collection-errors", "--tb=short"]
     code = int(pytest.main([*options, "--maxfail", str(run["maxfail"]), *run["files"]], plugins=[plugin]))

@@ -53,7 +53,8 @@ def main() -> None:
     except ImportError as error:
         sys.stdout.write(json.dumps({"problem": f"pytest cannot be imported: {error}"}))
         return
-    sys.pycache_prefix = os.devnull  # compiled files in the repository are ignored, and those that a run leaves
+    # Compiled files in the repository are ignored, and those that a run leaves.
+    sys.pycache_prefix = request["compiled"] or os.devnull
     gc.freeze()  # forks neither traverse nor copy what is loaded
     _set_dumpable(0)
     first, *rest = request["runs"]
@@ -276,10 +277,11 @@ def _difference(first: Fingerprint, now: Fingerprint) -> str:
 
     By a function of pytest itself is fine: it has such patches, and a sentinel notices their abuse.
     """
-    known = {identity[1] for identity in first.values() if identity[1:]} - {id(None)}
-    for key, identity in now.items():
+    changed = [(key, identity) for key, identity in now.items() if first.get(key) != identity]
+    known = {identity[1] for identity in first.values() if identity[1:]} - {id(None)} if changed else set()
+    for key, identity in changed:
         added = key not in first and len(key) == 3 and key[:2] in first
-        if (added or first.get(key, identity) != identity) and not (identity[1:] and identity[1] in known):
+        if (added or key in first) and not (identity[1:] and identity[1] in known):
             return f"{'.'.join(key)} was {'added' if added else 'replaced'}"
     gone = [key for key in first if key not in now]
     return f"{'.'.join(gone[0])} was removed" if gone else ""
