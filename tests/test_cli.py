@@ -50,6 +50,7 @@ def test_every_runnable_module_has_a_command() -> None:
     runnable = {each for each in files if '\nif __name__ == "__main__":' in each.read_text(encoding="utf-8")}
     modules = {".".join(each.relative_to(ROOT).with_suffix("").parts) for each in runnable}
     inner = {
+        "verl.kit.agent.inside.forward",
         "verl.kit.agent.inside.programs",
         "verl.kit.agent.inside.puller",
         "verl.kit.openai_server.supervise",

@@ -16,6 +16,7 @@ from verl.episodes.program import ProgramEnv, ProgramPolicy
 from verl.errors import ConfigError, ServiceDownError
 from verl.formats.prompt import function_schema
 from verl.kit.agent.address import check_address
+from verl.kit.agent.confined import Confinement
 from verl.kit.agent.gateway import Gateway
 from verl.kit.agent.launcher import (
     TASK,
@@ -43,6 +44,7 @@ class AgentFactory(EnvFactory):
     on_sampling: what happens to sampling settings of requests that differ from the run's
     max_concurrent: programs at a time; further episodes wait
     pull: agents elsewhere pull the tasks, in place of a program; lease_s: time without heartbeat that ends a lease
+    sandbox: the command runs confined, with the gateway as its only network; readable: further paths that it sees
     host, port: where the gateway listens (port 0: a free one); url: as agents see it, if it differs
     """
 
@@ -55,16 +57,24 @@ class AgentFactory(EnvFactory):
         max_concurrent: int = 256,
         pull: bool = False,
         lease_s: float = 60.0,
+        sandbox: bool = False,
+        readable: Sequence[str] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         url: str | None = None,
     ) -> None:
         """Raises ConfigError for a program that cannot be found, and for a gateway without an address."""
-        if pull and (agent or command or python):
-            raise ConfigError("env.options.pull=true: agents elsewhere replace env.agent, env.command and env.python")
-        self._pulls = PullLauncher(lease_s) if pull else None
-        self.launcher = self._pulls or build_launcher(agent, command, python)
+        if pull and (agent or command or python or sandbox):
+            unused = "env.agent, env.command, env.python and env.options.sandbox"
+            raise ConfigError(f"env.options.pull=true: agents elsewhere replace {unused}")
+        if readable and not sandbox:
+            raise ConfigError("env.options.readable needs env.options.sandbox=true")
+        if sandbox and url is not None:
+            raise ConfigError("env.options.url has no effect in a sandbox, which sees the gateway on its own loopback")
         self._address = check_address(host, port, url)
+        self._confinement = Confinement(readable) if sandbox else None
+        self._pulls = PullLauncher(lease_s) if pull else None
+        self.launcher = self._pulls or build_launcher(agent, command, python, self._confinement)
         self.on_sampling = OnSampling(on_sampling)
         self._overridden: set[str] = set()  # named so far
         self.slots = asyncio.Semaphore(max_concurrent)
@@ -91,7 +101,8 @@ class AgentFactory(EnvFactory):
         async with self._starting:
             if self._gateway is None:
                 routes = [] if self._pulls is None else self._pulls.routes(find_token(self._address.serving))
-                gateway = Gateway(self._address, routes)
+                also = None if self._confinement is None else self._confinement.socket
+                gateway = Gateway(self._address, routes, also)
                 await gateway.start()
                 if self._pulls is not None:
                     _log.info("agents pull their tasks from %s/tasks/next", gateway.base_url)
@@ -103,6 +114,8 @@ class AgentFactory(EnvFactory):
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await gateway.close()
+        if self._confinement is not None:
+            self._confinement.close()
 
 
 class AgentEnv(ProgramEnv):

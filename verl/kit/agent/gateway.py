@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -91,9 +92,11 @@ class _Delivered(Response):
 class Gateway:
     """The sessions of all agents that run now."""
 
-    def __init__(self, address: Address = LOOPBACK, routes: Sequence[Route] = ()) -> None:
-        """routes: further ones, which check their requests themselves"""
-        self._address, self._routes = address, routes
+    def __init__(
+        self, address: Address = LOOPBACK, routes: Sequence[Route] = (), unix_socket: Path | None = None
+    ) -> None:
+        """routes: further ones, which check their requests themselves; unix_socket: where to listen, too"""
+        self._address, self._routes, self._unix_socket = address, routes, unix_socket
         self._sessions: dict[str, Session] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -103,10 +106,13 @@ class Gateway:
         host, port = self._address.host, self._address.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listening = socket.create_server((host, port), family=family, backlog=1024)
+            listening = [socket.create_server((host, port), family=family, backlog=1024)]
+            if self._unix_socket is not None:
+                listening.append(socket.socket(socket.AF_UNIX))
+                listening[-1].bind(str(self._unix_socket))
         except OSError as error:
             raise ServiceDownError("the gateway", f"cannot listen on {host} port {port}: {error}") from error
-        self._address = replace(self._address, port=listening.getsockname()[1])
+        self._address = replace(self._address, port=listening[0].getsockname()[1])
         gate = Gate(self._app(), self._address.serving, token=None)  # each session has its own
         settings = uvicorn.Config(
             gate,
@@ -117,7 +123,7 @@ class Gateway:
             timeout_graceful_shutdown=_GRACE_S,
         )
         self._server = _Server(settings)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=listening))
 
     async def close(self) -> None:
         if self._server is not None and self._serving is not None:

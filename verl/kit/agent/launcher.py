@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, ServiceDownError
+from verl.kit.agent.confined import Confinement
 from verl.kit.agent.inside import programs
 from verl.net.services import TOKEN_VARIABLE
 
@@ -66,8 +67,9 @@ def _environment(foreign: bool) -> dict[str, str]:
 class CommandLauncher:
     """A command line, as `python agent.py --task {task_json}`; the placeholder becomes the path of the task's file."""
 
-    def __init__(self, command: str, python: str | None) -> None:
+    def __init__(self, command: str, python: str | None, confinement: Confinement | None = None) -> None:
         """python: the interpreter for commands that begin with `python`. Raises ConfigError."""
+        self._confinement = confinement
         try:
             self._arguments = shlex.split(command)
         except ValueError as error:
@@ -84,6 +86,8 @@ class CommandLauncher:
 
     async def run(self, folder: Path, variables: Mapping[str, str], _: Waiting, /) -> None:
         arguments = [each.replace("{task_json}", str(folder / TASK)) for each in self._arguments]
+        if self._confinement is not None:
+            arguments = self._confinement.command(arguments, folder, variables)
         with (folder / OUTPUT).open("wb") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -214,16 +218,20 @@ def _send(server: asyncio.subprocess.Process, command: Mapping[str, Any]) -> Non
     server.stdin.write(json.dumps(command).encode() + b"\n")
 
 
-def build_launcher(agent: str | None, command: str | None, python: str | None) -> Launcher:
+def build_launcher(
+    agent: str | None, command: str | None, python: str | None, confinement: Confinement | None = None
+) -> Launcher:
     """Of one of the two. Raises ConfigError."""
     if (agent is None) == (command is None):
         raise ConfigError("env.name=agent needs env.agent=file.py:function, env.command or env.options={pull: true}")
     if python is not None and not os.access(python, os.X_OK):
         raise ConfigError(f"env.python={python} is not an interpreter that can be started")
+    if confinement is not None and command is None:
+        raise ConfigError("env.options.sandbox=true needs env.command")
     if agent is not None:
         return FunctionLauncher(agent, python)
     assert command is not None
-    return CommandLauncher(command, python)
+    return CommandLauncher(command, python, confinement)
 
 
 def read_reward_file(folder: Path) -> object | None:

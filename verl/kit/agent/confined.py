@@ -1,0 +1,68 @@
+"""Commands of agents in a sandbox whose only network is the gateway.
+
+Bubblewrap gives the command namespaces of its own. Inside, `inside/forward.py` listens on the gateway's port of the
+loopback interface, and passes connections to a Unix socket of the gateway.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from verl.errors import ConfigError
+from verl.kit.agent.inside import forward
+from verl.kit.sandbox.fork_server import SYSTEM, check_isolation
+
+# Read-only; names and certificates, no secrets.
+_CONFIGURATION = ("/etc/ssl", "/etc/pki", "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+class Confinement:
+    """readable: files and folders that a command sees, read-only, besides the system, its interpreter and the working
+    folder. It writes to the episode's folder and to a /tmp of its own.
+    """
+
+    def __init__(self, readable: Sequence[str]) -> None:
+        """Raises ConfigError."""
+        check_isolation("bubblewrap")
+        for path in readable:
+            if not Path(path).exists():
+                raise ConfigError(f"env.options.readable: there is no {path!r}")
+        self._readable = [str(Path(path).resolve()) for path in readable]
+        self._folder = tempfile.TemporaryDirectory(prefix="gateway-", dir=os.environ.get("TMPDIR"))
+        self.socket = Path(self._folder.name, "socket")  # where the gateway listens, too
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def command(self, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> list[str]:
+        """The command line that runs `arguments` confined. variables: all that it sees of the environment"""
+        program = shutil.which(arguments[0]) or arguments[0]
+        port = str(urlsplit(variables["OPENAI_BASE_URL"]).port)
+        system = [*SYSTEM, *_CONFIGURATION]
+        own = [*_prefixes(sys.executable), *_prefixes(program), str(Path.cwd()), forward.__file__, *self._readable]
+        binds = [each for path in (*system, *own) for each in ("--ro-bind-try", path, path)]
+        for path in (str(folder), self._folder.name):
+            binds += ["--bind", path, path]
+        given = {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
+        settings = [each for name, value in given.items() for each in ("--setenv", name, value)]
+        namespaces = ("--unshare-all", "--die-with-parent", "--clearenv", "--dev", "/dev", "--proc", "/proc")
+        confined = [*namespaces, "--tmpfs", "/tmp", *binds, *settings, "--chdir", str(Path.cwd()), "--"]
+        inner = [sys.executable, "-I", "-S", forward.__file__, str(self.socket), port, program, *arguments[1:]]
+        return ["bwrap", *confined, *inner]
+
+
+def _prefixes(program: str) -> list[str]:
+    """The folders of an installed program and of what its links lead to, such as the base of a virtual environment."""
+    found = Path(program).absolute()
+    bins = []
+    while found.is_symlink():
+        bins.append(found.parent)
+        found = Path(os.path.normpath(found.parent / found.readlink()))
+    return [str(each.parent) for each in (*bins, found.parent) if each.name == "bin" and each.parent != Path("/")]
