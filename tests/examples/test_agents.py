@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,14 +13,19 @@ import pytest
 
 from tests.conftest import ROOT, need_vllm, smollm2
 from tests.kit.agent.test_agent import TextEngine, episodes
+from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.support.service import free_port, service
+from verl.config.load import load_config
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.kit.agent.agent import AgentFactory
 from verl.rollout.engine import Generator, Sampling
+from verl.scoring.pool import DirectScorer, Fault
+from verl.trainer.builders.env import build_episode_runner
 from verl.trainer.main_ppo import main
 from verl.types import Completion, Message, Score, Task, Trajectory
+from verl.utils.reward_score.base import build_reward
 
 EXAMPLES = ROOT / "examples" / "agents"
 PRODUCT = Task("product#0", (Message("user", "What is 7 times 8?"),), "56", "products")
@@ -104,6 +110,29 @@ def test_mini_swe_agent_without_a_command_repairs_nothing(sandbox_server: None) 
     assert found.score.total == found.score.parts["passed"] < 1  # what passes with the bug
     assert [turn.segment for turn in found.turns] == [0, 1, 2]  # the package drops a response without a command
     assert [shown for shown, _ in in_ledger(found)] == engine.asked
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["<code>print(7*8)</code>", "<code>1/0</code>", "I know: "])
+def test_the_tool_loop_is_that_of_the_environment_tool(first: str, sandbox_server: None) -> None:
+    """The same policy sees the same tokens, and has the same reward."""
+    own = ["env.name=agent", "env.tools=[]", "env.max_tool_calls=null"]
+    own += [f"env.agent={EXAMPLES / 'tool_loop.py'}:run", f"env.python={environment('openai_loop') / 'bin' / 'python'}"]
+    length = ["data.max_prompt_length=1000", "data.max_response_length=1000"]
+
+    async def played(*words: str) -> tuple[list[Request], Score | Fault]:
+        runner = build_episode_runner(load_config(["recipe=tool_loop", *length, *words]), chat())
+        try:
+            engine = TextEngine(first, "\\boxed{56}")
+            found = await runner.run(engine, Sampling(1000), PRODUCT, 0, None)
+            assert isinstance(found, Trajectory), found
+            return in_ledger(found), await DirectScorer(build_reward("retool")).score(found, PRODUCT, 0)
+        finally:
+            await runner.close()
+
+    expected = asyncio.run(played())
+    assert asyncio.run(played(*own)) == expected
+    assert expected[1] == Score(-1.0 if first == "I know: " else 1.0, {"correct": float(first != "I know: ")})
 
 
 class Overheard:

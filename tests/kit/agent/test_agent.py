@@ -44,7 +44,9 @@ class TextEngine(SingleEngine):
 
     async def generate(self, prompt_ids: Any, sampling: Sampling) -> tuple[Completion, ...]:
         self.asked.append(tuple(prompt_ids))
-        ids = (*chat().response_ids(next(self._texts))[0], chat().end_token_id)
+        text = next(self._texts)
+        paused = any(stop in text for stop in sampling.stop_strings)
+        ids = (*chat().response_ids(text)[0], *(() if paused else (chat().end_token_id,)))
         return (Completion(ids, (-1.0,) * len(ids), FinishReason.STOP, 0),)
 
 
