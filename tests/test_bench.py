@@ -252,6 +252,21 @@ def test_final_rewards_are_compared_in_pairs(tmp_path: Path) -> None:
     assert theirs[1][6] == "0"
 
 
+def test_an_agents_final_reward_is_compared_with_the_environments(tmp_path: Path) -> None:
+    for seed, more in enumerate([0.0, 0.1, 0.2]):
+        folder = tmp_path / f"seed{seed}"
+        (folder / "cold_start").mkdir(parents=True)
+        (folder / "cold_start" / "done").touch()
+        for way, reward in (("tool", 0.5), ("agent", 0.5 + more)):
+            write_run(folder, 0, seed, before=-1.0, halfway=0.0, after=reward)
+            (folder / f"k0_seed{seed}").rename(folder / f"{way}_20")
+    (line,), _ = run_bench("agents_learning.py", "--steps", "20", "--out", str(tmp_path))
+    assert line["ratio"] == pytest.approx(0.1)
+    (limit,) = line["limits"].values()
+    assert limit == pytest.approx([0.1, 0.1 / 3**0.5 * 4.3027], abs=1e-4)  # the t of two degrees of freedom
+    assert line["theirs"] == pytest.approx({"final reward": 0.5, "first reward": -1.0, "s a step": 2.0})
+
+
 def test_runs_of_different_lengths_are_not_compared(tmp_path: Path) -> None:
     write_run(tmp_path / "mini", 0, 0, before=1.0, after=2.0)
     write_run(tmp_path / "mini", 1, 0, before=1.0, halfway=1.5, after=2.0)
