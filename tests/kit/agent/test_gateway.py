@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -17,10 +17,14 @@ import pytest
 
 from tests.kit.agent.play import CALL, ScriptedPolicy, check_exact, session
 from tests.kit.evaluation.eval_play import chat
+from verl.kit.agent.chat_api import read_chat
 from verl.kit.agent.gateway import Gateway
-from verl.kit.agent.sampling import OnSampling
+from verl.kit.agent.messages_api import read_anthropic
+from verl.kit.agent.requests import ApiError
+from verl.kit.agent.sampling import OnSampling, differing
 from verl.kit.agent.session import Session
-from verl.types import Score
+from verl.rollout.engine import Sampling
+from verl.types import Message, Score
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}
@@ -224,6 +228,113 @@ def test_what_litellm_adds_to_a_response_is_no_edit_of_it() -> None:
             assert [len(each.turns) for each in door.session.ledger.segments] == [2]
 
     run(test)
+
+
+DEFAULTS: dict[str, Any] = {  # what SDKs and frameworks send without a choice of their user
+    "n": 1,
+    "store": False,
+    "metadata": {"run": "1"},
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "logprobs": False,
+    "top_logprobs": 0,
+    "stream_options": {"include_usage": True},
+    "logit_bias": {},
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "temperature": 1.0,
+    "user": "me",
+    "stop": None,
+    "reasoning_effort": None,
+}
+TEXT_PART = {"type": "text", "text": "How is Oslo?"}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_of_sdks_change_nothing(name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": [{"type": "function", "function": FUNCTION}]}
+    given = read_chat({**body, name: DEFAULTS[name]})
+    assert differing(given.sampling, Sampling(1)) == []
+    assert replace(given, sampling={}) == read_chat(body)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"role": "user", "content": [TEXT_PART]}, Message("user", "How is Oslo?")),
+        (
+            {"role": "user", "content": [{**TEXT_PART, "cache_control": {"type": "ephemeral"}, "annotations": []}]},
+            Message("user", "How is Oslo?"),
+        ),
+        ({"role": "user", "content": [TEXT_PART, TEXT_PART]}, Message("user", "How is Oslo?\nHow is Oslo?")),
+        ({"role": "developer", "content": "Be brief."}, Message("system", "Be brief.")),
+        ({"role": "assistant", "content": None}, Message("assistant", "")),
+        (
+            {
+                "role": "assistant",
+                "content": SAID,
+                "refusal": None,
+                "annotations": [],
+                "audio": None,
+                "function_call": None,
+                "tool_calls": [],
+                "reasoning_content": "",
+                "images": [],
+            },
+            Message("assistant", SAID),
+        ),
+    ],
+)
+def test_messages_of_sdks_are_read_without_what_no_model_sees(given: Any, expected: Message) -> None:
+    first, _ = read_chat({"messages": [given, {"role": "user", "content": "And?"}]}).messages
+    assert first == expected
+
+
+@pytest.mark.parametrize("nulls", [False, True])
+def test_a_response_with_the_empty_fields_of_an_sdk_continues_its_segment(nulls: bool) -> None:
+    async def test() -> None:
+        async with opened(CALL, SAID, SAID) as door:
+            messages: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Oslo?"}]
+            tools: Any = [{"type": "function", "function": FUNCTION}]
+            for _ in range(2):
+                done = await door.openai().chat.completions.create(model="any", messages=messages, tools=tools)
+                message = done.choices[0].message
+                messages.append({**message.model_dump(exclude_none=not nulls), "annotations": [], "reasoning": ""})
+                calls = [
+                    {"role": "tool", "tool_call_id": each.id, "content": "-3"} for each in message.tool_calls or ()
+                ]
+                messages += calls or [{"role": "user", "content": [TEXT_PART]}]
+            await door.openai().chat.completions.create(model="any", messages=messages, tools=tools)
+            assert len(door.session.ledger.segments) == 1
+            check_exact(door.session, door.policy)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("functions", [{"name": "f"}]),
+        ("audio", {"voice": "a"}),
+        ("modalities", ["text", "audio"]),
+        ("top_logprobs", 3),
+        ("prediction", {"type": "content", "content": "a"}),
+        ("web_search_options", {"search_context_size": "low"}),
+    ],
+)
+def test_fields_that_cannot_be_used_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ApiError, match=name) as refused:
+        read_chat({"messages": [{"role": "user", "content": "Hello"}], name: value})
+    assert refused.value.field == name
+
+
+def test_fields_against_parallel_calls_count_as_sampling() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+    assert "parallel_tool_calls" in read_chat({**body, "parallel_tool_calls": False}).sampling
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    assert "disable_parallel_tool_use" in read_anthropic({**body, "tool_choice": choice}).sampling
 
 
 def test_a_key_opens_its_own_session_alone() -> None:

@@ -33,8 +33,11 @@ _IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identi
 _PROVIDER_FIELDS = "provider_specific_fields"  # LiteLLM's, in messages
 _READ = (
     *("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
-    *("n", "response_format", "logprobs"),
+    *("n", "response_format", "logprobs", "top_logprobs", "modalities"),
 )
+# Of messages that came from an SDK; without a value they mean nothing.
+_OFTEN_EMPTY = ("annotations", "audio", "images", "reasoning", "reasoning_content", "refusal", "tool_calls")
+_UNSEEN_PART_FIELDS = ("cache_control", "annotations")  # of text parts
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
@@ -44,6 +47,8 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
             raise bad_request("cannot be used here", name)
     _only(body, "n", 1)
     _only(body, "logprobs", False)
+    _only(body, "top_logprobs", 0)
+    _only(body, "modalities", ["text"])
     _only(body, "response_format", {"type": "text"})
     choice = body.get("tool_choice")
     sampling = {name: body[name] for name in SAMPLING if body.get(name) not in (None, SAMPLING[name])}
@@ -73,23 +78,28 @@ def conversation(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[
 
 
 def _as_sent(messages: Any) -> Any:
-    """The messages without what SDKs add to responses: the places of calls in a stream, LiteLLM's fields without a
-    value."""
+    """The messages without what SDKs add and no model sees; a developer's messages are the system's."""
     return [_message_as_sent(each) for each in messages] if isinstance(messages, list) else messages
 
 
 def _message_as_sent(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
-    if isinstance(message.get("tool_calls"), list):
-        message = {**message, "tool_calls": [_without(call, "index") for call in message["tool_calls"]]}
-    added = message.get(_PROVIDER_FIELDS)
+    made = {name: value for name, value in message.items() if value or name not in _OFTEN_EMPTY}
+    if made.get("role") == "developer":
+        made["role"] = "system"
+    if made.get("role") == "assistant" and made.get("content") is None and "tool_calls" not in made:
+        made["content"] = ""
+    for name, unseen in (("content", _UNSEEN_PART_FIELDS), ("tool_calls", ("index",))):  # index: kept from a stream
+        if isinstance(made.get(name), list):
+            made[name] = [_without(each, *unseen) for each in made[name]]
+    added = made.get(_PROVIDER_FIELDS)
     is_empty = isinstance(added, Mapping) and all(value is None for value in added.values())
-    return _without(message, _PROVIDER_FIELDS) if is_empty else message
+    return _without(made, _PROVIDER_FIELDS) if is_empty else made
 
 
-def _without(value: Any, key: str) -> Any:
-    return {name: each for name, each in value.items() if name != key} if isinstance(value, Mapping) else value
+def _without(value: Any, *names: str) -> Any:
+    return {name: each for name, each in value.items() if name not in names} if isinstance(value, Mapping) else value
 
 
 def read_limit(body: Mapping[str, Any], name: str) -> int | None:

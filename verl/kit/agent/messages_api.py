@@ -29,10 +29,13 @@ def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     for number, message in enumerate(body["messages"]):
         messages += _openai(message, f"messages[{number}]")
     tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(body.get("tools") or [])]
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    asked = body.get("tool_choice") or {}
+    choice = asked.get("type", "auto")
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) not in (None, _SAMPLING[name])}
     if choice in ("any", "tool"):
         sampling["tool_choice"] = choice
+    if asked.get("disable_parallel_tool_use"):
+        sampling["disable_parallel_tool_use"] = True
     read, offered = conversation(messages, tools)
     return ChatRequest(
         read,
