@@ -120,6 +120,39 @@ def test_the_record_of_a_step_agrees_with_the_arithmetic(words: list[str], model
     assert {"token losses", "sum of the shares"} <= set(explain(run, 2, number).failed)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.name=ppo"],
+        ["algorithm.name=opo"],
+        ["algorithm.name=gpg"],
+        ["algorithm.name=pass_at_k"],
+        ["algorithm.name=rloo", "algorithm.kl_placement=none"],
+        ["algorithm.name=remax"],
+        ["algorithm.name=reinforce_pp"],
+        ["algorithm.name=reinforce_pp", "algorithm.kl_placement=none"],
+        ["algorithm.name=reinforce_pp_baseline"],
+    ],
+    ids=" ".join,
+)
+def test_every_estimator_has_its_formula_with_numbers(words: list[str], model: Path, tmp_path: Path) -> None:
+    run = read_run(trained_folder(model, tmp_path, *words))
+    kept, agreed = read_step(run, 2), 0
+    for number in range(len(kept.samples)):
+        explanation = explain(run, 2, number)
+        assert explanation.failed == []
+        agreed += "The record agrees." in section(explanation, "Group and advantage")
+    assert agreed == len(kept.samples)
+    # the check can fail
+    sample = next(each for each in kept.samples if each.columns["advantages"].any())
+    values = sample.columns["advantages"] * np.linspace(1.0, 1.5, len(sample.columns["advantages"]))
+    changed = replace(sample, columns={**sample.columns, "advantages": values.astype(np.float32)})
+    samples = [changed if each is sample else each for each in kept.samples]
+    SampleFiles(run.folder, lambda ids: "w").write(2, StepSamples(samples=samples, loss=kept.loss))
+    assert "advantage" in explain(run, 2, kept.samples.index(sample)).failed
+
+
 def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Returns 1, 2, 3 and 6: mean 3, std 2.160247. The advantage of the last is 1.388730."""
     run = save_report_run(tmp_path / "run", steps=1)

@@ -23,7 +23,7 @@ from verl.kit.report import rollouts
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, differences
-from verl.kit.report.curves import columns, describe, validation, verdict
+from verl.kit.report.curves import columns, describe, marks, validation, verdict
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
 from verl.kit.report.rollouts import read_rollouts
@@ -129,6 +129,17 @@ def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": n, "reward/total": float(n % 2)} for n in range(1, 21)])
     reward, validated, advice = verdict(read_run(tmp_path))
     assert "did not change measurably" in reward and "no validation" in validated and "Nothing stands out" in advice
+
+
+def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
+    gaps, depths = [0.01, 0.2, 0.3, 0.05, 0.2], [1, 1, 2, 2, 2]
+    rows = [
+        {"step": step, "engine/logprob_diff_mean": gap, "staleness/depth": depth, "collapse/triggered_rules": step == 4}
+        for step, (gap, depth) in enumerate(zip(gaps, depths, strict=True), 1)
+    ]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    found = [(mark["step"], mark["kind"]) for mark in marks(read_run(tmp_path))]
+    assert found == [(2, "gap"), (3, "staleness"), (4, "collapse"), (5, "gap")]
 
 
 def test_axes_and_descriptions(folder: Path) -> None:

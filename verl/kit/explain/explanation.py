@@ -6,7 +6,7 @@ Shape legend: A trained tokens of the sample, G rollouts of its group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.estimators.advantage import AdvantageEstimator, grpo
-from verl.algorithms.estimators.dr_grpo import group_centered
-from verl.algorithms.estimators.rloo import rloo
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.config.load import restored_config
 from verl.errors import ConfigError, DataError
+from verl.kit.explain.formulas import Known, advantage_formula
 from verl.kit.report.folder import RunFolder, parsed
 from verl.kit.report.reasons import Reasons, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
@@ -71,14 +69,16 @@ def explain(run: RunFolder, step: int, number: int) -> Explanation:
     if not 0 <= number < len(kept.samples):
         raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
     sample = kept.samples[number]
+    rollouts = [row for text in run.transcript(step) if (row := parsed(text)) is not None]
     rollout = None if sample.line is None else _rollout(run, step, sample.line)
     algorithm = _algorithm(run)
     logged = next((row.get("actor/loss") for row in run.rows if row["step"] == step), None)
+    beta = next((row.get("kl/coefficient") or 0.0 for row in run.rows if row["step"] == step), 0.0)
     failed: list[str] = []
     sections = [
         ("Texts", _texts(rollout, sample)),
         ("Reward", _reward(rollout, sample, reasons_of(run))),
-        ("Group and advantage", _advantage(sample, rollout, algorithm, failed)),
+        ("Group and advantage", _advantage(sample, rollout, kept, rollouts, algorithm, beta, failed)),
         ("Tokens", _tokens(sample, kept.texts, algorithm, failed)),
         ("Share of the loss", _loss(sample, kept, logged, failed)),
         ("Not known", _unknown(sample)),
@@ -128,8 +128,15 @@ def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample, reasons: Reas
 
 
 def _advantage(
-    sample: KeptSample, rollout: Mapping[str, Any] | None, algorithm: Algorithm, failed: list[str]
+    sample: KeptSample,
+    rollout: Mapping[str, Any] | None,
+    kept: StepSamples,
+    rollouts: Sequence[Mapping[str, Any]],
+    algorithm: Algorithm,
+    beta: float,
+    failed: list[str],
 ) -> list[str]:
+    """rollouts: of the step. beta: coefficient of the KL penalty in the reward"""
     returns = np.array(sample.group_returns, dtype=np.float64)
     std = float(returns.std(ddof=1)) if len(returns) > 1 else 0.0
     lines = [f"returns of the group: {_listed(returns.tolist())}; mean {returns.mean():.6g}, std {std:.6g} (n - 1)"]
@@ -137,48 +144,21 @@ def _advantage(
     if not len(recorded):
         return [*lines, "no token is trained"]
     turns = [value for value in (rollout or {}).get("turn_rewards", ()) if value is not None]
-    own = sample.reward + sum(turns)
     shown = f"recorded: {recorded[0]:.6g} on every token"
     if not (recorded == recorded[0]).all():
         shown = f"recorded: from {recorded.min():.6g} to {recorded.max():.6g}"
-    formula = _FORMULAS.get(algorithm.advantage)
-    if algorithm.needs_critic:
-        lines.append("A_t = return_t - value_t, then whitened over all trained tokens of the step")
-        raw = sample.columns["returns"] - sample.columns["values"]
-        first, last = (f"{sample.columns['returns'][at]:.5g} - {sample.columns['values'][at]:.5g}" for at in (0, -1))
-        lines.append(f"before whitening: {first} = {raw[0]:.5g} on the first token, {last} = {raw[-1]:.5g} on the last")
-    elif algorithm.kl.placement is KLPlacement.REWARD:
-        lines.append("The KL penalty is in the reward, and that of the group's other rollouts is not kept.")
-    elif formula is None:
-        lines.append(f"The formula of {algorithm.name} is in docs/algorithms.md (`toolrl algorithms`).")
-    else:
-        text, value = formula(own, returns, std)
-        if math.isclose(value, float(recorded[0]), rel_tol=1e-3, abs_tol=1e-4):
-            return [*lines, f"{text} = {value:.6g}", shown, "The record agrees."]
+    options = getattr(algorithm.advantage, "keywords", {})
+    known = Known(sample, sample.reward + sum(turns), kept.samples, rollouts, algorithm, options, beta)
+    formula = advantage_formula(known)
+    if formula is None:
+        return [*lines, f"The formula of {algorithm.name} is in docs/algorithms.md (`toolrl algorithms`).", shown]
+    if formula.values_A is None:
+        return [*lines, formula.text, shown]
+    agrees = np.allclose(formula.values_A, recorded, rtol=1e-3, atol=1e-4)
+    if not agrees:
         failed.append("advantage")
-        return [*lines, f"{text} = {value:.6g}", shown, "The record differs."]
-    return [*lines, shown]
-
-
-_Formula = Callable[[float, Any, float], tuple[str, float]]
-
-
-def _grpo(own: float, returns: Any, std: float) -> tuple[str, float]:
-    value = 0.0 if std == 0.0 else (own - returns.mean()) / (std + 1e-6)
-    return f"A = (r - mean) / (std + 1e-6) = ({own:.6g} - {returns.mean():.6g}) / ({std:.6g} + 1e-6)", float(value)
-
-
-def _centered(own: float, returns: Any, std: float) -> tuple[str, float]:
-    return f"A = r - mean = {own:.6g} - {returns.mean():.6g}", float(own - returns.mean())
-
-
-def _leave_one_out(own: float, returns: Any, std: float) -> tuple[str, float]:
-    count = len(returns)
-    text = f"A = n / (n - 1) * (r - mean) = {count} / {count - 1} * ({own:.6g} - {returns.mean():.6g})"
-    return text, float(count / (count - 1) * (own - returns.mean()))
-
-
-_FORMULAS: Mapping[AdvantageEstimator, _Formula] = {grpo: _grpo, group_centered: _centered, rloo: _leave_one_out}
+    value = f" = {formula.values_A:.6g}" if isinstance(formula.values_A, float) else ""
+    return [*lines, formula.text + value, shown, "The record agrees." if agrees else "The record differs."]
 
 
 def _tokens(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, failed: list[str]) -> list[str]:

@@ -15,12 +15,13 @@ _Z = 1.96  # of 95 %
 _DIGITS = 6
 _WINDOW = 5  # steps at each end of a run, at least, for a comparison
 _FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
+_GAP = 0.1  # nats between engine and trainer
 # Checked in this order: the first that holds is what to look at first.
 _SIGNS = (
     ("collapse/triggered_rules", 0.0, "a collapse rule is triggered; see the marks on the curves"),
     ("reward/infrastructure_faults", 0.0, "responses are dropped for infrastructure faults; see the logs"),
     ("tools/unavailable", 0.0, "tool calls fail because a service is unavailable"),
-    ("engine/logprob_diff_mean", 0.1, "engine and trainer disagree; see engine/logprob_diff_mean"),
+    ("engine/logprob_diff_mean", _GAP, "engine and trainer disagree; see engine/logprob_diff_mean"),
     ("response_length/clip_ratio", 0.3, "many responses reach the length limit; see response_length/clip_ratio"),
     ("reward/zero_variance_groups", 0.6, "most groups have equal rewards and train nothing; see the groups"),
     ("tools/parse_errors_mean", 0.3, "many tool calls cannot be parsed; filter the rollouts for the lowest reward"),
@@ -109,6 +110,24 @@ def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
         known = [error for error in errors if error is not None]
         half = _Z * math.hypot(*known) if len(known) == 2 else None
         found.append((name, float(rows[0][name]), float(rows[-1][name]), half))
+    return found
+
+
+def marks(run: RunFolder) -> list[dict[str, Any]]:
+    """Steps at which something begins: a triggered collapse rule, a gap of engine and trainer, other staleness."""
+    found = []
+    before: Mapping[str, Any] = {}
+    for row in run.rows:
+        gaps = [(each.get("engine/logprob_diff_mean") or 0.0) > _GAP for each in (before, row)]
+        depths = [each.get("staleness/depth") for each in (before, row)]
+        if row.get("collapse/triggered_rules"):
+            found.append({"step": row["step"], "kind": "collapse", "text": "a collapse rule is triggered"})
+        if gaps == [False, True]:
+            found.append({"step": row["step"], "kind": "gap", "text": f"engine and trainer differ by over {_GAP} nats"})
+        if None not in depths and depths[0] != depths[1]:
+            text = f"prompts are drawn {depths[1]:g} steps ahead, before {depths[0]:g}"
+            found.append({"step": row["step"], "kind": "staleness", "text": text})
+        before = row
     return found
 
 

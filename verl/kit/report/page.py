@@ -16,7 +16,7 @@ from markupsafe import Markup
 from verl import __version__
 from verl.kit.report.chunks import Chunks, encoded
 from verl.kit.report.compare import compare_runs, differences
-from verl.kit.report.curves import columns, describe, validation, verdict
+from verl.kit.report.curves import columns, describe, marks, validation, verdict
 from verl.kit.report.folder import RunFolder, default_settings, read_run
 from verl.kit.report.rollouts import read_rollouts
 from verl.system.files import replacing
@@ -77,12 +77,10 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
     rollouts = read_rollouts(run, chunks, room)
     defaults = default_settings()
     changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
-    rules = [
-        {"step": row["step"], "text": "a collapse rule is triggered"}
-        for row in run.rows
-        if row.get("collapse/triggered_rules")
+    alarms = [
+        {"step": each.get("step"), "kind": "collapse", "text": "; ".join(map(str, each.get("alarms") or ()))}
+        for each in run.alarms
     ]
-    alarms = [{"step": each.get("step"), "text": "; ".join(map(str, each.get("alarms") or ()))} for each in run.alarms]
     return {
         "name": run.name,
         "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
@@ -92,6 +90,6 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
         "notes": run.notes,
         "metrics": columns(run),
         "validation": validation(run),
-        "marks": [*alarms, *rules],
+        "marks": [*alarms, *marks(run)],
         "rollouts": asdict(rollouts),
     }

@@ -13,14 +13,16 @@ function smoothed(values, share) {
   });
 }
 
-// Vertical lines where a collapse was detected.
+// Vertical lines: collapse, gap of engine and trainer, staleness.
+const MARKS = { collapse: "bad", gap: "accent", staleness: "quiet" };
+
 function marksPlugin(marks) {
   return { hooks: { draw: [(plot) => {
     const { ctx, bbox } = plot;
     ctx.save();
-    ctx.strokeStyle = color("bad");
     ctx.setLineDash([4, 4]);
-    for (const at of marks) {
+    for (const [at, kind] of marks) {
+      ctx.strokeStyle = color(MARKS[kind]);
       const x = plot.valToPos(at, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.beginPath();
@@ -72,7 +74,7 @@ function axisOf(run) { return run.metrics[view.axis]; }
 
 function marksOf(run) {
   const found = new Map(run.metrics.step.map((step, place) => [step, axisOf(run)[place]]));
-  return run.marks.map((mark) => found.get(mark.step)).filter((at) => at !== undefined);
+  return run.marks.map((mark) => [found.get(mark.step), mark.kind]).filter(([at]) => at !== undefined);
 }
 
 function metricBox(name, wide = false) {
@@ -113,7 +115,10 @@ addPage("overview", "Overview", (main) => {
         `${run.metrics.step.at(-1) ?? 0} steps`].filter(Boolean).join(" · ")),
       element("p", { class: "lead verdict" }, run.verdict.join(" ")));
     if (run.notes.length) main.append(element("ul", { class: "bad notes" }, run.notes.map((note) => element("li", {}, note))));
-    if (run.marks.length) main.append(element("p", { class: "bad" }, `Collapse marks: ${run.marks.map((mark) => `step ${mark.step}: ${mark.text}`).join("; ")}`));
+    for (const [kind, name] of Object.entries(MARKS)) {
+      const those = run.marks.filter((mark) => mark.kind === kind);
+      if (those.length) main.append(element("p", { class: "mark", style: `color: var(--${name})` }, `Marks on the curves, ${kind}: ${those.map((mark) => `step ${mark.step}: ${mark.text}`).join("; ")}`));
+    }
     if (run.rollouts.left_out.length) main.append(element("p", { class: "quiet" }, `Left out: ${run.rollouts.left_out.join("; ")}.`));
   }
   const names = present(["reward/total", "actor/entropy", "response_length/mean", "reward/zero_variance_groups", "engine/logprob_diff_mean", "actor/grad_norm"]);
