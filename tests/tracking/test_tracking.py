@@ -490,3 +490,22 @@ def test_known_names(name: str) -> None:
 )
 def test_unknown_names(name: str) -> None:
     assert not known(name)
+
+
+def test_tensorboard_shows_rollouts_as_a_table_of_text(run: RunInfo) -> None:
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+    from tensorboard.util.tensor_util import make_ndarray
+
+    tracker = TensorBoardTracker(run)
+    tracker.log_rollouts(3, [{"task": "a#1", "response": "<img src=x onerror=alert(1)>", "score": 1.5}])
+    tracker.close()
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("rollouts")
+    cells = make_ndarray(event.tensor_proto)
+    assert event.step == 3 and [cell.decode() for cell in cells[0]] == ["task", "response", "score"]
+    assert [cell.decode() for cell in cells[1]] == ["a#1", "<img src=x onerror=alert(1)>", "1.5"]
+    page = text_array_to_html(cells, enable_markdown=True)
+    assert (
+        "<table>" in page and "<td>" in page and "onerror=alert" not in page.replace("&lt;img src=x onerror=alert", "")
+    )
