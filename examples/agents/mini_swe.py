@@ -21,8 +21,8 @@ import json, program
 for given, expected in map(json.loads, open("tests.jsonl")):
     try:
         print("passed" if program.{name}(*given) == expected else "failed")
-    except Exception as error:
-        print(error)
+    except Exception:
+        print("failed")
 """
 
 

@@ -28,6 +28,7 @@ from verl.types import Completion, Message, Score, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
 
 EXAMPLES = ROOT / "examples" / "agents"
+FOLDER = Path(os.environ.get("TOOLRL_TEST_AGENTS", ROOT / ".agents"))  # one environment per agent
 PRODUCT = Task("product#0", (Message("user", "What is 7 times 8?"),), "56", "products")
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 7, "b": 8}}\n</tool_call>'
 LOOPS = ("openai_loop", "anthropic_loop", "langgraph_agent", "agents_sdk", "node_loop")  # multiply with a tool
@@ -35,9 +36,14 @@ NUM_STEPS = 3
 Request = tuple[tuple[int, ...], tuple[int, ...]]  # tokens in front of a response, and the response
 
 
+@pytest.fixture(autouse=True)
+def node_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_PATH", str(FOLDER / "node_loop" / "node_modules"))
+
+
 def environment(name: str) -> Path:
     """The agent's environment, or a skip that says how to make it."""
-    folder = Path(os.environ.get("TOOLRL_TEST_AGENTS", ROOT / ".agents"), name)
+    folder = FOLDER / name
     if not folder.is_dir():
         pytest.skip(f"no {folder}; make it with scripts/agents/prepare.sh {name}, or set TOOLRL_TEST_AGENTS")
     return folder
@@ -46,7 +52,8 @@ def environment(name: str) -> Path:
 def program(name: str) -> dict[str, str]:
     """The settings of the environment `agent` for this example."""
     if name == "node_loop":
-        return {"command": f"env NODE_PATH={environment(name)}/node_modules node {EXAMPLES / name}.cjs {{task_json}}"}
+        environment(name)
+        return {"command": f"node {EXAMPLES / name}.cjs {{task_json}}"}
     return {"agent": f"{EXAMPLES / name}.py:run", "python": str(environment(name) / "bin" / "python")}
 
 
@@ -72,6 +79,16 @@ def test_a_tool_loop_is_one_segment_of_what_the_engine_saw(name: str) -> None:
     assert [shown for shown, _ in in_ledger(found)] == engine.asked
     (result,) = found.turns[0].responses
     assert (result.role, result.content) == ("tool", "56")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_call_of_an_unknown_tool_is_the_policys_failure(name: str) -> None:
+    """Whatever the program makes of it: the episode has a reward."""
+    engine = TextEngine(CALL.replace("multiply", "add"), "So be it.")
+    (found,) = episodes(AgentFactory(**program(name)), engine, PRODUCT)
+    assert isinstance(found, Trajectory) and found.score is not None and found.score.total < 1, found
+    assert [shown for shown, _ in in_ledger(found)] == engine.asked
 
 
 @pytest.fixture
@@ -155,7 +172,7 @@ def test_three_steps_train_it_with_smollm2(
 ) -> None:
     need_vllm()
     rows = EXAMPLES / ("quixbugs.jsonl" if name == "mini_swe" else "products.jsonl")
-    settings = [f"data={rows}", *(f"env.{key}={value}" for key, value in program(name).items())]
+    settings = [f"data={rows}", *(f"env.{key}='{value}'" for key, value in program(name).items())]
     if name == "mini_swe":
         request.getfixturevalue("sandbox_server")
     seen: list[tuple[Any, list[Request]]] = []
