@@ -3,8 +3,8 @@
     python scripts/swe/make_mini.py --out FOLDER --environment FOLDER [--seed 0]
 
 Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (rows of `verl.kit.swe.tasks`), and a repository
-of one file per task in `repositories`. Names and constants vary. No program of test.jsonl occurs elsewhere. Some
-demonstrations fix the bug; the others leave the line as it is, make another mistake, or edit another line.
+of one file per task in `repositories`. Names and constants vary. No program of test.jsonl occurs elsewhere. Less than
+half of the demonstrations fix the bug; the others leave the line as it is, make another mistake, or edit another line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from verl.kit.swe.env import PROMPTS, TOOLS
 from verl.kit.swe.validation import diff, write_files
 from verl.types import Message, ToolCall
 
-COUNTS = {"test": 100, "train": 400, "demonstrations": 6400}
-KINDS = {"right": 0.4, "unchanged": 0.4, "mistake": 0.1, "elsewhere": 0.1}  # shares of demonstrations
-NAMES = {"F": "fghpq", "V": "vsau", "R": "rtbc", "X": "xenm"}  # single tokens of the embedded tokenizer
+COUNTS = {"test": 100, "train": 400, "demonstrations": 9600}
+KINDS = {"right": 0.45, "unchanged": 0.45, "mistake": 0.05, "elsewhere": 0.05}  # shares of demonstrations
+NAMES = {"F": "abcdefghkmpq", "V": "vs", "R": "r", "X": "x"}  # single tokens of the embedded tokenizer
 FILE, TEST = "program.py", "test_program.py"
 CASES = 6  # asserted calls of a hidden test
 TEST_TIMEOUT_S = 5.0
