@@ -177,10 +177,11 @@ _WITHOUT_SCRIPT = {  # nothing published that could be compared
     "grpo",
     "mini_grpo",
     "mini_ppo",
+    "swe_mini",
     "tool_loop",
     "zerotir",
-    "zerotir_ppo",
     "zerotir_pipeline",
+    "zerotir_ppo",
 }
 
 
