@@ -166,15 +166,13 @@ class Overheard:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LOOPS, "mini_swe"])
-def test_three_steps_train_it_with_smollm2(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("name", LOOPS)
+def test_three_steps_train_it_with_smollm2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_vllm()
-    rows = EXAMPLES / ("quixbugs.jsonl" if name == "mini_swe" else "products.jsonl")
-    settings = [f"data={rows}", *(f"env.{key}='{value}'" for key, value in program(name).items())]
-    if name == "mini_swe":
-        request.getfixturevalue("sandbox_server")
+    settings = [
+        f"data={EXAMPLES / 'products.jsonl'}",
+        *(f"env.{key}='{value}'" for key, value in program(name).items()),
+    ]
     seen: list[tuple[Any, list[Request]]] = []
     run = EpisodeRunner.run
 
