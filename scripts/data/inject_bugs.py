@@ -243,15 +243,13 @@ async def _main(arguments: argparse.Namespace) -> int:
         check_environment(environment, folder)
     journal = Journal(output.with_name(output.name + ".tried"))
     runtimes = LocalRuntimes()
-    compiled = tempfile.TemporaryDirectory()
     try:
         search = Search(
-            runtimes, Path(compiled.name), journal, environment, arguments.tasks, arguments.max_failing,
+            runtimes, runtimes.episodes / "compiled", journal, environment, arguments.tasks, arguments.max_failing,
             arguments.per_function, arguments.seed, arguments.concurrent, arguments.validate,
         )  # fmt: skip
         found = [await search.of(folder) for folder in folders]
     finally:
-        compiled.cleanup()
         await runtimes.close()
     rows = [row for records in found for row in _rows(records)[: arguments.tasks]]
     with replacing(output) as unfinished:
