@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.support.metric_names import known
 from tests.support.tiny import run_words, save_tiny_model
 from verl.algorithms import ALGORITHMS
 from verl.batch.token_batch import TokenBatch
+from verl.batch.trace import Trace
 from verl.config.load import load_config
 from verl.trainer.metrics import Metrics
 from verl.trainer.ppo import PPOTrainer
@@ -56,9 +58,9 @@ def test_a_step_makes_better_responses_likelier(name: str, model: Path, rows: Pa
     async def step(trained: PPOTrainer) -> Metrics:
         plain = trained.learner._update
 
-        def watched(batch: TokenBatch, step: int) -> Metrics:
+        def watched(batch: TokenBatch, *others: Any) -> tuple[Metrics, Trace]:
             seen.append(batch)
-            return plain(batch, step)
+            return plain(batch, *others)
 
         trained.learner._update = watched  # type: ignore[method-assign]
         try:

@@ -25,7 +25,7 @@ from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def learn(batch, step):
+def learn(batch, step, traced):
     print("learning", flush=True)
     threading.Event().wait()
 
