@@ -142,7 +142,7 @@ def wrap(stop: Stop) -> None:
     before(stop, WeightSync, "_canary", "canary")
     before(stop, checkpoint.Unfinished, "write_state", "checkpoint write", next_step=False)
     before(stop, checkpoint, "_swap_in", "manifest rename", next_step=False)
-    before(stop, Validator, "run", "validation", next_step=False)
+    before(stop, Validator, "rollouts", "validation", next_step=False)
     before(stop, Workers, "close", "shutdown")
 
 
