@@ -123,8 +123,13 @@ def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Adva
 
 
 def whitened(tokens: list[Tensor]) -> list[Tensor]:
-    """The lists normalized to mean 0 and variance 1 over all tokens together (unbiased variance, + 1e-8)."""
+    """The lists normalized to mean 0 and variance 1 over all tokens together (unbiased variance, + 1e-8).
+
+    In float64: returns that are nearly equal magnify the rounding error of a mean in float32, which depends on the
+    order of the episodes.
+    """
     flat_T = torch.cat(tokens)
-    variance = flat_T.var() if flat_T.numel() > 1 else torch.ones(())
-    white_T = (flat_T - flat_T.mean()) * torch.rsqrt(variance + _WHITEN_EPSILON)
-    return list(white_T.split([len(each) for each in tokens]))
+    exact_T = flat_T.double()
+    variance = exact_T.var() if exact_T.numel() > 1 else exact_T.new_ones(())
+    white_T = (exact_T - exact_T.mean()) * torch.rsqrt(variance + _WHITEN_EPSILON)
+    return list(white_T.to(flat_T.dtype).split([len(each) for each in tokens]))
