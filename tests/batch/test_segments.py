@@ -282,6 +282,7 @@ def learned(batch: TokenBatch, algorithm: Algorithm, ranks: int, share: bool) ->
 
 @EVERY
 @settings(deadline=None, max_examples=5)
+@example(677)  # rewards nearly equal
 @example(15671)  # returns nearly equal
 @given(st.integers(0, 10**6))
 def test_the_order_of_episodes_changes_nothing(algorithm: Algorithm, seed: int) -> None:

@@ -63,14 +63,17 @@ AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 def group_normalized(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
     """[G] (r - mean) / (std + 1e-6), unbiased std: GRPO (arXiv 2402.03300, eq. in 4.1.2; veRL and ToolRL use n - 1).
 
-    A group of one keeps its reward (mean 0, std 1), as in veRL. Equal rewards give exactly zero.
+    A group of one keeps its reward (mean 0, std 1), as in veRL. Equal rewards give exactly zero. In float64, as
+    `whitened`.
     """
     if rewards_G.numel() == 1:
         return rewards_G / (1.0 + _EPSILON) if divide_by_std else rewards_G
     if bool((rewards_G == rewards_G[0]).all()):
         return torch.zeros_like(rewards_G)  # the mean's rounding error must not become an advantage
-    centered_G = rewards_G - rewards_G.mean()
-    return centered_G / (rewards_G.std() + _EPSILON) if divide_by_std else centered_G
+    exact_G = rewards_G.double()
+    centered_G = exact_G - exact_G.mean()
+    advantages_G = centered_G / (exact_G.std() + _EPSILON) if divide_by_std else centered_G
+    return advantages_G.to(rewards_G.dtype)
 
 
 def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
