@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import re
+import sys
 import threading
 import zlib
 from itertools import pairwise
@@ -26,6 +27,7 @@ from verl.kit.report.compare import compare, compare_runs, differences
 from verl.kit.report.curves import columns, describe, marks, validation, verdict
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
+from verl.kit.report.png import smoothed
 from verl.kit.report.rollouts import read_rollouts
 from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import read_jsonl, write_jsonl
@@ -170,6 +172,27 @@ def test_damaged_files_are_notes_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert all(any(each in note for note in notes) for each in expected) and len(notes) == len(expected)
     (run,) = embedded(page, "data")["runs"]
     assert run["rollouts"]["shown"] == 11 * 3 * PER_GROUP and len(run["metrics"]["step"]) == 13
+
+
+def test_curves_as_pictures(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    other = tmp_path / "run $x^"  # no formula
+    write_jsonl(other / "metrics.jsonl", [{"step": step, "reward/$_part": float(step)} for step in (1, 2, 3)])
+    (other / "config.yaml").write_text("{}")
+    assert main([str(folder), str(other), "--png", str(tmp_path / "png")]) == 0
+    written = {path.name for path in (tmp_path / "png").iterdir()}
+    assert written == {f"{name}.png" for name in ("actor", "mine", "perf", "reward", "time", "val")}
+    assert str(tmp_path / "png" / "reward.png") in capsys.readouterr().out
+    height, width, _ = image.imread(tmp_path / "png" / "reward.png").shape
+    assert width == 1260 and height == 270  # three curves beside each other
+    assert smoothed("reward/total", [1.0, 2.0, 0.0]) == pytest.approx([1.0, 1.3, 0.91])
+    assert smoothed("val/a/total", [1.0, 2.0]) == [1.0, 2.0]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(folder), "--png", str(tmp_path / "none")]) == 2
+    assert "--png needs the package matplotlib: pip install 'toolrl[plot]'" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

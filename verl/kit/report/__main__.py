@@ -1,8 +1,8 @@
-"""Show a run: toolrl report RUN [RUN ..] [--out report.html | --serve [--port 8900]]
+"""Show a run: toolrl report RUN [RUN ..] [--out report.html | --serve [--port 8900] | --png FOLDER]
 
 RUN is the folder of a run, finished or not. The report is one HTML file that opens without a network: curves, times,
 validation, every rollout that fits in, and the tokens of some (docs/report.md). Several runs are compared. With --serve
-it is served instead, and follows a run in progress.
+it is served instead, and follows a run in progress; --png writes the curves as pictures instead.
 Exit code 0: written. 2: a folder is not that of a run, or the port is taken. 130: Ctrl-C has ended the server.
 """
 
@@ -17,6 +17,7 @@ from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import write_report
+from verl.kit.report.png import write_pngs
 from verl.kit.report.serve import ReportServer
 
 
@@ -29,19 +30,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="serve the report, which follows the runs")
     parser.add_argument("--host", default="127.0.0.1", help="address of --serve; default: this machine only")
     parser.add_argument("--port", type=int, default=8900, help="port of --serve; 0: any")
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="write the curves there, a file per family of metrics"
+    )
     options = parser.parse_args(argv)
-    if options.serve and options.out:
-        parser.error("--serve writes no file; leave out --out")
+    if options.out and (options.serve or options.png):
+        parser.error("--serve and --png write no page; leave out --out")
+    if options.serve and options.png:
+        parser.error("choose --serve or --png")
     out = options.out or options.runs[0] / "report.html"
     try:
         if options.serve:
             return serve(options.runs, options.host, options.port)
+        if options.png:
+            return write_pictures(options.runs, options.png)
         notes = write_report(options.runs, out)
     except VerlError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return exit_code_of(error)
     sys.stdout.writelines(f"note: {note}\n" for note in notes)
     sys.stdout.write(f"{out} ({out.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
+
+
+def write_pictures(folders: Sequence[Path], out: Path) -> int:
+    """Raises ConfigError if a folder is not that of a run, or matplotlib is missing."""
+    runs = [read_run(folder) for folder in folders]
+    paths = write_pngs(runs, out)
+    sys.stdout.writelines(f"note: {note}\n" for run in runs for note in run.notes)
+    sys.stdout.writelines(f"{path}\n" for path in paths)
     return 0
 
 

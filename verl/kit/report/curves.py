@@ -16,6 +16,8 @@ _DIGITS = 6
 _WINDOW = 5  # steps at each end of a run, at least, for a comparison
 _FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
 _GAP = 0.1  # nats between engine and trainer
+SMOOTHING = 0.7  # share of the past in a smoothed curve
+AXES = ("step", "time", "tokens")  # of `columns`
 # Checked in this order: the first that holds is what to look at first.
 _SIGNS = (
     ("collapse/triggered_rules", 0.0, "a collapse rule is triggered; see the marks on the curves"),
@@ -30,7 +32,7 @@ _SIGNS = (
 
 def columns(run: RunFolder) -> dict[str, list[float | None]]:
     """Every metric by step, None where it is missing; `step`, `time` in hours and `tokens` in millions first."""
-    names = sorted({name for row in run.rows for name in row} - {"step", "time"})
+    names = sorted({name for row in run.rows for name in row} - set(AXES))
     start = next((row["time"] for row in run.rows if _number(row.get("time")) is not None), 0.0)
     tokens = accumulate(_tokens(row) for row in run.rows)
     return {
@@ -114,8 +116,11 @@ def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
-    """Steps at which something begins: a triggered collapse rule, a gap of engine and trainer, other staleness."""
-    found = []
+    """Collapse alarms, and where something begins: a triggered rule, a gap of engine and trainer, other staleness."""
+    found = [
+        {"step": each.get("step"), "kind": "collapse", "text": "; ".join(map(str, each.get("alarms") or ()))}
+        for each in run.alarms
+    ]
     before: Mapping[str, Any] = {}
     for row in run.rows:
         gaps = [(each.get("engine/logprob_diff_mean") or 0.0) > _GAP for each in (before, row)]

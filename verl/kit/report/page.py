@@ -77,10 +77,6 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
     rollouts = read_rollouts(run, chunks, room)
     defaults = default_settings()
     changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
-    alarms = [
-        {"step": each.get("step"), "kind": "collapse", "text": "; ".join(map(str, each.get("alarms") or ()))}
-        for each in run.alarms
-    ]
     return {
         "name": run.name,
         "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
@@ -90,6 +86,6 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
         "notes": run.notes,
         "metrics": columns(run),
         "validation": validation(run),
-        "marks": [*alarms, *marks(run)],
+        "marks": marks(run),
         "rollouts": asdict(rollouts),
     }
