@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from verl.data.task_folders import find_task_folders, read_task_folders
 from verl.errors import DataError
 
 _BATCH_ROWS = 512
@@ -42,7 +43,8 @@ def read_rows(source: str) -> Iterator[Any]:
     Parquet is read with pyarrow, folders and hub names with the package datasets. JSON and csv are parsed here:
     datasets and pyarrow would convert them to typed columns, where a key of one row becomes a null in all others, mixed
     types become JSON text, and the texts 007 and NA become 7 and null. All values of a csv file are texts. A folder is
-    a clone of a data set's repository, or the output of `save_to_disk` of datasets. The default split is "train".
+    a clone of a data set's repository, the output of `save_to_disk` of datasets, or one of task folders
+    (verl/data/task_folders.py). The default split is "train".
 
     A jsonl line that is not JSON, or a csv line with a wrong number of values, is yielded as its DataError, for the
     caller to raise or to count; so is a row that is nested too deeply to be copied, or has a lone surrogate.
@@ -52,8 +54,10 @@ def read_rows(source: str) -> Iterator[Any]:
     path = Path(source)
     readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv}
     suffix = ".jsonl" if path.name.endswith(".jsonl.gz") else path.suffix
-    if suffix not in readers or os.path.isdir(source):  # noqa: PTH112  as below
-        yield from map(_shallow, _read_dataset(source))
+    is_folder = os.path.isdir(source)  # noqa: PTH112  as below
+    if suffix not in readers or is_folder:
+        folders = find_task_folders(path) if is_folder else []
+        yield from map(_shallow, read_task_folders(folders) if folders else _read_dataset(source))
         return
     if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises if the name is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.data.task_folders import read_instruction
 from verl.errors import DataError
 from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLimits
 
@@ -93,19 +94,6 @@ def read_harbor_task(folder: Path, prepared: Path | None = None) -> HarborTask:
             memory_mib=_mib(given, "memory", usual.memory_mib), file_mib=_mib(given, "storage", usual.file_mib)
         ),
     )
-
-
-def read_instruction(folder: Path) -> str:
-    """The text without canary lines. Raises DataError."""
-    try:
-        lines = (folder / "instruction.md").read_text().splitlines()
-    except OSError as error:
-        hint = "Terminal-Bench 1 (task.yaml) must be migrated to Harbor first"
-        problem = f"{folder} cannot be read ({error})"
-        raise DataError(problem, "the folder of a Harbor task", hint, field="harbor") from error
-    while lines and (not lines[0].strip() or (lines[0].startswith(("#", "<!--")) and "canary" in lines[0].lower())):
-        del lines[0]
-    return "\n".join(lines).strip()
 
 
 async def solve(runtime: Runtime, task: HarborTask) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from verl.data.task_folders import task_row
 from verl.errors import DataError
-from verl.kit.swe.harbor import HarborTask, read_harbor_task, read_instruction
+from verl.kit.swe.harbor import HarborTask, read_harbor_task
 from verl.kit.swe.runtime import TESTBED, RuntimeLimits
 
 # Files that decide what the tests report. They are restored before scoring, wherever they are.
@@ -121,10 +122,12 @@ def as_task_row(row: Any) -> Any:
         row = row["instance"]
     if not isinstance(row, Mapping) or not {"problem_statement", "harbor"} & row.keys():
         return row
-    statement = read_instruction(Path(_text(row, "harbor"))) if "harbor" in row else row["problem_statement"]
+    if "harbor" in row:
+        _text(row, "harbor")
+        return task_row(row)
     return {
         "data_source": "swe",
-        "prompt": [{"role": "user", "content": statement}],
+        "prompt": [{"role": "user", "content": row["problem_statement"]}],
         "reward_model": {"ground_truth": "hidden tests"},
         "extra_info": dict(row),
     }
