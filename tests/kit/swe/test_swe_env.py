@@ -596,6 +596,32 @@ def test_each_stage_has_slots_of_its_own(place: Place, monkeypatch: pytest.Monke
     assert max(score.parts["swe/starting_wait_s"] for score in scores) > 0.1
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_equal_patches_are_scored_once_if_they_may(place: Place, monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
+    calls = 0
+
+    async def scored(*_: Any) -> PatchVerdict:
+        nonlocal calls
+        calls += 1
+        return PatchVerdict(PatchOutcome.RESOLVED)
+
+    async def main() -> list[float]:
+        factory = SweFactory(share_verdicts=share)
+        totals = []
+        for _ in range(2):
+            made = factory(place.task)
+            await made.reset()
+            await made.step(FIXING)
+            totals.append((await made.judge()).total)
+            await made.close()
+        await factory.close()
+        return totals
+
+    monkeypatch.setattr(env, "score_patch", scored)
+    assert asyncio.run(main()) == [1.0, 1.0]
+    assert calls == (1 if share else 2)
+
+
 @pytest.mark.long
 def test_episodes_of_a_killed_server_begin_anew_on_the_other(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -30,7 +30,7 @@ from verl.formats.prompt import PromptTemplate, load_template
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError, Runtimes
-from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
+from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, SharedVerdicts, collect_patch, score_patch
 from verl.kit.swe.slots import OrderedSlots
 from verl.kit.swe.tasks import SweTask, read_swe_task
 from verl.kit.swe.tools import SUBMIT, WAIT_OR_INTERRUPT, AgentTools
@@ -177,7 +177,14 @@ class SweEnv(Env):
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
         finally:
             await self.close()
-        async with self._slot("scoring") if patch.strip() else nullcontext():  # an empty one needs no runtime
+        if not patch.strip():  # needs no runtime, and no slot
+            return await self._scored(patch)
+        if self._owner.shared_verdicts is None:
+            return await self._scored_in_slot(patch)
+        return await self._owner.shared_verdicts.get(self._task, patch, lambda: self._scored_in_slot(patch))
+
+    async def _scored_in_slot(self, patch: str) -> PatchVerdict:
+        async with self._slot("scoring"):
             return await self._scored(patch)
 
     async def _scored(self, patch: str) -> PatchVerdict:
@@ -217,6 +224,7 @@ class SweFactory(EnvFactory):
     command_timeout_s: of a command of the agent, which is then stopped
     soft_timeout_s: after which a command is reported as running; the agent may wait for it, or interrupt it
     max_starting, max_running, max_scoring: runtimes that start, agents at work, patches that are scored at a time
+    share_verdicts: score equal patches of one task once; for tests whose outcome is always the same
     """
 
     def __init__(
@@ -231,6 +239,7 @@ class SweFactory(EnvFactory):
         max_starting: int = 8,
         max_running: int = 64,
         max_scoring: int = 8,
+        share_verdicts: bool = False,
         require_cgroup: bool = False,
     ) -> None:
         if style not in STYLES:
@@ -245,6 +254,7 @@ class SweFactory(EnvFactory):
             )
         self.style, self.command_timeout_s, self.soft_timeout_s = STYLES[style], command_timeout_s, soft_timeout_s
         self.slots: dict[Stage, OrderedSlots] = {stage: OrderedSlots(limits[stage]) for stage in get_args(Stage)}
+        self.shared_verdicts = SharedVerdicts() if share_verdicts else None
         self._places = itertools.count()
         self._kept: defaultdict[str, list[int]] = defaultdict(list)  # places of episodes that start again, by task
         self.toolbox = Toolbox(self._spec(name) for name in self.style.tools)

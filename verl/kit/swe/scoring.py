@@ -9,17 +9,21 @@ heal also runs alone, in a fork of an interpreter that has not imported the repo
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any
+from weakref import WeakValueDictionary
 
+from verl.envs.clock import paused
 from verl.kit.swe.harbor import LATE, HarborTask, run_verifier
 from verl.kit.swe.runtime import (
     TESTBED,
@@ -34,6 +38,7 @@ from verl.kit.swe.tasks import SweTask, test_files
 from verl.types import Score
 
 MAX_PATCH_BYTES = 16 << 20
+MOST_KEPT = 4096  # verdicts on patches that may come again
 SLACK_S = 60.0  # for starting the interpreter, beyond the limits of its runs
 COLLECT = """
 base=/base.git; [ -d $base ] || base=$PWD/.git
@@ -84,6 +89,32 @@ class PatchVerdict:
         parts = {f"swe/{each}": float(each is self.outcome) for each in PatchOutcome}
         parts |= {"swe/fail_to_pass": self.fail_to_pass, "swe/pass_to_pass": self.pass_to_pass}
         return Score(float(self.outcome is PatchOutcome.RESOLVED) if self.reward is None else self.reward, parts)
+
+
+class SharedVerdicts:
+    """Equal patches of one task are scored once. A time-out or a missing report, which load can cause, is not kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], PatchVerdict] = {}
+        self._scoring: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+
+    async def get(self, task: SweTask, patch: str, score: Callable[[], Awaitable[PatchVerdict]]) -> PatchVerdict:
+        """Wait for the episode that scores this patch, if there is one; else call `score`, which may raise."""
+        key = (task.id, hashlib.sha256(patch.encode()).hexdigest())
+        lock = self._scoring.setdefault(key, asyncio.Lock())
+        async with paused():
+            await lock.acquire()
+        try:
+            if key in self._kept:
+                return self._kept[key]
+            verdict = await score()
+            if verdict.outcome not in (PatchOutcome.TIMEOUT, PatchOutcome.NO_REPORT):
+                self._kept[key] = verdict
+            if len(self._kept) > MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            return verdict
+        finally:
+            lock.release()
 
 
 @dataclass(frozen=True, slots=True)
