@@ -1,11 +1,16 @@
-"""Row 18: the gateway's CPU milliseconds per request of an agent, lower is better.
+"""Row 18: the gateway's CPU milliseconds per request of an agent, beside a proxy in front of vLLM's server.
 
-    python bench/gateway.py [--sessions 40] [--requests 5] [--tokens 128] [--rounds 3]
+    python bench/gateway.py [--sessions 8] [--requests 3] [--tokens 128] [--rounds 3] [--model DIR]
 
-The process clock of everything between agent and engine: HTTP, the conversation's place in the ledger, the tokens of
-its new messages, the response. The agents' requests come from another process; responses of `--tokens` tokens are ready
-at once, so that the engine costs nothing. The tokenizer is that of dataset/mini. There is no second side: the figure
-has a limit. A session's later requests continue its first one.
+Ours: the gateway with our vLLM engine. Theirs: `python -m vllm.entrypoints.openai.api_server`, and in front of it a
+proxy that records token ids and log-probs (gateway_proxy.py). Both sides have the same model and arguments, and the
+same agents in another process: chat completions of exactly `--tokens` tokens, continued by the next request. The sides
+alternate.
+
+The row's figure is the gateway's own CPU time: the process clock of everything between agent and engine, that is HTTP,
+the place of the conversation in the ledger, the tokens of its new messages, the response. It is measured in the same
+rounds with responses that are ready at once, so that the process clock has no part of the engine's. Limit: its share of
+the CPU time of all processes of our side with vLLM.
 """
 
 from __future__ import annotations
@@ -16,26 +21,51 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from itertools import chain
+from pathlib import Path
 
 import httpx2
-from common import Result, report
+from common import (
+    SMOLLM2,
+    Result,
+    Side,
+    alternate,
+    answer,
+    cpu_seconds,
+    median_ratio,
+    medians,
+    need_smollm2,
+    report,
+    requests,
+)
 from transformers import AutoTokenizer
 
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
-from verl.embedded import embedded_path
 from verl.episodes.episode import EpisodeLimits
 from verl.episodes.program import ProgramPolicy
 from verl.formats.base import build_tool_call_format
 from verl.kit.agent.gateway import Gateway
 from verl.kit.agent.session import Session
-from verl.rollout.engine import Sampling, SingleEngine
+from verl.rollout.engine import Generator, Sampling, SingleEngine
+from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.types import Completion, FinishReason
 
+HERE = Path(__file__).parent
 MAX_MILLISECONDS = 5.0
+MAX_SHARE = 0.05
+MAX_MODEL_LEN = 2048
+KV_CACHE_GIB = 1
+READY_SESSIONS = 40  # of the measurement without vLLM
+# Names of figures: milliseconds per request
+OWN = "gateway or proxy alone"
+FRONT = "all but the engine's processes"
+WHOLE = "all processes"
+WALL = "wall time"
+Figures = dict[str, float]
+Doors = Sequence[tuple[str, str]]  # (URL, key) per session
 _PROMPT = [
     {"role": "system", "content": "You are a helpful assistant. " * 20},
     {"role": "user", "content": "How is the weather in Oslo?"},
@@ -54,27 +84,36 @@ class ReadyEngine(SingleEngine):
         return (self._completion,)
 
 
-async def agents(doors: Sequence[tuple[str, str]], num_requests: int) -> None:
-    """The client's side: conversations of all sessions at once. doors: (URL, key)"""
+async def converse(doors: Doors, num_requests: int, num_tokens: int) -> None:
+    """The agents: conversations of all sessions at once."""
 
-    async def converse(url: str, key: str) -> None:
+    async def one(url: str, key: str) -> None:
         headers = {"authorization": f"Bearer {key}"}
         async with httpx2.AsyncClient(headers=headers, timeout=300.0, trust_env=False) as client:
             messages = list(_PROMPT)
             for _ in range(num_requests):
-                answer = await client.post(f"{url}/v1/chat/completions", json={"model": "any", "messages": messages})
-                messages += [answer.raise_for_status().json()["choices"][0]["message"], _NEXT]
+                body = {"model": "policy", "messages": messages, "max_tokens": num_tokens}
+                done = (await client.post(f"{url}/v1/chat/completions", json=body)).raise_for_status().json()
+                assert done["usage"]["completion_tokens"] == num_tokens, done["usage"]
+                messages += [done["choices"][0]["message"], _NEXT]
 
-    await asyncio.gather(*(converse(*door) for door in doors))
+    await asyncio.gather(*(one(*door) for door in doors))
 
 
-async def measure(num_sessions: int, num_requests: int, num_tokens: int) -> float:
-    """CPU milliseconds per request."""
-    chat = ChatTemplate(AutoTokenizer.from_pretrained(embedded_path("embedded:model")))
-    text = chat.response_ids("It is cold in Oslo. " * num_tokens)[0][: num_tokens - 1]
+async def run_agents(doors: Doors, arguments: argparse.Namespace) -> None:
+    """In their own process."""
+    sizes = (f"--requests={arguments.requests}", f"--tokens={arguments.tokens}")
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, str(HERE / "gateway.py"), *sizes, "--agents", json.dumps(list(doors))
+    )
+    assert await client.wait() == 0, "a request has failed"
+
+
+async def serve_agents(engine: Generator, chat: ChatTemplate, num_sessions: int, arguments: argparse.Namespace) -> None:
+    """One round of the gateway."""
     observations = ObservationTokenizer(chat, build_tool_call_format("hermes"), 512)
-    limits = EpisodeLimits(max_turns=num_requests, max_tokens=1 << 20, max_prompt_length=1 << 20)
-    engine, gateway = ReadyEngine((*text, chat.end_token_id)), Gateway()
+    limits = EpisodeLimits(max_turns=arguments.requests, max_tokens=MAX_MODEL_LEN, max_prompt_length=MAX_MODEL_LEN)
+    gateway = Gateway()
     await gateway.start()
     async with AsyncExitStack() as stack:
         sessions = []
@@ -83,44 +122,93 @@ async def measure(num_sessions: int, num_requests: int, num_tokens: int) -> floa
             await stack.enter_async_context(policy.timer.running())
             sessions.append(Session(policy))
             stack.enter_context(gateway.serving(sessions[-1]))
-        doors = json.dumps([(gateway.url(each), each.key) for each in sessions])
-        command = (sys.executable, __file__, "--requests", str(num_requests), "--agents", doors)
-        before = time.process_time()
-        client = await asyncio.create_subprocess_exec(*command)
-        code = await client.wait()
-        used_s = time.process_time() - before
+        await run_agents([(gateway.url(each), each.key) for each in sessions], arguments)
     turns = list(chain.from_iterable(each.ledger.turns for each in sessions))
-    assert code == 0 and len(turns) == num_sessions * num_requests, "a request has failed"
+    assert len(turns) == num_sessions * arguments.requests
     assert all(len(each.ledger.segments) == 1 for each in sessions), "a request did not continue its session"
     await gateway.close()
-    return 1000 * used_s / len(turns)
+
+
+@contextmanager
+def our_side(arguments: argparse.Namespace) -> Iterator[Callable[[], Figures]]:
+    """Rounds of the gateway, with a ready engine and with vLLM."""
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(arguments.model))
+    text = chat.response_ids("It is cold in Oslo. " * arguments.tokens)[0][: arguments.tokens - 1]
+    ready = ReadyEngine((*text, chat.end_token_id))
+    settings = VLLMSettings(arguments.model, MAX_MODEL_LEN, kv_cache_gib=KV_CACHE_GIB, max_num_seqs=arguments.sessions)
+    with asyncio.Runner() as runner:
+        engine = runner.run(VLLMEngine.start(settings))
+
+        def one_round() -> Figures:
+            started = time.process_time()
+            runner.run(serve_agents(ready, chat, READY_SESSIONS, arguments))
+            own_s = time.process_time() - started
+            wall, process, whole = time.perf_counter(), time.process_time(), cpu_seconds()
+            runner.run(serve_agents(engine, chat, arguments.sessions, arguments))
+            wall, process, whole = time.perf_counter() - wall, time.process_time() - process, cpu_seconds() - whole
+            own = {OWN: 1000 * own_s / (READY_SESSIONS * arguments.requests)}
+            return own | per_request({FRONT: process, WHOLE: whole, WALL: wall}, arguments)
+
+        yield one_round
+        runner.run(engine.close())
+
+
+def per_request(seconds: Mapping[str, float], arguments: argparse.Namespace) -> Figures:
+    """In milliseconds."""
+    return {name: 1000 * each / (arguments.sessions * arguments.requests) for name, each in seconds.items()}
+
+
+def run_our_side(arguments: argparse.Namespace) -> None:
+    """One round per request."""
+    with our_side(arguments) as one_round:
+        for _ in requests():
+            answer(one_round())
+
+
+def compare(arguments: argparse.Namespace) -> Result:
+    """Alternating rounds of both sides."""
+    options = [f"--{name}={getattr(arguments, name)}" for name in ("sessions", "requests", "tokens", "model")]
+    our_command = [sys.executable, str(HERE / "gateway.py"), *options, "--side"]
+    their_command = [sys.executable, str(HERE / "gateway_proxy.py"), *options]
+    with Side(our_command) as ours, Side(their_command) as theirs:
+        figures = alternate({"ours": ours.ask, "theirs": theirs.ask}, arguments.rounds, lambda ask: ask())
+    own, whole = ([each[name] for each in figures["ours"]] for name in (OWN, WHOLE))
+    return Result(
+        row=18,
+        name=f"the gateway's CPU milliseconds per request, {arguments.sessions} sessions, {arguments.tokens} tokens",
+        ratio=medians(figures["ours"])[OWN],
+        target=MAX_MILLISECONDS,
+        ours=medians(figures["ours"]),
+        theirs=medians(figures["theirs"]),
+        lower_is_better=True,
+        limits={"share of the CPU time of all processes": (median_ratio(own, whole), MAX_SHARE)},
+    )
+
+
+def size_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Of both sides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=8, help="at the same time, with vLLM")
+    parser.add_argument("--requests", type=int, default=3, help="of each session, one after the other")
+    parser.add_argument("--tokens", type=int, default=128, help="per response")
+    parser.add_argument("--model", default=str(SMOLLM2), help="folder of SmolLM2")
+    return parser
 
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=40, help="at the same time")
-    parser.add_argument("--requests", type=int, default=5, help="of each session, one after the other")
-    parser.add_argument("--tokens", type=int, default=128, help="per response")
+    parser = size_arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="after one that does not count")
-    parser.add_argument("--agents", help=argparse.SUPPRESS)  # in their own process
-    options = parser.parse_args()
-    if options.agents:
-        asyncio.run(agents(json.loads(options.agents), options.requests))
-        return
-    size = (options.sessions, options.requests, options.tokens)
-    times = [asyncio.run(measure(*size)) for _ in range(options.rounds + 1)][1:]
-    report(
-        Result(
-            row=18,
-            name=f"the gateway's CPU milliseconds per request, {options.sessions} sessions, {options.tokens} tokens",
-            ratio=min(times),  # other work on the machine only adds
-            target=MAX_MILLISECONDS,
-            ours={"ms per request": min(times), "slowest round": max(times)},
-            theirs={},
-            lower_is_better=True,
-        )
-    )
+    parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--agents", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.agents:
+        asyncio.run(converse(json.loads(arguments.agents), arguments.requests, arguments.tokens))
+    elif arguments.side:
+        run_our_side(arguments)
+    else:
+        need_smollm2(Path(arguments.model))
+        report(compare(arguments))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ measure plan_memory.py
 measure sandbox.py
 measure eval_throughput.py
 measure swe_pipeline.py
-measure gateway.py
+measure gateway.py "${model[@]}"
 for runs in outputs/convergence/*/; do  # from bench/convergence.sh, which takes an hour and is not run here
     [[ ! -d "$runs" ]] || measure convergence.py "$runs"
 done

@@ -21,6 +21,7 @@ from verl.kit.agent.chat_api import read_chat
 from verl.kit.agent.gateway import Gateway
 from verl.kit.agent.messages_api import read_anthropic
 from verl.kit.agent.requests import ApiError
+from verl.kit.agent.responses_api import read_responses
 from verl.kit.agent.sampling import OnSampling, differing
 from verl.kit.agent.session import Session
 from verl.rollout.engine import Sampling
@@ -248,6 +249,10 @@ DEFAULTS: dict[str, Any] = {  # what SDKs and frameworks send without a choice o
     "user": "me",
     "stop": None,
     "reasoning_effort": None,
+    "prompt_cache_key": "run",
+    "prompt_cache_retention": "24h",
+    "functions": [],
+    "prediction": None,
 }
 TEXT_PART = {"type": "text", "text": "How is Oslo?"}
 
@@ -281,7 +286,10 @@ def test_defaults_of_sdks_change_nothing(name: str) -> None:
                 "function_call": None,
                 "tool_calls": [],
                 "reasoning_content": "",
+                "reasoning_details": [],
+                "thinking_blocks": None,
                 "images": [],
+                "cache_control": {"type": "ephemeral"},
             },
             Message("assistant", SAID),
         ),
@@ -322,12 +330,144 @@ def test_a_response_with_the_empty_fields_of_an_sdk_continues_its_segment(nulls:
         ("top_logprobs", 3),
         ("prediction", {"type": "content", "content": "a"}),
         ("web_search_options", {"search_context_size": "low"}),
+        ("moderation", {"model": "any"}),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("ignore_eos", True),
     ],
 )
 def test_fields_that_cannot_be_used_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ApiError, match=name) as refused:
         read_chat({"messages": [{"role": "user", "content": "Hello"}], name: value})
     assert refused.value.field == name
+
+
+RESPONSES_DEFAULTS: dict[str, Any] = {
+    "store": True,
+    "background": False,
+    "include": ["reasoning.encrypted_content"],
+    "parallel_tool_calls": True,
+    "truncation": "disabled",
+    "reasoning": {},
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+    "metadata": {},
+    "conversation": None,
+    "previous_response_id": None,
+    "prompt_cache_options": {"mode": "auto"},
+    "temperature": 1.0,
+    "tool_choice": "auto",
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES_DEFAULTS)
+def test_defaults_of_the_responses_api_change_nothing(name: str) -> None:
+    body: dict[str, Any] = {"input": "Hello", "tools": [{"type": "function", **FUNCTION}]}
+    given = read_responses({**body, name: RESPONSES_DEFAULTS[name]})
+    assert differing(given.sampling, Sampling(1)) == []
+    assert replace(given, sampling={}) == read_responses(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("include", ["message.output_text.logprobs"], "include"),
+        ("text", {"format": {"type": "json_schema", "name": "a", "schema": {}}}, "text.format"),
+        ("text", {"format": {"type": "text"}, "style": "dry"}, "text.style"),
+        ("conversation", {"id": "conv_1"}, "conversation"),
+        ("max_tool_calls", 1, "max_tool_calls"),
+        ("background", True, "background"),
+        ("prompt", {"id": "pmpt_1"}, "prompt"),
+        ("context_management", [{"type": "compaction"}], "context_management"),
+        ("tools", [{"type": "web_search"}], "tools[0]"),
+        ("input", [{"type": "reasoning", "id": "rs_1", "summary": []}], "input[0]"),
+    ],
+)
+def test_the_responses_api_refuses_by_name(name: str, value: Any, field: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_responses({"input": "Hello", name: value})
+    assert refused.value.field == field
+
+
+ANTHROPIC_DEFAULTS: dict[str, Any] = {
+    "cache_control": {"type": "ephemeral"},
+    "metadata": {"user_id": "me"},
+    "service_tier": "auto",
+    "speed": "standard",
+    "thinking": {"type": "disabled"},
+    "tool_choice": {"type": "auto"},
+    "mcp_servers": [],
+    "container": None,
+    "system": [],
+    "stop_sequences": [],
+    "output_config": {},
+}
+
+
+@pytest.mark.parametrize("name", ANTHROPIC_DEFAULTS)
+def test_defaults_of_anthropics_sdk_change_nothing(name: str) -> None:
+    tool = {"name": "weather", "input_schema": FUNCTION["parameters"], "cache_control": {"type": "ephemeral"}}
+    body: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}], "tools": [tool]}
+    assert read_anthropic({**body, name: ANTHROPIC_DEFAULTS[name]}) == read_anthropic(body)
+
+
+def test_anthropics_blocks_are_read_without_what_no_model_sees() -> None:
+    unseen = {"cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Oslo?", **unseen, "citations": None}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {}, **unseen}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "-3", **unseen}]},
+    ]
+    plain = [{**each, "content": [_without_unseen(block) for block in each["content"]]} for each in messages]  # type: ignore[attr-defined]
+    system = [{"type": "text", "text": "Be brief.", **unseen}]
+    read = read_anthropic({"system": system, "messages": messages})
+    assert read == read_anthropic({"system": "Be brief.", "messages": plain})
+    assert [each.role for each in read.messages] == ["system", "user", "assistant", "tool"]
+
+
+def _without_unseen(block: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in block.items() if name not in ("cache_control", "citations")}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("output_config", {"format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
+        ("mcp_servers", [{"type": "url", "url": "http://a", "name": "a"}], "mcp_servers"),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management"),
+        ("tools", [{"name": "a", "input_schema": {}, "defer_loading": True}], "defer_loading"),
+        ("tools", [{"type": "bash_20250124", "name": "bash"}], "tools[0]"),
+    ],
+)
+def test_anthropics_fields_are_refused_by_name(name: str, value: Any, field: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_anthropic({"messages": [{"role": "user", "content": "Hello"}], name: value})
+    assert refused.value.field == field
+    with pytest.raises(ApiError, match="'thinking'"):
+        block = {"type": "thinking", "thinking": "Well", "signature": "a"}
+        read_anthropic({"messages": [{"role": "assistant", "content": [block]}]})
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_strict_tools_would_constrain_the_policy_and_count_as_sampling(strict: bool | None) -> None:
+    message: dict[str, Any] = {"role": "user", "content": "Hello"}
+    tool = {"name": "weather", "description": "Of a city.", "input_schema": PARAMETERS, "strict": strict}
+    plain = read_chat({"messages": [message], "tools": [{"type": "function", "function": FUNCTION}]})
+    function = {"type": "function", "function": {**FUNCTION, "strict": strict}}
+    given = (
+        read_chat({"messages": [message], "tools": [function]}),
+        read_responses({"input": "Hello", "tools": [{"type": "function", **FUNCTION, "strict": strict}]}),
+        read_anthropic({"messages": [message], "tools": [tool]}),
+    )
+    for each in given:
+        assert each.tools == plain.tools and each.sampling == ({"strict": True} if strict else {})
+
+
+def test_settings_of_effort_count_as_sampling() -> None:
+    message = {"role": "user", "content": "Hello"}
+    assert read_chat({"messages": [message], "reasoning_effort": "low"}).sampling == {"reasoning_effort": "low"}
+    assert read_responses({"input": "Hello", "text": {"verbosity": "low"}}).sampling == {"verbosity": "low"}
+    effort = {"effort": "low"}
+    assert read_anthropic({"messages": [message], "output_config": effort}).sampling == {"output_config": effort}
 
 
 def test_fields_against_parallel_calls_count_as_sampling() -> None:

@@ -28,45 +28,92 @@ SAMPLING: Mapping[str, object] = {
     "verbosity": None,
     "parallel_tool_calls": True,
 }
-# Fields without effect on the response.
-_IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+# Fields without effect on the response, in OpenAI's two APIs.
+UNSEEN = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
+_HINTS = {  # by the name of a refused field
+    "previous_response_id": "; send the whole input",
+    "chat_template_kwargs": "; set model.chat_template_options",
+}
 _PROVIDER_FIELDS = "provider_specific_fields"  # LiteLLM's, in messages
 _READ = (
     *("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
     *("n", "response_format", "logprobs", "top_logprobs", "modalities"),
 )
 # Of messages that came from an SDK; without a value they mean nothing.
-_OFTEN_EMPTY = ("annotations", "audio", "images", "reasoning", "reasoning_content", "refusal", "tool_calls")
+_OFTEN_EMPTY = (
+    *("annotations", "audio", "images", "refusal", "tool_calls"),
+    *("reasoning", "reasoning_content", "reasoning_details", "thinking_blocks"),
+)
 _UNSEEN_PART_FIELDS = ("cache_control", "annotations")  # of text parts
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used, rather than dropping it."""
-    for name, value in body.items():
-        if name not in (*_READ, *_IGNORED, *SAMPLING) and value is not None:
-            raise bad_request("cannot be used here", name)
+    check_fields(body, *_READ, *UNSEEN, *SAMPLING)
     _only(body, "n", 1)
     _only(body, "logprobs", False)
     _only(body, "top_logprobs", 0)
     _only(body, "modalities", ["text"])
     _only(body, "response_format", {"type": "text"})
-    choice = body.get("tool_choice")
-    sampling = {name: body[name] for name in SAMPLING if body.get(name) not in (None, SAMPLING[name])}
-    if choice not in (None, "auto", "none"):
-        sampling["tool_choice"] = choice  # would need constrained decoding, whose log-probs are not the policy's
-    messages, tools = conversation(body.get("messages"), body.get("tools"))
-    return ChatRequest(
-        messages,
-        tools,
+    return chat_request(
+        body.get("messages"),
+        body.get("tools"),
+        body.get("tool_choice") or "auto",
+        given_sampling(body, SAMPLING),
         read_limit(body, "max_completion_tokens") or read_limit(body, "max_tokens"),
         read_stops(body.get("stop"), "stop"),
-        bool(tools) and choice != "none",
-        sampling,
     )
 
 
-def conversation(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
-    """Messages and tools in OpenAI's format. Raises ApiError."""
+def check_fields(body: Mapping[str, Any], *known: str) -> None:
+    """Raises ApiError for another field with a value."""
+    for name, value in body.items():
+        if name not in known and value not in (None, False, [], {}):
+            raise bad_request(f"cannot be used here{_HINTS.get(name, '')}", name)
+
+
+def given_sampling(body: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, object]:
+    """The sampling settings of the request. settings: {name: the value that changes nothing}"""
+    return {name: body[name] for name in settings if body.get(name) not in (None, settings[name])}
+
+
+def chat_request(
+    messages: Any,
+    tools: Any,
+    tool_choice: Any,
+    sampling: Mapping[str, object],
+    max_tokens: int | None,
+    stop: tuple[str, ...] = (),
+) -> ChatRequest:
+    """The request with messages and tools in OpenAI's format. Raises ApiError.
+
+    A choice of tools other than auto or none, and `strict` of a tool, would need constrained decoding, whose log-probs
+    are not the policy's: they are sampling settings.
+    """
+    given, is_strict = _without_strict(tools)
+    read, offered = _conversation(messages, given)
+    constraints = {} if tool_choice in ("auto", "none") else {"tool_choice": tool_choice}
+    constraints |= {"strict": True} if is_strict else {}
+    reads_calls = bool(offered) and tool_choice != "none"
+    return ChatRequest(read, offered, max_tokens, stop, reads_calls, {**sampling, **constraints})
+
+
+def _without_strict(tools: Any) -> tuple[Any, bool]:
+    """(the tools without `strict`, whether it is set anywhere)"""
+    if not isinstance(tools, list):
+        return tools, False
+    functions = [each.get("function") if isinstance(each, Mapping) else None for each in tools]
+    given = [
+        {**tool, "function": _without(function, "strict")} if isinstance(function, Mapping) else tool
+        for tool, function in zip(tools, functions, strict=True)
+    ]
+    return given, any(isinstance(each, Mapping) and each.get("strict") for each in functions)
+
+
+def _conversation(messages: Any, tools: Any) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:
     try:
         read, offered = read_messages(_as_sent(messages), "messages"), read_tools(tools)
     except DataError as error:
@@ -86,6 +133,7 @@ def _message_as_sent(message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     made = {name: value for name, value in message.items() if value or name not in _OFTEN_EMPTY}
+    made.pop("cache_control", None)
     if made.get("role") == "developer":
         made["role"] = "system"
     if made.get("role") == "assistant" and made.get("content") is None and "tool_calls" not in made:

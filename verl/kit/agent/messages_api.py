@@ -6,22 +6,29 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.kit.agent.chat_api import MODEL, conversation, read_limit, read_stops
+from verl.kit.agent.chat_api import MODEL, chat_request, check_fields, given_sampling, read_limit, read_stops
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request
 
 # Settings of how the policy samples: {name: the value that changes nothing}
-_SAMPLING: Mapping[str, object] = {"temperature": None, "top_p": None, "top_k": None, "thinking": {"type": "disabled"}}
+_SAMPLING: Mapping[str, object] = {
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+    "thinking": {"type": "disabled"},
+    "output_config": {},  # how much effort
+}
 _READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream")
-_IGNORED = ("model", "metadata", "service_tier")
+_UNSEEN = ("model", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id")
+_TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 _STOP_REASONS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"}
 
 
 def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used."""
-    for name, value in body.items():
-        if name not in (*_READ, *_IGNORED, *_SAMPLING) and value is not None:
-            raise bad_request("cannot be used here", name)
+    check_fields(body, *_READ, *_UNSEEN, *_SAMPLING)
+    if (body.get("output_config") or {}).get("format") is not None:
+        raise bad_request("must be text", "output_config.format")
     if not isinstance(body.get("messages"), list):
         raise bad_request("must be a list", "messages")
     system = body.get("system")
@@ -31,20 +38,11 @@ def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(body.get("tools") or [])]
     asked = body.get("tool_choice") or {}
     choice = asked.get("type", "auto")
-    sampling = {name: body[name] for name in _SAMPLING if body.get(name) not in (None, _SAMPLING[name])}
-    if choice in ("any", "tool"):
-        sampling["tool_choice"] = choice
+    sampling = given_sampling(body, _SAMPLING)
     if asked.get("disable_parallel_tool_use"):
         sampling["disable_parallel_tool_use"] = True
-    read, offered = conversation(messages, tools)
-    return ChatRequest(
-        read,
-        offered,
-        read_limit(body, "max_tokens"),
-        read_stops(body.get("stop_sequences"), "stop_sequences"),
-        bool(offered) and choice != "none",
-        sampling,
-    )
+    limit, stops = read_limit(body, "max_tokens"), read_stops(body.get("stop_sequences"), "stop_sequences")
+    return chat_request(messages, tools, choice, sampling, limit, stops)
 
 
 def _openai(message: Any, field: str) -> list[dict[str, Any]]:
@@ -58,8 +56,10 @@ def _openai(message: Any, field: str) -> list[dict[str, Any]]:
     texts = [each for each in blocks if each.get("type") == "text"]
     results = [each for each in blocks if each.get("type") == "tool_result" and message["role"] == "user"]
     calls = [each for each in blocks if each.get("type") == "tool_use" and message["role"] == "assistant"]
-    if len(texts) + len(results) + len(calls) < len(blocks):
-        raise bad_request("has a block that is neither text nor a tool's use or result", f"{field}.content")
+    read = (*texts, *results, *calls)
+    if other := [each.get("type") for each in blocks if each not in read]:
+        problem = f"has a block of type {other[0]!r}, which is neither text nor a tool's use or result"
+        raise bad_request(problem, f"{field}.content")
     made: list[dict[str, Any]] = []
     for result in results:
         text = _text(result.get("content") or "", f"{field}.content")
@@ -87,7 +87,9 @@ def _text(content: Any, field: str) -> str:
 def _tool(tool: Any, field: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
         raise bad_request("must be a tool with a name and an input_schema", field)
-    given = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    check_fields(tool, *_TOOL_FIELDS)
+    names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
+    given = {name: tool.get(theirs) for name, theirs in names.items()}
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 

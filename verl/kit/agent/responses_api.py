@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.kit.agent.chat_api import MODEL, conversation, read_limit
+from verl.kit.agent.chat_api import MODEL, UNSEEN, chat_request, check_fields, given_sampling, read_limit
 from verl.kit.agent.requests import ChatRequest, ChatResponse, Finish, bad_request
 
 _PLAIN_TEXT = {"format": {"type": "text"}}
@@ -19,22 +19,26 @@ _SAMPLING: Mapping[str, object] = {
     "parallel_tool_calls": True,
     "truncation": "disabled",
 }
-_READ = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "text", "stream_options")
-_IGNORED = (
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("include", "prompt_cache_retention"),
+_READ = (
+    *("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "text", "stream_options"),
+    "include",
 )
+_LOGPROBS = "message.output_text.logprobs"
 
 
 def read_responses(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used."""
-    for name, value in body.items():
-        if name not in (*_READ, *_IGNORED, *_SAMPLING) and value not in (None, False):
-            whole = "; send the whole input" if name == "previous_response_id" else ""
-            raise bad_request(f"cannot be used here{whole}", name)
+    check_fields(body, *_READ, *UNSEEN, *_SAMPLING)
+    if _LOGPROBS in (body.get("include") or ()):  # the others add nothing here
+        raise bad_request(f"cannot have {_LOGPROBS}", "include")
     text = body.get("text") or {}
     if (text.get("format") or {"type": "text"}) != {"type": "text"}:
         raise bad_request("must be text", "text.format")
+    if other := sorted(text.keys() - {"format", "verbosity"}):
+        raise bad_request("cannot be used here", f"text.{other[0]}")
+    sampling = given_sampling(body, _SAMPLING)
+    if text.get("verbosity") is not None:
+        sampling["verbosity"] = text["verbosity"]
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list):
@@ -44,13 +48,8 @@ def read_responses(body: Mapping[str, Any]) -> ChatRequest:
     for number, item in enumerate(items):
         _add(messages, item, f"input[{number}]")
     tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(body.get("tools") or [])]
-    choice = body.get("tool_choice")
-    sampling = {name: body[name] for name in _SAMPLING if body.get(name) not in (None, _SAMPLING[name])}
-    if choice not in (None, "auto", "none"):
-        sampling["tool_choice"] = choice
-    read, offered = conversation(messages, tools)
     limit = read_limit(body, "max_output_tokens")
-    return ChatRequest(read, offered, limit, (), bool(offered) and choice != "none", sampling)
+    return chat_request(messages, tools, body.get("tool_choice") or "auto", sampling, limit)
 
 
 def _add(messages: list[dict[str, Any]], item: Any, field: str) -> None:
@@ -85,7 +84,7 @@ def _text(content: Any, field: str) -> str:
 def _tool(tool: Any, field: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise bad_request("must be of type function", field)
-    return {"type": "function", "function": {key: each for key, each in tool.items() if key not in ("type", "strict")}}
+    return {"type": "function", "function": {key: each for key, each in tool.items() if key != "type"}}
 
 
 def response_object(response: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
