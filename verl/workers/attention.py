@@ -68,7 +68,7 @@ def packed_attention(
             "without a sliding window (docs/training.md)"
         )
     half = query.dtype in (torch.bfloat16, torch.float16)
-    compute = by_varlen if query.device.type == "cuda" and half else by_segments
+    compute = by_varlen if query.device.type != "cpu" and half else by_segments
     return compute(query, key, value, tuple(segments), scaling, sliding_window), None
 
 

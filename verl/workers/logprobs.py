@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # elements: to fit a CPU's cache, to need few launches on a GPU
+# Elements: to fit a CPU's cache, to need few launches on a GPU (and on meta tensors, which stand for one).
+LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28, "meta": 2**28}
 
 
 def token_logprobs(

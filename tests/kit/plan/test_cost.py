@@ -1,0 +1,168 @@
+"""Counted cost: operators by hand, FLOPs by formula, one layer scaled against all, and the figures of a real model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen3Config
+
+from verl.batch.packed import Segment
+from verl.kit.plan.cost import (
+    Cost,
+    CostCounter,
+    PassCost,
+    attention_pairs,
+    count_score,
+    count_update,
+    critic_pass,
+    meta_model,
+    over_layers,
+    pack_of_groups,
+    policy_pass,
+    score_pass,
+)
+from verl.kit.plan.memory import GIB
+from verl.tracking.flops import DecoderShape, forward_flops
+from verl.workers.model import PackedPolicy
+
+SIZES: Any = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = Qwen2Config(**SIZES, num_hidden_layers=5, vocab_size=500, tie_word_embeddings=True)
+QWEN_1_5B = Qwen2Config(
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+)
+PACK = pack_of_groups(2, 12, 5, 3)  # 54 tokens, 30 trained
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_bytes_of_operators_by_hand() -> None:
+    """[10, 4] float32 has 160 bytes, [3] int64 has 24."""
+    table, places, rows = meta(10, 4), meta(3, dtype=torch.long), meta(3, 4)
+    with CostCounter() as counter:
+        table + table.T.T  # reads twice, writes once; views are free
+        table.add_(1.0)
+        table.to(torch.bfloat16)
+        table[places]
+        table.logsumexp(0)
+        table.index_put_((places,), rows, accumulate=True)
+        torch.zeros_like(table)
+        table.copy_(meta(10, 4, dtype=torch.bfloat16))
+        torch.empty_like(table)
+    assert counter.traffic == {
+        "aten::add": 480,
+        "aten::add_": 320,
+        "aten::_to_copy": 160 + 80,
+        "aten::index": 2 * 48 + 24,
+        "aten::logsumexp": 6 * 160,
+        "aten::index_put_": 24 + 48 + 2 * 48,
+        "aten::zeros_like": 160,
+        "aten::copy_": 80 + 160,
+    }
+    assert counter.cost() == Cost(8, 0.0, 0.0, 2688) and counter.cost() == Cost()
+
+
+def test_matrix_products_count_flops_and_no_bytes() -> None:
+    one, other, many = meta(6, 4), meta(4, 5), meta(3, 6, 4)
+    with CostCounter() as counter:
+        one @ other
+        torch.addmm(meta(5), one, other)
+        many @ meta(3, 4, 5)
+        torch.mm(one, other, out=meta(6, 5))
+    assert counter.cost() == Cost(4, 2 * 6 * 4 * 5 * (1 + 1 + 3 + 1), 0.0, 0.0)
+
+
+def test_memory_is_counted_from_allocation_to_release() -> None:
+    owned = meta(100)
+    with CostCounter() as counter:
+        view = owned[:50]
+        kept = owned + 1
+        dropped = kept * 2
+        del dropped
+        more = view * 2
+    assert (counter.live, counter.peak) == (600, 800)
+    del kept, more
+    assert counter.live == 0
+
+
+def test_pairs_of_queries_and_keys_by_hand() -> None:
+    segments = (Segment(0, 3), Segment(3, 5, 0), Segment(5, 6))
+    assert attention_pairs(segments) == 6 + (3 + 1) + (3 + 2) + 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_flops_are_those_of_the_formula(shared: bool) -> None:
+    packed = pack_of_groups(2, 12, 5, 3, shared)
+    found = policy_pass(SMALL, packed)
+    matrices = SMALL.num_hidden_layers * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96)
+    shape = DecoderShape(matrices, SMALL.num_hidden_layers, 64, 64 * 500)
+    group = [(12, 0), *[(5, 12)] * 3] if shared else [(17, 0)] * 3
+    expected = forward_flops(shape, group * 2, num_logits=30)
+    assert found.forward.gemm_flops + found.forward.attention_flops == pytest.approx(expected)
+    head = 2 * 64 * 500 * 30  # computed again in the backward
+    assert found.backward.gemm_flops == pytest.approx(2 * found.forward.gemm_flops + head)
+    assert found.backward.attention_flops == pytest.approx(2.5 * found.forward.attention_flops)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_scaled_layer_equals_all_layers(kind: Any, checkpointing: bool) -> None:
+    config = kind(**SIZES, num_hidden_layers=5, vocab_size=500, head_dim=16)
+
+    def count(layers: int) -> PassCost:
+        module = PackedPolicy(meta_model(config, layers, checkpointing))
+        return count_update(module, lambda policy, packed: policy(packed, 1.0, True).logprobs.sum(), PACK)
+
+    full, scaled = count(5), over_layers(count, 5)
+    assert replace(scaled, peak=0.0) == replace(full, peak=0.0)
+    assert scaled.peak <= full.peak and (checkpointing or scaled.peak == full.peak)
+    assert score_pass(config, PACK) == count_score(PackedPolicy(meta_model(config, 5)), PACK)
+
+
+def test_checkpointing_computes_the_layers_again_and_keeps_their_inputs() -> None:
+    plain, again = policy_pass(SMALL, PACK), policy_pass(SMALL, PACK, checkpointing=True)
+    assert again.forward == plain.forward and again.saved < plain.saved / 3
+    head, last = 2 * 64 * 500 * 30, 2 * 54 * 96 * 64  # torch stops before a layer's last product, which saves nothing
+    recomputed = plain.forward.gemm_flops - head - SMALL.num_hidden_layers * last
+    assert again.backward.gemm_flops == plain.backward.gemm_flops + recomputed
+
+
+def test_an_entropy_that_is_only_logged_costs_no_gradient_and_a_critic_no_head() -> None:
+    plain, entropy = policy_pass(SMALL, PACK), policy_pass(SMALL, PACK, entropy=True)
+    of_logits = 3 * 4 * 500 * 30  # a sum with its factor, and a product
+    assert (
+        entropy.backward.traffic - plain.backward.traffic > of_logits > entropy.forward.traffic - plain.forward.traffic
+    )
+    values = critic_pass(SMALL, PACK)
+    assert 0 < plain.forward.gemm_flops - values.forward.gemm_flops < 2 * 64 * 500 * 30
+
+
+def test_the_figures_of_qwen2_5_1_5b_hold() -> None:
+    """8 groups of 900 + 4 * 250 tokens. The tolerance is 1 %: a change of the training path that adds traffic, memory
+    or FLOPs shows, and lower figures are to be written here."""
+    found = policy_pass(QWEN_1_5B, pack_of_groups(8, 900, 250, 4))
+    measured = {
+        "forward TFLOP": found.forward.gemm_flops / 1e12,
+        "backward TFLOP": found.backward.gemm_flops / 1e12,
+        "forward GB": found.forward.traffic / 1e9,
+        "backward GB": found.backward.traffic / 1e9,
+        "saved GiB": found.saved / GIB,
+    }
+    expected = {
+        "forward TFLOP": 43.56,
+        "backward TFLOP": 90.86,
+        "forward GB": 212.6,
+        "backward GB": 327.2,
+        "saved GiB": 47.82,
+    }
+    assert measured == pytest.approx(expected, rel=0.01)
