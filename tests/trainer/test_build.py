@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -60,12 +61,14 @@ from verl.trainer.builders.workers import (
     check_device,
     choose_device,
     rank_spec,
+    share_beside,
     start_engine,
     start_workers,
     warn_of_slow_dtype,
 )
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
+from verl.workers.rank import TrainingRank
 
 
 def test_a_preset_alone_is_itself() -> None:
@@ -604,20 +607,34 @@ def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "words", "expected"),
+    ("device", "share", "words", "expected"),
     [
-        ("cuda", [], {"max_num_seqs": None, "max_num_batched_tokens": None, "kv_cache_memory_bytes": None}),
-        ("cpu", [], {"max_num_seqs": None, "max_num_batched_tokens": None, "kv_cache_memory_bytes": 2**30}),
+        ("cuda", None, [], {"max_num_seqs": None, "max_num_batched_tokens": None, "kv_cache_memory_bytes": None}),
+        ("cpu", None, [], {"max_num_seqs": None, "max_num_batched_tokens": None, "kv_cache_memory_bytes": 2**30}),
         (
             "cuda",
+            0.4,
             ["actor_rollout_ref.rollout.max_num_batched_tokens=8192", "actor_rollout_ref.rollout.max_num_seqs=512"],
             {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "enable_sleep_mode": True, "enforce_eager": False},
         ),
-        ("cpu", ["rollout.max_num_seqs=8"], {"max_num_seqs": 8, "enable_sleep_mode": False, "enforce_eager": True}),
+        ("cuda", 0.4, [], {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True}),
+        ("cuda", None, [], {"gpu_memory_utilization": 0.9, "enable_sleep_mode": False}),
+        ("cuda", None, ["rollout.gpu_memory_utilization=0.5"], {"gpu_memory_utilization": 0.5}),
+        (
+            "cpu",
+            None,
+            ["rollout.max_num_seqs=8"],
+            {"max_num_seqs": 8, "enable_sleep_mode": False, "enforce_eager": True},
+        ),
     ],
 )
 def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
-    device: str, words: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    share: float | None,
+    words: list[str],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[VLLMSettings] = []
 
@@ -627,10 +644,25 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
     monkeypatch.setattr(VLLMEngine, "start", start)
     config = load_config([f"model.path={save_tiny_model(tmp_path)}", "data.max_response_length=64", *words])
     config = replace(config, data=replace(config.data, max_prompt_length=64))
-    asyncio.run(start_engine(config, device, WorkerContext(0, 1)))
+    asyncio.run(start_engine(config, device, WorkerContext(0, 1), share))
     arguments = engine_arguments(started[0], on_cpu=device == "cpu")
     assert expected.items() <= arguments.items()
     assert arguments["max_model_len"] == 128
+
+
+def ranks_holding(*gib: float) -> Any:
+    """Trainer ranks on GPUs of 100 GiB."""
+    return SimpleNamespace(
+        call=lambda method, *_: [each * 2**30 for each in gib] if method is TrainingRank.held_bytes else [100 * 2**30]
+    )
+
+
+def test_colocated_engines_get_what_the_largest_rank_leaves() -> None:
+    assert share_beside(load_config([]), ranks_holding(20.0, 30.3)) == 0.67  # less 2 GiB for the CUDA context
+    assert share_beside(load_config([]), ranks_holding(0.0)) == 0.9
+    assert share_beside(load_config(["rollout.gpu_memory_utilization=0.5"]), ranks_holding(99.0)) == 0.5
+    with pytest.raises(ConfigError, match=r"holds 100.0 of the GPU's 100.0 GiB .* actor.offload_optimizer=true"):
+        share_beside(load_config([]), ranks_holding(98.0))
 
 
 def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:

@@ -153,7 +153,6 @@ _ENGINE = (
 _ENGINE_DEFAULTS = {
     "data.max_prompt_length": 2048,
     "data.max_response_length": 1024,
-    "rollout.gpu_memory_utilization": 0.8,  # no trainer shares the GPU
 }
 _GREEDY = {**_ENGINE_DEFAULTS, "rollout.temperature": 0.0}
 _EPISODES = (

@@ -198,7 +198,7 @@ class RolloutConfig:
     tensor_model_parallel_size: int = 1
     max_num_seqs: int | None = None  # concurrent sequences per engine; default: by device
     max_num_batched_tokens: int | None = None  # tokens per forward pass of an engine; default: by device
-    gpu_memory_utilization: float = 0.6  # share of a GPU for the engine; the trainer uses the rest
+    gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
     kv_cache_gib: int = 1  # per engine on CPU
 
     def __post_init__(self) -> None:
@@ -206,7 +206,7 @@ class RolloutConfig:
         _check_top(self, "rollout.")
         _positive(self, "rollout.", "repetition_penalty")
         share = self.gpu_memory_utilization
-        _require(0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
+        _require(share is None or 0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
         _one_of(("auto", "colocated", "separate"), "rollout.placement", self.placement)
         counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib")

@@ -26,6 +26,7 @@ import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.rollout.engine import Sampling, SingleEngine
+from verl.rollout.gpu_share import ALONE
 from verl.rollout.vllm_extension import WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.system.packages import SET_UP
@@ -58,7 +59,8 @@ class VLLMSettings:
     dtype: str = "bfloat16"  # dtype of weights (also during weight sync), activations and KV cache
     tokenizer_path: str | None = None  # needed only for stop strings
     tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.6  # fraction of GPU memory for weights and KV cache; no effect on CPU
+    gpu_memory_utilization: float = ALONE  # fraction of GPU memory for weights and KV cache; no effect on CPU
+    sleeps: bool = False  # whether `sleep` releases GPU memory, which costs an allocator of its own
     kv_cache_gib: float | None = None  # required on CPU; on GPU it replaces gpu_memory_utilization
     max_num_seqs: int | None = None  # concurrent sequences; None: vLLM's default for offline batches
     max_num_batched_tokens: int | None = None  # tokens per forward pass; None: likewise
@@ -176,8 +178,11 @@ class VLLMEngine(SingleEngine):
         await self._call_workers(method, rendezvous.host, rendezvous.port, first, rendezvous.size)
 
     async def sleep(self) -> None:
-        """Release the KV cache and weights on the GPU until new weights arrive; aborts requests. No-op on CPU."""
-        if not self._on_cpu:
+        """Release the KV cache and weights on the GPU until new weights arrive; aborts requests.
+
+        No-op on CPU, and for an engine that does not share its GPU (`VLLMSettings.sleeps`).
+        """
+        if self._settings.sleeps and not self._on_cpu:
             await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
             self._version, self._asleep = None, True
 
@@ -381,7 +386,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enforce_eager": on_cpu or settings.enforce_eager,
-        "enable_sleep_mode": not on_cpu,
+        "enable_sleep_mode": settings.sleeps and not on_cpu,
         "seed": settings.seed,
         "enable_prefix_caching": True,
         "generation_config": "vllm",  # ignore the sampling defaults in the model's folder

@@ -130,9 +130,9 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        unsharded = mesh.shape[-1] == 1  # then resharding would only cost another copy
+        self.unsharded = mesh.shape[-1] == 1  # then resharding would only cost another copy
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not unsharded)
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not self.unsharded)
         self.module = module
         fully_shard(module, mesh=mesh, mp_policy=precision)
         self._mesh = mesh
@@ -226,6 +226,12 @@ class FSDPEngine:
     @property
     def rank(self) -> int:
         return dist.get_rank()
+
+    @property
+    def param_bytes(self) -> int:
+        """Of this rank's shard."""
+        local = (each.to_local() if isinstance(each, DTensor) else each for each in self.module.parameters())
+        return sum(each.nbytes for each in local)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and every rank's random state into `folder`, which all ranks share.

@@ -24,6 +24,8 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
 _GIB = 2**30
+_MASTER = 4  # bytes of a float32 parameter
+_MOMENTS = 2  # of AdamW, per parameter
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 
@@ -99,6 +101,37 @@ class TrainingRank:
             attention_width=shape.num_attention_heads * head_size(shape),
             head_parameters=embedding,
         )
+
+    def held_bytes(self, bucket_bytes: int) -> float:
+        """Device memory that this rank holds while an engine on its GPU is awake: in rollouts and weight syncs.
+
+        A weight sync needs the policy's parameters, two buckets and the largest tensor; its canary gathers parameters
+        for a forward. `toolrl plan` computes the same from shapes.
+        """
+        spec, policy = self.spec, self.policy.engine.module
+        shared = [(self.policy.engine, Offload(False, spec.policy_offload.optimizer), _MOMENTS)]
+        if self.critic is not None:
+            shared.append((self.critic.engine, spec.critic_offload, _MOMENTS))
+        if self.reference is not None:
+            shared.append((self.reference.engine, spec.reference_offload, 0))
+        resident = sum(
+            engine.param_bytes * ((not offload.params) + moments * (not offload.optimizer))
+            for engine, offload, moments in shared
+        )
+        largest = _MASTER * max(each.numel() for each in policy.parameters())
+        return resident + largest + 2 * bucket_bytes + spec.compute_dtype.itemsize * self._num_gathered()
+
+    def _num_gathered(self) -> int:
+        """Parameters gathered in a forward: two layers and everything outside of layers; all if nothing is sharded."""
+        policy = self.policy.engine.module
+        assert isinstance(policy, PackedPolicy)
+        layers = decoder_layers(policy)
+        total, layer = (sum(each.numel() for each in module.parameters()) for module in (policy, layers[0]))
+        return total if self.policy.engine.unsharded else total - (len(layers) - 2) * layer
+
+    def device_bytes(self) -> int:
+        """Memory of this rank's GPU."""
+        return int(torch.cuda.mem_get_info()[1])
 
     def memory_gib(self) -> float:
         """Peak device memory since the start; on CPU, the process's peak resident set size."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from tests.conftest import ROOT
+from tests.support.service import free_port
 from tests.support.tiny import MINI, save_tiny_model
 from verl.batch.packed import PackedBatch, Segment
 from verl.config.load import load_config
@@ -44,17 +46,21 @@ from verl.kit.plan.plan import (
     read_shape,
     shape_of,
 )
-from verl.kit.plan.show import format_episode
+from verl.kit.plan.show import format_engine, format_episode
 from verl.kit.preflight.local_group import LocalGroup
+from verl.rollout.gpu_share import CONTEXT_GIB
+from verl.single_controller.group import WorkerContext
 from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.trainer.builders.run import build_meter, load_chat_template
+from verl.trainer.builders.workers import BUCKET_BYTES, rank_spec
 from verl.workers import attention
+from verl.workers.fsdp_engine import Offload
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
-from verl.workers.rank import RankSpec, TrainingRank
+from verl.workers.rank import RankSpec, TrainingRank, build_rank
 
 PROMPT, RESPONSE = 64, 24
 RESPONSES = "data.max_response_length=128"
@@ -251,9 +257,46 @@ def test_an_engine_beside_a_rank_must_leave_it_room() -> None:
     assert beside._options()["rollout.placement"] == ["separate"]
 
 
+def test_an_engine_gets_what_the_rank_beside_it_leaves() -> None:
+    """A 7B on an H200: float32 parameters, AdamW, 2 bytes gathered, the largest tensor, two buckets, CUDA context."""
+    plan = plan_of(["algorithm.kl_placement=none"])
+    held = max(sums(plan)[phase] for phase in ("rollout", "weight_sync", "save"))
+    assert held == pytest.approx((7e9 * (4 + 8 + 2) + 4 * 5e8) / GIB + 0.5 + 2.0)
+    assert plan.gpu_share == pytest.approx((139.8 - held) / 139.8, abs=0.01)
+    assert held + plan.gpu_share * 139.8 <= 139.8
+    assert plan_of(["rollout.gpu_memory_utilization=0.7"]).gpu_share == 0.7
+    assert plan_of(["rollout.placement=separate"]).gpu_share == 0.9  # nothing else is on its GPU
+    assert plan_of(["actor.offload_optimizer=true"]).gpu_share > plan_of([]).gpu_share
+    crowded = plan_of([], "rtx4090")
+    assert crowded.sequences == 0 and "cannot hold one sequence" in crowded.violations()[-1]
+    assert "9%" in format_engine(plan_of(["rollout.gpu_memory_utilization=0.09"]))
+
+
+@pytest.mark.parametrize(
+    "offload", [Offload(), Offload(optimizer=True), Offload(params=True)], ids=["none", "optimizer", "params"]
+)
+@pytest.mark.parametrize("name", ["toolrl_grpo", "ppo"])
+def test_the_plan_knows_what_a_rank_holds_beside_an_engine(name: str, offload: Offload, model: Path) -> None:
+    words = [f"algorithm.name={name}", f"model.path={model}", "data.max_prompt_length=512", RESPONSES]
+    words.append("rollout.n=1" if name == "ppo" else "rollout.n=4")
+    for each in ("actor", "critic") if name == "ppo" else ("actor",):
+        words += [f"{each}.offload_params={offload.params}", f"{each}.offload_optimizer={offload.optimizer}"]
+    config = load_config(words)
+    plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "h100"))
+    spec = rank_spec(config, plan.algorithm, "cpu", total_steps=1)
+    try:
+        rank = build_rank(spec, WorkerContext(0, 1, port=free_port()))
+        held = rank.held_bytes(BUCKET_BYTES) + CONTEXT_GIB * GIB
+    finally:
+        dist.destroy_process_group()
+    phases = plan.memory()
+    assert held == pytest.approx(max(sum(phases[phase].values()) for phase in ("rollout", "weight_sync", "save")))
+
+
 def test_sequences_decoded_at_once_are_those_of_the_engine_on_its_device() -> None:
-    found = [plan_of([], gpu).max_num_seqs for gpu in ("h200", "h100", "a100", "cpu")]
-    assert found == [1024, 1024, 256, 256]
+    plans = [plan_of([], gpu) for gpu in ("h200", "h100", "a100", "cpu")]
+    assert [plan.max_num_seqs for plan in plans] == [1024, 1024, 256, 256]
+    assert [plan.max_num_batched_tokens for plan in plans] == [16384, 16384, 8192, 4096]
     assert plan_of(["rollout.name=hf"]).max_num_seqs == 256
     assert plan_of(["rollout.max_num_seqs=64"]).max_num_seqs == 64
 

@@ -229,7 +229,7 @@ def test_a_recipe_tells_of_episodes_alone() -> None:
     assert load_config(["recipe=mini_grpo"], PROBE).model.compute_dtype == "float32"
     assert load_config([], PROBE).rollout.n == load_config(["recipe=torl", "rollout.n=8"], PROBE).rollout.n == 8
     assert load_config(["recipe=toolrl_ppo"], PROBE).rollout.n == 8  # a recipe with a critic has one response
-    assert load_config(["recipe=toolrl_ppo"], PROBE).rollout.gpu_memory_utilization == 0.8  # no trainer on the GPU
+    assert load_config(["recipe=toolrl_ppo"], PROBE).rollout.gpu_memory_utilization is None  # no trainer on the GPU
     assert load_config(["eval.limit=null"], PROBE).eval.limit is None
 
 

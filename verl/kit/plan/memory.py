@@ -114,10 +114,15 @@ def reference_model(shape: ModelShape, settings: RankSettings) -> float:
     return settings.compute * shape.parameters / settings.shards
 
 
+def gathered(shape: ModelShape, settings: RankSettings) -> float:
+    """The parameters of a forward in the compute dtype; also held by the canary of a weight sync."""
+    return settings.compute * (shape.root_parameters + _layers_gathered(shape, settings))
+
+
 def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
     """A forward without gradients: gathered parameters, one layer's intermediates."""
     return {
-        "gathered": settings.compute * (shape.root_parameters + _layers_gathered(shape, settings)),
+        "gathered": gathered(shape, settings),
         "activations": _layer(shape, pack, settings.compute, settings.on_cpu),
         "loss chunk": loss_chunk(shape, pack, settings.on_cpu),
     }

@@ -34,6 +34,7 @@ from verl.kit.plan.memory import (
     RankSettings,
     Terms,
     cache_per_token,
+    gathered,
     optimizer_step,
     pack_tokens,
     reference_model,
@@ -44,6 +45,7 @@ from verl.kit.plan.memory import (
 )
 from verl.kit.plan.parity import check_packs
 from verl.pretrained import read_model_config
+from verl.rollout.gpu_share import CONTEXT_GIB, engine_share
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, find_memory, forward_flops
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
@@ -54,8 +56,8 @@ from verl.types import Task
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 
 _BYTES = {"bfloat16": 2, "float32": 4}
+_AWAKE = ("rollout", "weight_sync", "save")  # phases in which a colocated vLLM engine holds its memory
 _NUM_ROWS = 256  # rows per file that are read, evenly spaced
-_CONTEXT_GIB = 2.0  # assumed, not measured: GPU memory of the CUDA context, NCCL and a sleeping engine
 _TOKEN_BYTES = 72  # per token of a sample in the controller: id and log-prob, each a Python object and a list entry
 _PROCESS_GIB = 0.6  # resident memory of a CPU process that has imported torch, transformers and Ray, measured
 _OPTIMIZER_BYTES = 32  # memory traffic per parameter of clipping, AdamW and zero_grad
@@ -107,14 +109,17 @@ class Plan:
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""
+        return {**self._phases(), "engine": self.engine()}
+
+    def _phases(self) -> dict[str, Terms]:
         temporary: dict[str, Terms] = {
             "rollout": {},
             **self._passes(self.pack),
             "step": _largest(optimizer_step(model, self.rank) for model in self._trained),
-            "weight_sync": weight_export(self.policy, BUCKET_BYTES),
+            "weight_sync": {**weight_export(self.policy, BUCKET_BYTES), "gathered": gathered(self.policy, self.rank)},
             "save": weight_export(self.policy),  # full tensors, one at a time
         }
-        return {**{phase: self._resident(phase) | terms for phase, terms in temporary.items()}, "engine": self.engine()}
+        return {phase: self._resident(phase) | terms for phase, terms in temporary.items()}
 
     @property
     def _trained(self) -> list[ModelShape]:
@@ -133,7 +138,7 @@ class Plan:
 
     def _resident(self, phase: str) -> Terms:
         """What stays on the device between phases, except what is offloaded in this one."""
-        terms = {"process": _PROCESS_GIB * GIB if self.hardware.on_cpu else _CONTEXT_GIB * GIB}
+        terms = {"process": _PROCESS_GIB * GIB if self.hardware.on_cpu else CONTEXT_GIB * GIB}
         terms |= resident(self.policy, self.rank)
         if self.critic:
             terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
@@ -160,9 +165,19 @@ class Plan:
         elif self.hardware.on_cpu:
             cache = rollout.kv_cache_gib * GIB
         else:
-            cache = rollout.gpu_memory_utilization * self.hardware.memory_gib * GIB - weights
+            cache = self.gpu_share * self.hardware.memory_gib * GIB - weights
         terms = {"weights": weights, "KV cache": max(0.0, cache)}
         return terms | {"process": _PROCESS_GIB * GIB} if self.hardware.on_cpu else terms
+
+    @property
+    def gpu_share(self) -> float:
+        """vLLM's share of a GPU: as configured, or what a rank on the same GPU leaves while the engine is awake."""
+        rollout = self.config.rollout
+        if rollout.gpu_memory_utilization is not None:
+            return rollout.gpu_memory_utilization
+        phases = self._phases() if rollout.colocated else {}
+        held = max((sum(terms.values()) for phase, terms in phases.items() if phase in _AWAKE), default=0.0)
+        return engine_share(held, self.hardware.memory_gib * GIB)
 
     @property
     def sequences(self) -> float:
@@ -172,13 +187,22 @@ class Plan:
     @property
     def max_num_seqs(self) -> int:
         """Concurrent sequences per engine: as configured, or the engine's default for the device."""
-        if self.config.rollout.name == "hf":
-            default = MAX_BATCH
-        else:  # EngineArgs.get_batch_defaults of vLLM
-            device = self.hardware
-            large = not device.on_cpu and device.memory_gib >= 70 and "a100" not in device.name.lower()
-            default = 1024 if large else 256
+        default = MAX_BATCH if self.config.rollout.name == "hf" else self._batch_defaults[0]
         return self.config.rollout.max_num_seqs or default
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens per forward pass of vLLM: likewise."""
+        return self.config.rollout.max_num_batched_tokens or self._batch_defaults[1]
+
+    @property
+    def _batch_defaults(self) -> tuple[int, int]:
+        """(sequences, tokens) of vLLM's EngineArgs.get_batch_defaults for offline batches."""
+        device = self.hardware
+        if device.on_cpu:
+            return 256, 4096
+        large = device.memory_gib >= 70 and "a100" not in device.name.lower()
+        return (1024, 16384) if large else (256, 8192)
 
     @property
     def _engine_bytes(self) -> int:
@@ -210,8 +234,8 @@ class Plan:
 
     def peak_gib(self) -> float:
         """Comparable to memory/trainer_gib of a rank: on a GPU without the CUDA context."""
-        peak = max(sum(terms.values()) for phase, terms in self.memory().items() if phase != "engine")
-        return peak / GIB - (0.0 if self.hardware.on_cpu else _CONTEXT_GIB)
+        peak = max(sum(terms.values()) for terms in self._phases().values())
+        return peak / GIB - (0.0 if self.hardware.on_cpu else CONTEXT_GIB)
 
     def format_peak(self, measured: Mapping[str, float]) -> str:
         got, expected = measured["memory/trainer_gib"], self.peak_gib()
@@ -219,16 +243,16 @@ class Plan:
 
     def violations(self) -> list[str]:
         room = self.hardware.memory_gib
-        phases = {name: sum(each.values()) / GIB for name, each in self.memory().items()}
-        engine = phases.pop("engine")
+        phases = {name: sum(each.values()) / GIB for name, each in self._phases().items()}
+        engine = sum(self.engine().values()) / GIB
         if self.hardware.on_cpu:
             everywhere = self.config.num_ranks * max(phases.values()) + self.config.num_engines * engine
             needed = everywhere / self.config.trainer.nnodes
             found = [f"ranks and engines need {needed:.1f} of {room:.1f} GiB available"] if needed > room else []
         else:
             if self.config.rollout.colocated:
-                sleeps = ("score", "update", "step") if self.config.rollout.name == "vllm" else ()
-                phases |= {name: gib + engine for name, gib in phases.items() if name not in sleeps}
+                awake = _AWAKE if self.config.rollout.name == "vllm" else phases.keys()
+                phases |= {name: phases[name] + engine for name in awake}
             needs = {**phases, "the engine": engine}
             found = [f"{name} needs {gib:.1f} of {room:.1f} GiB" for name, gib in needs.items() if gib > room]
         if self.sequences < 1:
@@ -253,7 +277,8 @@ class Plan:
     def _options(self) -> dict[str, Sequence[Any]]:
         """Candidate changes: cheap keys first, and the smallest change of each first."""
         config = self.config
-        shares = [share / 10 for share in range(8, 1, -1) if share / 10 < config.rollout.gpu_memory_utilization]
+        share = config.rollout.gpu_memory_utilization or 0.0  # one that is not set fits already
+        shares = [tenths / 10 for tenths in range(8, 1, -1) if tenths / 10 < share]
         limits = [config.actor.max_tokens_per_pack >> times for times in range(1, 6)]
         hf, on_cpu = config.rollout.name == "hf", self.hardware.on_cpu
         caches = [config.rollout.kv_cache_gib / parts for parts in (2, 4, 8)]

@@ -23,8 +23,7 @@ def show(plan: Plan, console: Console) -> None:
         f"({config.data.max_response_length})",
         "episode": format_episode(plan),
         "devices": format_devices(plan),
-        "engine": f"KV cache for {plan.sequences:.0f} sequences of {plan.longest} tokens, "
-        f"{plan.max_num_seqs} decoded concurrently",
+        "engine": format_engine(plan),
         **({"ahead": format_in_flight(plan)} if plan.ahead else {}),
     }.items():
         console.print(f"{name:9}{text}", markup=False, soft_wrap=True)
@@ -58,6 +57,16 @@ def format_devices(plan: Plan) -> str:
     engine = "engine(s)" if plan.hardware.on_cpu else kind
     when = "concurrently" if plan.ahead else "alternately: each pool waits for the other (rollout.max_staleness=0)"
     return f"{config.num_ranks} {kind} train, {engines} more {engine} generate, {when}{each}"
+
+
+def format_engine(plan: Plan) -> str:
+    rollout = plan.config.rollout
+    vllm = f", {plan.max_num_batched_tokens} tokens per forward pass" if rollout.name == "vllm" else ""
+    share = f", {plan.gpu_share:.0%} of a GPU's memory" if vllm and not plan.hardware.on_cpu else ""
+    return (
+        f"KV cache for {plan.sequences:.0f} sequences of {plan.longest} tokens, "
+        f"{plan.max_num_seqs} decoded concurrently{vllm}{share}"
+    )
 
 
 def format_in_flight(plan: Plan) -> str:

@@ -18,6 +18,7 @@ from verl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
+from verl.rollout.gpu_share import ALONE, CONTEXT_GIB, engine_share
 from verl.single_controller.group import Method, WorkerContext, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.system.daemon import run_async, run_in_daemon_thread
@@ -29,10 +30,11 @@ from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
 from verl.transfer.shared_memory import ByReference, SharedMemory
 from verl.workers.fsdp_engine import Offload
 from verl.workers.optim import OptimizerSettings
-from verl.workers.rank import RankSpec, build_rank
+from verl.workers.rank import RankSpec, TrainingRank, build_rank
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 20.0
+GIB = 2**30
 BUCKET_BYTES = 256 * 2**20  # of the weight sync, which needs memory for two buckets besides the model
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -161,7 +163,9 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.colocated
     trainer, pool, nodes = start_ranks(config, cluster, algorithm, device, total_steps)
-    make = partial(start_engine, config, device)
+    on_gpus = device == "cuda" and config.rollout.name == "vllm"
+    share = share_beside(config, trainer) if on_gpus and colocated else None
+    make = partial(start_engine, config, device, share=share)
     if colocated:
         shared = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
         places = [nodes[ranks[0]] for ranks in shared]
@@ -170,9 +174,24 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     else:
         bundle = Bundle(1.0, gpus * parallel)
         engines = cluster.group("rollout", make, cluster.pool([bundle] * config.num_engines), bundle)
-    on_gpus = device == "cuda" and config.rollout.name == "vllm"
     transport = gpu_transport(config, trainer) if on_gpus else cpu_transport(trainer.nodes, engines.nodes)
     return Workers(trainer, engines, transport)
+
+
+def share_beside(config: Config, trainer: RayGroup) -> float:
+    """The share of each GPU for engines that sleep while its rank trains. Raises ConfigError if nothing is left."""
+    if (share := config.rollout.gpu_memory_utilization) is not None:
+        return share
+    held = max(trainer.call(TrainingRank.held_bytes, BUCKET_BYTES)) + CONTEXT_GIB * GIB
+    total = min(trainer.call(TrainingRank.device_bytes))
+    share = engine_share(held, total)
+    if share <= 0:
+        raise ConfigError(
+            f"rollout.placement=colocated: a trainer rank holds {held / GIB:.1f} of the GPU's {total / GIB:.1f} GiB "
+            "during rollouts, which leaves no memory for an engine; set actor.offload_optimizer=true, use more GPUs, "
+            "or rollout.placement=separate"
+        )
+    return share
 
 
 def start_ranks(
@@ -256,8 +275,11 @@ def sequence_length(config: Config) -> int:
     return wanted
 
 
-async def start_engine(config: Config, device: str, seat: WorkerContext) -> RolloutEngine:
-    """Start a rollout engine in its worker process; its heavy imports happen only there."""
+async def start_engine(config: Config, device: str, seat: WorkerContext, share: float | None = None) -> RolloutEngine:
+    """Start a rollout engine in its worker process; its heavy imports happen only there.
+
+    share: of a GPU that it shares with a trainer rank; None: nothing else is on its GPU
+    """
     if seat.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
     dtype, model = engine_dtype(config), config.model
@@ -279,7 +301,8 @@ async def start_engine(config: Config, device: str, seat: WorkerContext) -> Roll
             dtype=dtype,
             tokenizer_path=tokenizer_path,
             tensor_parallel_size=config.rollout.tensor_model_parallel_size,
-            gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+            gpu_memory_utilization=share or config.rollout.gpu_memory_utilization or ALONE,
+            sleeps=share is not None,
             kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
             max_num_seqs=config.rollout.max_num_seqs,
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
