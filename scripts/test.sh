@@ -5,7 +5,7 @@
 # In separate environments, built on first use (scripts/setup_env.sh), with
 #   Python 3.12:            VERL_VENV=.venv-3.12 VERL_BASE_PYTHON=python3.12 bash scripts/test.sh
 #   the GPU set, torch 2.11: VERL_VENV=.venv-gpu VERL_DEVICE=gpu bash scripts/test.sh
-# The second also works without a GPU: tests that need vLLM or a GPU are skipped.
+# The second also works without a GPU: tests that need vLLM or a GPU are skipped (scripts/gpuset.sh has the former).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VERL_DEV=1
