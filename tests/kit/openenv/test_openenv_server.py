@@ -35,9 +35,9 @@ OFFICIAL = Path(__file__).with_name("requirements.txt")
 
 
 @contextmanager
-def connected(client: TestClient) -> Iterator[WebSocketTestSession]:
+def connected(client: TestClient, path: str = "/ws") -> Iterator[WebSocketTestSession]:
     """A session that its client closes at the end."""
-    with client.websocket_connect("/ws") as socket:
+    with client.websocket_connect(path) as socket:
         yield socket
         socket.send_json({"type": "close"})
         assert socket.receive()["type"] == "websocket.close"
@@ -101,6 +101,83 @@ def test_mcp_actions_are_calls() -> None:
             "reward": 1.0,
             "done": True,
         }
+
+
+def rpc(client: TestClient, method: str, **params: Any) -> Any:
+    answer = client.post("/mcp", json={"jsonrpc": "2.0", "id": 7, "method": method, "params": params}).json()
+    assert answer["jsonrpc"] == "2.0" and answer["id"] == 7
+    return answer.get("result") or answer["error"]
+
+
+@contextmanager
+def shop(max_sessions: int = 8, idle_s: float = 60.0) -> Iterator[TestClient]:
+    tasks = build_tasks("shop", {"count": COUNT})
+    with TestClient(build_app("shop", build_env_factory("shop"), tasks, idle_s, max_sessions)) as client:
+        yield client
+
+
+def test_a_session_over_http_is_that_of_its_websocket() -> None:
+    with shop() as client:
+        id = rpc(client, "openenv/session/create")["session_id"]
+        with connected(client, f"/ws?session_id={id}") as socket:
+            assert "reset comes first" in rpc(client, "tools/list", session_id=id)["message"]
+            ask(socket, "reset", {"index": 0})
+            listed = rpc(client, "tools/list", session_id=id)["tools"]
+            assert listed[1]["name"] == "get_product" and "product_id" in listed[1]["inputSchema"]["properties"]
+            for message in buying(0)[:-1]:
+                (made,) = message.tool_calls
+                called = rpc(client, "tools/call", session_id=id, name=made.name, arguments=dict(made.arguments))
+                assert called["data"] == called["content"][0]["text"] and not called["isError"]
+                assert called["_meta"] == {"reward": None, "done": False}
+            assert ask(socket, "step", {"content": "Done."})["data"]["reward"] == 1.0
+            assert rpc(client, "openenv/session/close", session_id=id)["closing"] is True
+        assert client.get("/health").json()["sessions"] == 0
+        assert "does not exist" in rpc(client, "tools/list", session_id=id)["message"]
+
+
+def test_a_session_over_http_ends_by_its_id_or_when_it_is_idle() -> None:
+    with shop(max_sessions=1, idle_s=0.4) as client:
+        id = rpc(client, "openenv/session/create")["session_id"]
+        full = rpc(client, "openenv/session/create")
+        assert full["code"] == -32000 and "--max-episodes=1" in full["message"]
+        assert rpc(client, "openenv/session/close", session_id=id)["closed"] is True
+        rpc(client, "openenv/session/create")
+        for _ in range(100):
+            if client.get("/health").json()["sessions"] == 0:
+                return
+            time.sleep(0.05)
+        raise AssertionError("an idle session stays open")
+
+
+def test_one_websocket_attaches_to_a_session() -> None:
+    with shop() as client:
+        id = rpc(client, "openenv/session/create")["session_id"]
+        with connected(client, f"/ws?session_id={id}") as socket:
+            for other, problem in ((id, "has a WebSocket already"), ("unknown", "does not exist")):
+                with client.websocket_connect(f"/ws?session_id={other}") as refused:
+                    assert problem in refused.receive_json()["data"]["message"]
+            asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+            ask(socket, "reset")
+            assert len(ask(socket, "mcp", asked)["data"]["result"]["tools"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "code", "problem"),
+    [
+        ("fly", {}, -32601, "'fly'"),
+        ("tools/call", {}, -32602, "tool_name"),
+        ("tools/call", {"name": "list_products", "args": {}}, -32602, "unknown args"),
+        ("tools/call", {"name": "list_products", "arguments": 3}, -32602, "arguments"),
+        ("tools/list", {"session_id": None}, -32602, "openenv/session/create"),
+    ],
+)
+def test_a_bad_rpc_is_an_error(method: str, params: dict[str, Any], code: int, problem: str) -> None:
+    with shop() as client:
+        id = rpc(client, "openenv/session/create")["session_id"]
+        found = rpc(client, method, **{"session_id": id, **params})
+        assert found["code"] == code and problem in found["message"]
+        assert client.post("/mcp", json=[1]).json()["error"]["code"] == -32600
+        assert client.post("/mcp", content="{").status_code == 400
 
 
 def test_resets_select_tasks() -> None:
@@ -360,13 +437,42 @@ asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
 """
 
 
+OFFICIAL_TOOL_CLIENT = """
+import asyncio, json, sys
+from openenv.core.env_server.mcp_types import CallToolAction
+from openenv.core.mcp_client import MCPToolClient
+
+async def main(url, answers):
+    for index, answer in enumerate(answers):
+        async with MCPToolClient(base_url=url) as env:
+            opening = await env.reset(index=index)
+            assert opening.observation.metadata["messages"][-1]["role"] == "user"
+            tools = await env.list_tools()
+            assert tools[0].name == "list_products" and tools[1].input_schema["properties"], tools
+            shown = await env.call_tool("list_products")
+            assert "p" in shown, shown
+            for id, n in answer.items():
+                await env.call_tool("set_quantity", product_id=id, quantity=n)
+            result = await env.step(CallToolAction(tool_name="checkout", arguments={}))
+            assert not result.done and (await env.state()).step_count == len(answer) + 2
+            try:
+                await env.call_tool("checkout", **{"session": 1})
+            except RuntimeError:
+                raise AssertionError("wrong arguments are the policy's")
+    print("all", len(answers))
+
+asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+"""
+
+
 @pytest.mark.slow
-def test_the_official_clients_play_our_environments() -> None:
+@pytest.mark.parametrize("source", [OFFICIAL_CLIENT, OFFICIAL_TOOL_CLIENT])
+def test_the_official_clients_play_our_environments(source: str) -> None:
     python = foreign_python(OFFICIAL)
     answers = json.dumps([json.loads(task.answer) for task in build_tasks("shop", {"count": COUNT})])
     words = ("--env", "shop", "--task-option", f"count={COUNT}")
     with server(*words, token="secret") as (place, _):
-        command = [str(python), "-c", OFFICIAL_CLIENT, f"http://any:secret@{place}", answers]
+        command = [str(python), "-c", source, f"http://any:secret@{place}", answers]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
         assert done.stdout == f"all {COUNT}\n", done.stderr

@@ -16,10 +16,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, HTTPException, Request, WebSocket, WebSocketDisconnect
 
 from verl.data.tasks import TaskSet
 from verl.envs.base import EnvFactory
+from verl.kit.openenv.held import HeldSessions
 from verl.kit.openenv.session import Session, TaskDraw, answer, check_task, error_response
 from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, StepRequest
 from verl.kit.serving.serving import new_app
@@ -35,6 +36,7 @@ class Sessions:
     def __init__(self, factory: EnvFactory, tasks: TaskDraw, idle_s: float, max_sessions: int) -> None:
         self._factory, self._tasks, self._idle_s, self._max_sessions = factory, tasks, idle_s, max_sessions
         self._num_open = 0
+        self.held = HeldSessions(self.open, idle_s)
 
     def __len__(self) -> int:
         return self._num_open
@@ -56,8 +58,9 @@ class Sessions:
     async def serve(self, websocket: WebSocket) -> None:
         """Answers a client until it leaves, which cancels its running step, or is idle for `idle_s`."""
         await websocket.accept()
+        id = websocket.query_params.get("session_id")
         try:
-            async with self.open() as session:
+            async with self.open() if id is None else self.held.attached(id) as session:
                 await self._converse(websocket, session)
         except ProtocolError as error:
             await _send(websocket, error_response(str(error), error.code))
@@ -107,13 +110,16 @@ def read_tasks(source: str, factory: EnvFactory) -> Sequence[Task]:
 
 
 def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: float, max_sessions: int) -> FastAPI:
-    """POST /reset and /step are episodes of their own, without a session: of no step, and of one."""
+    """POST /reset and /step are episodes of their own, without a session: of no step, and of one. POST /mcp: mcp.py"""
     draw = TaskDraw(tasks, factory)
     sessions = Sessions(factory, draw, idle_s, max_sessions)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        ending = asyncio.create_task(sessions.held.end_idle())
         yield
+        ending.cancel()
+        await sessions.held.close()
         await factory.close()
 
     app = new_app(f"OpenEnv environment {name}", lifespan)
@@ -121,6 +127,13 @@ def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: flo
     @app.websocket("/ws")
     async def ws(websocket: WebSocket) -> None:
         await sessions.serve(websocket)
+
+    @app.post("/mcp")
+    async def mcp(request: Request) -> dict[str, Any]:
+        try:
+            return await sessions.held.answer(await request.json())
+        except ValueError as error:
+            raise HTTPException(400, f"the body is not JSON: {error}") from error
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:

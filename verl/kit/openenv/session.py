@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -18,7 +19,8 @@ from verl.envs.base import Env, EnvFactory, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory
 from verl.errors import DataError
 from verl.kit.env_server.wire import sendable
-from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, as_tool, observed
+from verl.kit.openenv.mcp import rpc_response, tool_result
+from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, as_tool, observed, problems_of
 from verl.kit.serving.serving import MAX_VALUES
 from verl.text import utf8
 from verl.types import Message, Task, ToolSpec
@@ -70,6 +72,7 @@ class Session:
         self._env: Env | None = None
         self._tools: dict[str, ToolSpec] = {}
         self._done = False
+        self.lock = asyncio.Lock()  # of a request at a time
         self.state: dict[str, Any] = {"episode_id": None, "step_count": 0}
 
     async def reset(self, data: ResetData) -> dict[str, Any]:
@@ -136,10 +139,11 @@ def _openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
 async def answer(session: Session, text: str) -> dict[str, Any] | None:
     """The response to a message of the client; None if it ends the session."""
     try:
-        return await _response(session, _read(text))
+        message = _read(text)
+        async with session.lock:
+            return await _response(session, message)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}".lstrip(": ") for each in error.errors()[:5]]
-        return error_response("; ".join(problems), ErrorCode.VALIDATION_ERROR)
+        return error_response(problems_of(error), ErrorCode.VALIDATION_ERROR)
     except ProtocolError as error:
         return error_response(str(error), error.code)
     except Exception as error:  # noqa: BLE001  user code may raise anything: an error of this episode
@@ -168,6 +172,8 @@ async def _response(session: Session, message: dict[str, Any]) -> dict[str, Any]
             return {"type": "observation", "data": await session.step(Action.model_validate(data))}
         case "state":
             return {"type": "state", "data": session.state}
+        case "mcp":
+            return {"type": "mcp", "data": await rpc_response(data, partial(tool_result, session.step))}
         case "close":
             return None
         case other:

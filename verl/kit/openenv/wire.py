@@ -4,6 +4,7 @@
     {"type": "reset", "data": {seed: ..}}     {"type": "observation", "data": {observation, reward, done}}
     {"type": "step", "data": the action}      likewise
     {"type": "state"}                         {"type": "state", "data": {episode_id, step_count, ..}}
+    {"type": "mcp", "data": JSON-RPC}         likewise (mcp.py)
     {"type": "close"}                         closes the connection
                                               {"type": "error", "data": {message, code}}
 
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from verl.types import Message, ToolCall, ToolSpec
 
@@ -36,6 +37,12 @@ class ProtocolError(Exception):
     def __init__(self, problem: str, code: ErrorCode = ErrorCode.VALIDATION_ERROR) -> None:
         super().__init__(problem)
         self.code = code
+
+
+def problems_of(error: ValidationError) -> str:
+    """The first problems, each with its place."""
+    problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}".lstrip(": ") for each in error.errors()[:5]]
+    return "; ".join(problems)
 
 
 class Strict(BaseModel):
