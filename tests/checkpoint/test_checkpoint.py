@@ -635,3 +635,25 @@ def test_a_full_disk_under_the_engine(tmp_path: Path) -> None:
     for said, step in ((by_engine, 20), (by_export, 30)):
         assert said == f"no space left on {tmp_path}/run/step-0000{step} (No space left on device). Free some space"
     assert outcome == "step-000010 ['latest.json', 'step-000010']"
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_an_optimizer_that_is_not_fused_goes_on_fused(tmp_path: Path) -> None:
+    in_ranks(1, other_optimizer, tmp_path)
+
+
+def other_optimizer(rank: int, world: int, folder: Path) -> None:
+    packs = rank_packs(rank, world)
+    unfused = make_engine("policy", world)
+    for group in unfused._optimizer.param_groups:
+        group["fused"] = None
+    train(unfused, "policy", packs, 2)
+    unfused.save(folder / "policy")
+    loaded = make_engine("policy", world)
+    loaded.load(folder / "policy")
+    assert [group["fused"] for group in loaded._optimizer.param_groups] == [True]
+    expected, found = (train(engine, "policy", packs, 2) for engine in (unfused, loaded))
+    for one, other in zip(expected, found, strict=True):
+        assert {**one, "noise": 0} == pytest.approx({**other, "noise": 0}, rel=1e-9)
+    for name, tensor in everything(unfused).items():
+        torch.testing.assert_close(everything(loaded)[name], tensor, rtol=1e-9, atol=1e-12)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl.batch.packed import Segment
 from verl.errors import ConfigError
@@ -102,22 +103,47 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *plan: Any, **option
 
 
 def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *plan: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-    """The signature of torch's own, as far as it is used; query and key heads are equal in number."""
-    assert q.shape[1] == k.shape[1]
+    """The signature of torch 2.11's own, as far as it is used."""
+    assert k.shape[1] == v.shape[1] == KEY_HEADS
     return varlen_on_cpu(q, k, v, VarlenPlan(q, *plan), scale, window_size)
 
 
+def varlen_attn_that_asks(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+    """That of torch 2.12 and later, which refuses fewer key heads unless asked."""
+    assert enable_gqa
+    return varlen_attn(*args, **options)
+
+
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("installed", [True, False])
-def test_kernels_of_a_gpu_are_given_the_window(
-    installed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of_torch", [None, varlen_attn, varlen_attn_that_asks])
+def test_kernels_of_a_gpu_are_given_the_window_and_the_key_heads_as_they_are(
+    of_torch: Callable[..., Tensor] | None, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_HAS_FLASH_ATTN", installed)
+    monkeypatch.setattr(attention, "_HAS_FLASH_ATTN", of_torch is None)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", of_torch)
     inputs = random_inputs(torch.float64)
-    found = by_varlen(*inputs, PACK, 0.3, window)
-    torch.testing.assert_close(found, written_out(*inputs, PACK, 0.3, window))
+    weight = torch.randn(1, PACK[-1].end, HEADS, SIZE, dtype=torch.float64)
+    found = []
+    for function in (by_varlen, written_out):
+        output = function(*inputs, PACK, 0.3, window)
+        found.append([output, *torch.autograd.grad((output * weight).sum(), inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_installed_torch_takes_fewer_key_heads() -> None:
+    """Shapes and the checks in Python of torch's own kernel, forward and backward: all that runs without a GPU."""
+    plan = varlen_plan(PACK, torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, *others = (
+            torch.empty(length, heads, SIZE, dtype=torch.bfloat16, requires_grad=True)
+            for length, heads in ((20, HEADS), (len(plan.gathered), KEY_HEADS), (len(plan.gathered), KEY_HEADS))
+        )
+        output = attention.flash_attention(query, *others, plan, 0.3, (-1, 0))
+        grads = torch.autograd.grad(output, (query, *others), torch.empty_like(output))
+    assert output.shape == query.shape
+    assert [each.shape for each in grads] == [query.shape, *(each.shape for each in others)]
 
 
 def test_windows_by_hand() -> None:

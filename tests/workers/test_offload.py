@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.batch.test_packing import random_samples, tiny_model
 from tests.workers.test_fsdp_engine import policy_loss
 from verl.algorithms.aggregate import Aggregation
 from verl.batch.experience import with_loss_weights
+from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard, make_units
 from verl.batch.samples import batch_of
 from verl.transfer.shared_memory import SharedMemory
@@ -146,6 +148,35 @@ def test_updates_go_on_with_tensors_that_lie_elsewhere(group: None, monkeypatch:
                 old, new = ({each.data_ptr() for each in which} for which in (before, tensors(worker.engine)))
                 assert len(old) > 10 and not old & new
     assert outcomes[:2] == outcomes[2:]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_cached_memory_is_freed_for_a_colocated_engine_only(
+    group: None, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[str] = []
+    worker = watched([], trained=True)
+    worker.engine._shares_device, worker.engine._device = shared, GPU
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("memory"))
+    monkeypatch.setattr(PackedBatch, "to", lambda packed, device: packed)
+    worker.score(SHARD)
+    for _ in range(2):
+        worker.engine.update(PACKS, policy_loss)
+    assert not freed
+    worker.begin_weight_sync()
+    worker.end_weight_sync()
+    assert freed == ["memory", "memory"] * shared
+
+
+def test_a_move_to_the_host_is_waited_for(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    worker = watched([], trained=True)
+    worker.engine._device = GPU
+    monkeypatch.setattr(nn.Module, "to", lambda module, device, non_blocking: calls.append(f"{device} {non_blocking}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    worker.engine._move_params(HOST)
+    worker.engine._move_params(GPU)
+    assert calls == ["cpu True", "wait", "cuda True"]
 
 
 def test_on_a_cpu_nothing_moves(group: None) -> None:

@@ -48,6 +48,10 @@ class PackedBatch:
     sampled_weight: float = 0.0
 
     def to(self, device: torch.device) -> PackedBatch:
+        """On a GPU through pinned memory: the host goes on while earlier packs are computed and this one is copied."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)}
+        tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+        if device.type == "cuda":
+            tensors = {name: each.pin_memory() for name, each in tensors.items()}
+        moved: dict[str, Any] = {name: each.to(device, non_blocking=True) for name, each in tensors.items()}
         return replace(self, **moved)

@@ -5,9 +5,10 @@ Shape legend: A trained tokens of a pack or a sample, B samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,29 +38,23 @@ class Tracer:
         assert batch.numbers is not None
         self._numbers: list[int] = batch.numbers.tolist()
         self._chosen = chosen
-        self._loss: dict[int, float] = {}
-        self._tokens: dict[int, dict[str, Floats]] = {}
+        self._packs: list[tuple[Tensor, dict[str, Tensor]]] = []
 
     def add(self, packed: PackedBatch, columns: Mapping[str, Tensor]) -> None:
-        """The columns [A] of a pack; each of its samples is in this pack alone."""
-        if not len(packed.sample):
-            return
-        rows, counts = torch.unique_consecutive(packed.sample, return_counts=True)
-        samples = list(zip(rows.tolist(), counts.tolist(), strict=True))
-        shares = torch.zeros(len(self._numbers), dtype=torch.float64, device=packed.sample.device)
-        shares.index_add_(0, packed.sample, columns[LOSS].detach().double())
-        total = shares.tolist()
-        start = 0
-        for row, count in samples:
-            number = self._numbers[row]
-            self._loss[number] = total[row]
-            if number in self._chosen:
-                own = {name: each[start : start + count].detach() for name, each in columns.items()}
-                self._tokens[number] = {name: each.float().cpu().numpy() for name, each in own.items()}
-            start += count
+        """The columns [A] of a pack; each of its samples is in this pack alone. They stay on their device: the host
+        need not wait for it between packs."""
+        self._packs.append((packed.sample, {name: each.detach() for name, each in columns.items()}))
 
     def trace(self) -> Trace:
-        return Trace(self._loss, self._tokens)
+        samples = [sample for pack in self._packs for sample in self._samples(*pack)]
+        tokens = {number: columns for number, columns in samples if number in self._chosen}
+        return Trace({number: float(columns[LOSS].sum(dtype=np.float64)) for number, columns in samples}, tokens)
+
+    def _samples(self, sample_A: Tensor, columns: Mapping[str, Tensor]) -> Iterator[tuple[int, Mapping[str, Floats]]]:
+        rows, counts = torch.unique_consecutive(sample_A.cpu(), return_counts=True)
+        split = {name: each.float().cpu().split(counts.tolist()) for name, each in columns.items()}
+        for place, row in enumerate(rows.tolist()):
+            yield self._numbers[row], {name: parts[place].numpy() for name, parts in split.items()}
 
 
 def joined_ranks(traces: Iterable[Trace]) -> Trace:

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -162,12 +163,15 @@ def flash_attention(
         options = {"softmax_scale": scale, "causal": True}
     else:
         attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        options = {"scale": scale}  # the second number of the window makes it causal
-        # Key heads are repeated here: the argument for grouped-query attention differs between torch releases.
-        repeats = query_THD.shape[1] // keys_UKD.shape[1]
-        keys_UKD, values_UKD = (each.repeat_interleave(repeats, dim=1) for each in (keys_UKD, values_UKD))
+        options = {"scale": scale, **_grouped(attend)}  # the second number of the window makes it causal
     output: Tensor = attend(query_THD, keys_UKD, values_UKD, *plan[1:], window_size=window, **options)
     return output
+
+
+@lru_cache(maxsize=1)
+def _grouped(attend: Callable[..., Tensor]) -> dict[str, bool]:
+    """The argument that allows fewer key heads than query heads, where torch's kernel does not take them without."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(attend).parameters else {}
 
 
 def by_varlen(

@@ -125,8 +125,12 @@ class FSDPEngine:
         optimizer: OptimizerSettings | None = None,
         compute_dtype: torch.dtype = torch.float32,
         offload: Offload = NO_OFFLOAD,
+        shares_device: bool = True,
     ) -> None:
-        """Shard `module` in place over the mesh, each layer as a unit. Without `optimizer` the model is frozen."""
+        """Shard `module` in place over the mesh, each layer as a unit. Without `optimizer` the model is frozen.
+
+        shares_device: whether a rollout engine on the same device needs the memory that is offloaded or freed
+        """
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
@@ -137,6 +141,7 @@ class FSDPEngine:
         fully_shard(module, mesh=mesh, mp_policy=precision)
         self._mesh = mesh
         self._device = torch.device(mesh.device_type)
+        self._shares_device = shares_device
         self._settings = optimizer
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
@@ -150,14 +155,13 @@ class FSDPEngine:
         """`forward(module, pack)` of every pack, without gradients, on the CPU."""
         self._params.load()
         self.module.eval()
-        scores = [forward(self.module, packed.to(self._device)).cpu() for packed in packs]
+        scores = [forward(self.module, packed.to(self._device)) for packed in packs]
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # frees the full parameters that a pass without gradients leaves gathered
         if self._optimizer is None:  # a frozen model is used by `score` only
-            self.offload_all()
-        self._empty_cache()
-        return scores
+            self._params.offload()
+        return [each.cpu() for each in scores]  # waits for the device once, after the last pack
 
     def update(self, packs: Iterable[PackedBatch], loss: PackLoss) -> UpdateResult:
         """One optimizer step over the packs of all ranks; every rank brings the same number of packs.
@@ -181,20 +185,15 @@ class FSDPEngine:
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
-        self._empty_cache()
         values = {name: total.value() for name, total in _over_ranks(totals).items()}
         total_loss = values.pop(_LOSS).value
         return UpdateResult(loss=total_loss, grad_norm=float(grad_norm), lr=float(lr), metrics=values)
 
-    def _empty_cache(self) -> None:
-        """Return cached memory to the device, for a rollout engine on it."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def offload_optimizer(self) -> None:
-        """Offload the optimizer state; `update` loads it again."""
+        """Offload the optimizer state, which `update` loads again, and free cached memory for a colocated engine."""
         self._states.offload()
-        self._empty_cache()
+        if self._shares_device and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def offload_all(self) -> None:
         """Offload parameters and optimizer state; each method loads what it needs."""
@@ -202,14 +201,21 @@ class FSDPEngine:
         self.offload_optimizer()
 
     def _move_params(self, device: torch.device) -> None:
-        self.module.to(device)
+        self.module.to(device, non_blocking=True)
+        self._wait_for_host(device)
 
     def _move_states(self, device: torch.device) -> None:
         assert self._optimizer is not None
         for state in self._optimizer.state.values():
             for name, value in state.items():
-                if value.ndim > 0:  # AdamW counts steps on the host
-                    state[name] = value.to(device)
+                if value.ndim > 0:  # not the number of steps
+                    state[name] = value.to(device, non_blocking=True)
+        self._wait_for_host(device)
+
+    def _wait_for_host(self, target: torch.device) -> None:
+        """Copies without blocking use pinned memory. The device orders those to itself; the host has to wait."""
+        if target == _HOST and self._device != _HOST:
+            torch.cuda.synchronize()
 
     def export_weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors, one at a time, in the order given. Collective: every rank must exhaust the iterator.
@@ -272,6 +278,8 @@ class FSDPEngine:
             optim_state_dict=state["optimizer"],
             options=_FLAT,
         )
+        for group in self._optimizer.param_groups:
+            group["fused"] = True  # not as saved: the kernel is no part of the training state
         schedule, random_states = state["host"]
         self._scheduler.load_state_dict(schedule)
         _set_random_state(random_states, self.rank)

@@ -58,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if of_logprobs_A is None:
             of_logprobs_A = torch.zeros_like(normalizer_A)
         grad_hidden_AE = torch.zeros_like(hidden_AE, dtype=normalizer_A.dtype)
-        grad_head_VE = torch.zeros_like(head_VE)
+        grad_head_VE = torch.empty_like(head_VE)
         for entries in _slices(len(head_VE), len(hidden_AE), hidden_AE.device):
             grad_AS = (hidden_AE @ head_VE[entries].T).to(normalizer_A.dtype).div_(ctx.temperature)
             grad_AS -= normalizer_A[:, None]  # log p, which now turns into the gradient of the logits in place
@@ -67,8 +67,10 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 factor_AS = (grad_AS + entropy_A[:, None]).mul_(-of_entropy_A[:, None]).sub_(of_logprobs_A[:, None])
                 grad_AS.exp_().mul_(factor_AS)
-            here = ((target_A >= entries.start) & (target_A < entries.stop)).nonzero().squeeze(-1)
-            grad_AS[here, target_A[here] - entries.start] += of_logprobs_A[here]
+            # Adds zeros for the targets in other slices: to leave those out, the host would have to wait for a GPU.
+            here_A = (target_A >= entries.start) & (target_A < entries.stop)
+            entry_A = (target_A - entries.start).clamp(0, grad_AS.shape[1] - 1)
+            grad_AS.scatter_add_(1, entry_A[:, None], torch.where(here_A, of_logprobs_A, 0.0)[:, None])
             narrow_AS = grad_AS.div_(ctx.temperature).to(hidden_AE.dtype)
             grad_hidden_AE += narrow_AS @ head_VE[entries]
             torch.mm(narrow_AS.T, hidden_AE, out=grad_head_VE[entries])

@@ -25,7 +25,7 @@ class OptimizerSettings:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> tuple[AdamW, LambdaLR]:
-    optimizer = AdamW(parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    optimizer = AdamW(parameters, settings.lr, settings.betas, weight_decay=settings.weight_decay, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(settings, step))
 
 

@@ -46,6 +46,7 @@ class RankSpec:
     policy_offload: Offload = NO_OFFLOAD
     reference_offload: Offload = NO_OFFLOAD
     critic_offload: Offload = NO_OFFLOAD
+    shares_device: bool = False  # whether rollout engines are colocated
     device: str = "cpu"
     ranks_per_node: int | None = None  # HSDP: shard within nodes, replicate across them; None: shard over all ranks
     num_threads: int = 1  # per CPU rank
@@ -208,4 +209,5 @@ def _engine(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module = wrapper(model).to(spec.device)
-    return FSDPEngine(module, decoder_layers(module), mesh, optimizer, spec.compute_dtype, offload)
+    layers = decoder_layers(module)
+    return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device)

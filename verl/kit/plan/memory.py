@@ -153,12 +153,8 @@ def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
 
 
 def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
-    """AdamW: gradients, roots of the second moments (on a GPU of all tensors at once)."""
-    roots = shape.largest if settings.on_cpu else shape.parameters
-    return {
-        "gradients": MASTER * shape.parameters / settings.shards,
-        "temporaries": MASTER * roots / settings.shards,
-    }
+    """Fused AdamW: gradients, and no temporaries."""
+    return {"gradients": MASTER * shape.parameters / settings.shards}
 
 
 def weight_export(shape: ModelShape, bucket: float = 0.0) -> Terms:

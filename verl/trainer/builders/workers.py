@@ -148,6 +148,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         policy_offload=Offload(config.actor.offload_params, config.actor.offload_optimizer),
         reference_offload=Offload(config.ref.offload_params),
         critic_offload=Offload(critic.offload_params, critic.offload_optimizer),
+        shares_device=config.rollout.colocated,
         device=device,
         ranks_per_node=config.trainer.n_gpus_per_node,
         num_threads=threads_of(config),
