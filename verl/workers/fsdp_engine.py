@@ -169,16 +169,8 @@ class FSDPEngine:
         loss: (module, pack) -> (the pack's share of the global loss, its parts of further metrics)
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
-        self._params.load()
         self._states.load()
-        self.module.train()
-        totals: dict[str, PackMetric] = {}
-        for packed in packs:
-            value, metrics = loss(self.module, packed.to(self._device))
-            (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
-            for name, metric in {_LOSS: PackMetric((value,)), **metrics}.items():
-                part = metric.detached()
-                totals[name] = totals[name].combined(part) if name in totals else part
+        totals = self.backward(packs, loss)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
         grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         lr = self._scheduler.get_last_lr()[0]
@@ -188,6 +180,19 @@ class FSDPEngine:
         values = {name: total.value() for name, total in _over_ranks(totals).items()}
         total_loss = values.pop(_LOSS).value
         return UpdateResult(loss=total_loss, grad_norm=float(grad_norm), lr=float(lr), metrics=values)
+
+    def backward(self, packs: Iterable[PackedBatch], loss: PackLoss) -> dict[str, PackMetric]:
+        """Add the gradients of the packs of all ranks to those of the parameters. Returns this rank's metrics."""
+        self._params.load()
+        self.module.train()
+        totals: dict[str, PackMetric] = {}
+        for packed in packs:
+            value, metrics = loss(self.module, packed.to(self._device))
+            (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
+            for name, metric in {_LOSS: PackMetric((value,)), **metrics}.items():
+                part = metric.detached()
+                totals[name] = totals[name].combined(part) if name in totals else part
+        return totals
 
     def offload_optimizer(self) -> None:
         """Offload the optimizer state, which `update` loads again, and free cached memory for a colocated engine."""

@@ -54,6 +54,18 @@ class TwoTurns:
         """Nothing to close."""
 
 
+KL = "algorithm.kl_coefficient=0.5"
+
+
+class PaidTurns(TwoTurns):
+    """Pays the first turn by its length."""
+
+    async def step(self, message: Message) -> StepResult:
+        result = await super().step(message)
+        paid = None if result.done else len(self.texts[0]) % 7 / 7
+        return replace(result, reward=paid)
+
+
 TWO_TURNS = (f"env.name={__file__}:TwoTurns", "env.tool_call_format=hermes", "data.max_response_length=64")
 
 
@@ -133,6 +145,12 @@ def test_the_record_of_a_step_agrees_with_the_arithmetic(words: list[str], model
         ["algorithm.name=reinforce_pp"],
         ["algorithm.name=reinforce_pp", "algorithm.kl_placement=none"],
         ["algorithm.name=reinforce_pp_baseline"],
+        # KL in the reward, also with a single update, whose penalty uses the engine's log-probs
+        ["algorithm.name=toolrl_grpo", "algorithm.kl_placement=reward", KL],
+        ["algorithm.name=rloo", "algorithm.kl_placement=reward", KL, "actor.ppo_mini_batch_size=4"],
+        ["algorithm.name=reinforce_pp", "algorithm.kl_placement=reward", KL, "actor.ppo_mini_batch_size=4"],
+        ["algorithm.name=ppo", "algorithm.kl_placement=reward", KL, "actor.ppo_mini_batch_size=4"],
+        ["algorithm.name=reinforce_pp_baseline", "algorithm.kl_placement=reward", KL],
     ],
     ids=" ".join,
 )
@@ -142,7 +160,9 @@ def test_every_estimator_has_its_formula_with_numbers(words: list[str], model: P
     for number in range(len(kept.samples)):
         explanation = explain(run, 2, number)
         assert explanation.failed == []
-        agreed += "The record agrees." in section(explanation, "Group and advantage")
+        shown = section(explanation, "Group and advantage")
+        assert KL not in words or "r - beta * sum(KL) = " in shown
+        agreed += "The record agrees." in shown
     assert agreed == len(kept.samples)
     # the check can fail
     sample = next(each for each in kept.samples if each.columns["advantages"].any())
@@ -151,6 +171,32 @@ def test_every_estimator_has_its_formula_with_numbers(words: list[str], model: P
     samples = [changed if each is sample else each for each in kept.samples]
     SampleFiles(run.folder, lambda ids: "w").write(2, StepSamples(samples=samples, loss=kept.loss))
     assert "advantage" in explain(run, 2, kept.samples.index(sample)).failed
+
+
+@pytest.mark.long
+def test_gigpo_adds_the_advantages_of_turns(model: Path, tmp_path: Path) -> None:
+    """Turns of both responses in equal states: first turns always, and second ones, as every answer is `again`."""
+    words = ["algorithm.name=gigpo", "reward.name=env", f"env.name={__file__}:PaidTurns", *TWO_TURNS[1:]]
+    run = read_run(trained_folder(model, tmp_path, *words))
+    kept, agreed = read_step(run, 1), 0
+    for number, sample in enumerate(kept.samples):
+        explanation = explain(run, 1, number)
+        shown = section(explanation, "Group and advantage")
+        assert explanation.failed == []
+        agreed += "The record agrees." in shown
+        values = dict.fromkeys(sample.columns["advantages"].tolist())
+        if len(values) == 2:
+            (own, other), mean = sample.group_returns, np.mean(sample.group_returns)
+            reward = own if sample.index == 0 else other
+            episode = (reward - mean) / (np.std(sample.group_returns, ddof=1) + 1e-6)
+            assert f"= {episode:.6g}; discounted return and A_turn of the turns: " in shown
+    assert agreed == len(kept.samples)
+    assert any(len(set(each.columns["advantages"].tolist())) == 2 for each in kept.samples)
+    sample = next(each for each in kept.samples if each.columns["advantages"].any())
+    changed = replace(sample, columns={**sample.columns, "advantages": -sample.columns["advantages"]})
+    samples = [changed if each is sample else each for each in kept.samples]
+    SampleFiles(run.folder, lambda ids: "w").write(1, StepSamples(samples=samples, loss=kept.loss))
+    assert "advantage" in explain(run, 1, kept.samples.index(sample)).failed
 
 
 def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
-"""Explain one sample of a training step: toolrl explain RUN --step N [--sample K]
+"""Explain one sample of a training step: toolrl explain RUN --step N [--sample K [--gradient]]
 
 RUN is the folder of a run, which keeps samples of every step (trainer.samples_kept). From the prompt to the loss:
 texts, reward, group, advantage, tokens, share of the loss. Without --sample the samples of the step are listed.
-Exit code 0: the record agrees with the arithmetic. 1: a check fails. 2: there is no such sample.
+--gradient adds its share of the gradient norm: the step is repeated from its record (trainer.record=true).
+Exit code 0: the record agrees with the arithmetic. 1: a check fails. 2: there is no such sample or record.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, required=True, help="training step, from 1")
     parser.add_argument("--sample", type=int, help="number of the sample in the list of the step")
+    parser.add_argument("--gradient", action="store_true", help="its share of the gradient norm, from the record")
     options = parser.parse_args(argv)
+    if options.gradient and options.sample is None:
+        parser.error("--gradient needs --sample")
     console = Console(highlight=False, emoji=False)
     try:
-        return _explained(read_run(options.run), options.step, options.sample, console)
+        return _explained(read_run(options.run), options.step, options.sample, options.gradient, console)
     except VerlError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return exit_code_of(error)
 
 
-def _explained(run: RunFolder, step: int, sample: int | None, console: Console) -> int:
+def _explained(run: RunFolder, step: int, sample: int | None, gradient: bool, console: Console) -> int:
     from verl.kit.explain.explanation import explain, read_step, summary  # imports torch
 
     if sample is None:
         for line in summary(read_step(run, step)):
             console.print(line, markup=False, soft_wrap=True)
         return 0
-    explanation = explain(run, step, sample)
+    explanation = explain(run, step, sample, gradient)
     for title, lines in explanation.sections:
         console.print(f"\n{title}", style="bold", markup=False)
         for line in lines:

@@ -22,6 +22,7 @@ from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.config.load import restored_config
 from verl.errors import ConfigError, DataError
 from verl.kit.explain.formulas import Known, advantage_formula
+from verl.kit.explain.penalty import is_penalized, kl_of_tokens
 from verl.kit.report.folder import RunFolder, parsed
 from verl.kit.report.reasons import Reasons, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
@@ -63,8 +64,11 @@ def _share(share: float | None) -> str:
     return "none (not computed: its advantage is zero)" if share is None else f"{share:.6g}"
 
 
-def explain(run: RunFolder, step: int, number: int) -> Explanation:
-    """number: of the kept sample in the step's file. Raises DataError or ConfigError if there is none."""
+def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> Explanation:
+    """number: of the kept sample in the step's file; gradient: compute its share of the gradient norm, by a replay
+
+    Raises DataError or ConfigError if there is no such sample, or no record for the gradient.
+    """
     kept = read_step(run, step)
     if not 0 <= number < len(kept.samples):
         raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
@@ -81,8 +85,10 @@ def explain(run: RunFolder, step: int, number: int) -> Explanation:
         ("Group and advantage", _advantage(sample, rollout, kept, rollouts, algorithm, beta, failed)),
         ("Tokens", _tokens(sample, kept.texts, algorithm, failed)),
         ("Share of the loss", _loss(sample, kept, logged, failed)),
-        ("Not known", _unknown(sample)),
+        ("Share of the gradient norm", _gradient(run, step, sample, gradient)),
     ]
+    if unknown := _unknown(sample):
+        sections.append(("Not known", unknown))
     return Explanation(sections, failed)
 
 
@@ -143,6 +149,8 @@ def _advantage(
     recorded = sample.columns["advantages"]
     if not len(recorded):
         return [*lines, "no token is trained"]
+    if is_penalized(algorithm, beta):
+        lines += _penalty(sample, kept.texts, algorithm, beta)
     turns = [value for value in (rollout or {}).get("turn_rewards", ()) if value is not None]
     shown = f"recorded: {recorded[0]:.6g} on every token"
     if not (recorded == recorded[0]).all():
@@ -159,6 +167,25 @@ def _advantage(
         failed.append("advantage")
     value = f" = {formula.values_A:.6g}" if isinstance(formula.values_A, float) else ""
     return [*lines, formula.text + value, shown, "The record agrees." if agrees else "The record differs."]
+
+
+def _penalty(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, beta: float) -> list[str]:
+    """The rewards of the tokens with the largest KL."""
+    kl_A, places = kl_of_tokens(sample, algorithm), np.flatnonzero(sample.mask)
+    total, last = float(kl_A.sum()), len(kl_A) - 1
+    left = sample.reward - beta * total
+    lines = [
+        f"KL in the reward: a token's reward is -beta * {algorithm.kl.estimator}(p, p_ref), the last one's also r; "
+        f"beta = {beta:.6g}",
+        f"r - beta * sum(KL) = {sample.reward:.6g} - {beta:.6g} * {total:.6g} = {left:.6g}; the tokens with the "
+        "largest KL, and the last:",
+    ]
+    for at in sorted({*np.abs(kl_A).argsort()[::-1][: _SHOWN_TOKENS - 1].tolist(), last}):
+        token, start = texts.get(int(sample.token_ids[places[at]]), ""), sample.reward if at == last else 0.0
+        lines.append(
+            f"  {places[at]:5} {token!r}: {start:.4g} - {beta:.4g} * {kl_A[at]:.4g} = {start - beta * kl_A[at]:.4g}"
+        )
+    return lines
 
 
 def _tokens(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, failed: list[str]) -> list[str]:
@@ -250,13 +277,28 @@ def _loss(sample: KeptSample, kept: StepSamples, logged: float | None, failed: l
     return lines
 
 
-def _unknown(sample: KeptSample) -> list[str]:
-    lines = [
-        "the share of the gradient norm: it needs the weights of the step (`toolrl replay` repeats a recorded update)"
+def _gradient(run: RunFolder, step: int, sample: KeptSample, wanted: bool) -> list[str]:
+    if not wanted:
+        recorded = (run.folder / "records" / f"step-{step:06d}.npz").exists()
+        how = "--gradient repeats the update from its record" if recorded else "the step has no record (trainer.record)"
+        return [f"not known: it needs the weights of the step; {how}"]
+    from verl.kit.explain.gradient import gradient_share  # imports Ray
+
+    found = gradient_share(run.folder, step, sample.row)
+    if found is None:
+        return ["0: no update computed this sample: its advantage is zero, or the critic warms up"]
+    share = found.share / found.whole if found.whole else 0.0
+    return [
+        f"share of this sample: {found.share:.6g}, {share:.2%} of the norm {found.whole:.6g} of its update's gradient "
+        f"before clipping; the shares of its {found.samples} samples add up to the norm",
+        f"the norm of its own gradient is {found.own:.6g}",
     ]
-    if "old_logprobs" not in sample.columns:
-        lines.append("log-probs before the update: it is the step's only one, or the ratio uses the engine's")
-    return lines
+
+
+def _unknown(sample: KeptSample) -> list[str]:
+    if "old_logprobs" in sample.columns:
+        return []
+    return ["log-probs before the update: it is the step's only one, or the ratio uses the engine's"]
 
 
 def _listed(values: Sequence[float]) -> str:

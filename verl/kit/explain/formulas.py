@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.estimators.advantage import gae, grpo, returns_to_go
+from verl.algorithms.estimators.advantage import AdvantageInputs, gae, grpo, returns_to_go, turn_returns
 from verl.algorithms.estimators.dr_grpo import group_centered
 from verl.algorithms.estimators.gigpo import gigpo
 from verl.algorithms.estimators.gpg import gpg
@@ -28,8 +28,9 @@ from verl.algorithms.estimators.reinforce_pp import reinforce_pp
 from verl.algorithms.estimators.reinforce_pp_baseline import reinforce_pp_baseline
 from verl.algorithms.estimators.remax import remax
 from verl.algorithms.estimators.rloo import rloo
-from verl.algorithms.kl import KL_ESTIMATORS
-from verl.algorithms.names import KLPlacement
+from verl.batch.experience import turns_of
+from verl.batch.token_batch import TokenBatch
+from verl.kit.explain.penalty import is_penalized, kl_of_tokens, penalized
 from verl.tracking.samples import KeptSample
 
 _Array = npt.NDArray[np.float64]
@@ -68,11 +69,32 @@ class Formula:
 
 
 def advantage_formula(known: Known) -> Formula | None:
-    """None for an estimator of the user's own, or if the group's other rollouts have a KL that is not kept."""
+    """None for an estimator of the user's own."""
     estimator = getattr(known.algorithm.advantage, "func", known.algorithm.advantage)
-    by_token = estimator in (gae, reinforce_pp, remax)
-    if known.algorithm.kl.placement is KLPlacement.REWARD and known.beta and not by_token:
+    if estimator in _FORMULAS and estimator not in _BY_TOKEN and is_penalized(known.algorithm, known.beta):
+        adjusted = _after_kl(known)
+        return adjusted or Formula("not computed: the KL of the group's other rollouts is not kept")
+    return _formula(known, estimator)
+
+
+def _after_kl(known: Known) -> Formula | None:
+    """With the returns r - beta * sum(KL) of the group, if all of its rollouts are kept."""
+    groups = {each.group: each for each in known.kept}.values()
+    adjusted = [penalized(each, known.kept, known.algorithm, known.beta) for each in groups]
+    kept = [each for group in adjusted for each in group or ()]
+    place = next((each for each in kept if each.row == known.sample.row), None)
+    if place is None:
         return None
+    own = known.own + place.reward - known.sample.reward
+    estimator = getattr(known.algorithm.advantage, "func", known.algorithm.advantage)
+    formula = _formula(replace(known, sample=place, own=own, kept=kept), estimator)
+    if formula is None:
+        return None
+    returns = ", ".join(f"{each:.6g}" for each in place.group_returns)
+    return replace(formula, text=f"with r - beta * sum(KL) for r, in the group {returns}: {formula.text}")
+
+
+def _formula(known: Known, estimator: Any) -> Formula | None:
     if len(known.returns) == 1 and estimator in (grpo, group_centered, rloo, opo, pass_at_k):
         return Formula("A = r: the group has one response", known.own)
     make = _FORMULAS.get(estimator)
@@ -148,13 +170,55 @@ def _gigpo(known: Known) -> Formula:
     mean = float(known.returns.mean())
     std = float(known.returns.std(ddof=1)) + 1e-6 if known.options.get("divide_by_std", True) else 1.0
     episode = (known.own - mean) / std if known.returns.std() else 0.0
-    rest = known.sample.columns["advantages"] - episode
     weight = known.options.get("turn_weight", 1.0)
     filled = f"({known.own:.6g} - {mean:.6g}) / {std:.6g} = {episode:.6g}"
-    return Formula(
-        f"A = A_episode + {weight:g} * A_turn; A_episode = (R - mean) / std = {filled}; the rest, from "
-        f"{rest.min():.6g} to {rest.max():.6g}, is of the turns in equal states"
+    text = f"A = A_episode + {weight:g} * A_turn; A_episode = (R - mean) / std = {filled}"
+    inputs = None if is_penalized(known.algorithm, known.beta) else _group_inputs(known)  # a KL is in every turn
+    if inputs is None:
+        rest = known.sample.columns["advantages"] - episode
+        return Formula(f"{text}; the rest, from {rest.min():.6g} to {rest.max():.6g}, is of the turns in equal states")
+    place = next(number for number, each in enumerate(_group(known)) if each.row == known.sample.row)
+    assert inputs.turns is not None
+    turns = inputs.turns[place]
+    returns_N = turn_returns(inputs.token_rewards[place], turns, known.options.get("gamma", 0.95))
+    values_A = gigpo(inputs, **known.options).advantages[place].double()
+    first = [int((turns.turn_L == turn).nonzero()[0]) for turn in range(len(returns_N))]
+    shown = ", ".join(
+        f"{each:.6g} and {(float(values_A[at]) - episode) / (weight or 1.0):.6g}"
+        for each, at in zip(returns_N.tolist(), first, strict=True)
     )
+    return Formula(f"{text}; discounted return and A_turn of the turns: {shown}", values_A.numpy())
+
+
+def _group(known: Known) -> list[KeptSample]:
+    return [each for each in known.kept if each.group == known.sample.group]
+
+
+def _group_inputs(known: Known) -> AdvantageInputs | None:
+    """The estimator's inputs for the group; None unless all of its rollouts are kept, and of one segment each."""
+    group = _group(known)
+    rows = {row.get("index"): row for row in known.rollouts if row.get("task_id") == known.sample.task_id}
+    if len(group) != len(known.returns) or any(each.num_segments > 1 or each.index not in rows for each in group):
+        return None
+    counts = [np.array([count(each) for each in group]) for count in (lambda s: len(s.mask), lambda s: s.mask.sum())]
+    batch = TokenBatch(
+        token_ids=np.concatenate([each.token_ids for each in group]),
+        action_mask=np.concatenate([each.mask for each in group]),
+        num_tokens=counts[0],
+        num_trained=counts[1],
+        groups=np.zeros(len(group), dtype=np.int64),
+    )
+    turns, rewards = turns_of(batch), []
+    for each, own in zip(group, turns, strict=True):
+        given = [value or 0.0 for value in rows[each.index].get("turn_rewards") or ()]
+        if len(given) != len(own.state_N):  # turns without an observation between them cannot be told apart
+            return None
+        rewards_L = torch.zeros(len(own.turn_L), dtype=torch.float64)
+        ends = np.cumsum(np.bincount(own.turn_L.numpy(), minlength=len(given))) - 1
+        rewards_L[ends] = torch.tensor(given, dtype=torch.float64)
+        rewards_L[-1] += each.reward
+        rewards.append(rewards_L)
+    return AdvantageInputs(rewards, torch.zeros(len(group), dtype=torch.long), turns=turns)
 
 
 def _reinforce_pp(known: Known) -> Formula:
@@ -199,12 +263,12 @@ def _returns_to_go(known: Known, sample: KeptSample, gamma: float) -> _Array:
     """[A] the reward on the last token, and minus beta * KL on each."""
     rewards_A = torch.zeros(len(sample.columns["advantages"]), dtype=torch.float64)
     rewards_A[-1] = sample.reward
-    if known.algorithm.kl.placement is KLPlacement.REWARD and known.beta:
-        old, reference = (torch.from_numpy(sample.columns[name].copy()) for name in ("old_logprobs", "ref_logprobs"))
-        rewards_A -= known.beta * KL_ESTIMATORS[known.algorithm.kl.estimator](old, reference)
+    if is_penalized(known.algorithm, known.beta):
+        rewards_A -= known.beta * torch.from_numpy(kl_of_tokens(sample, known.algorithm))
     return returns_to_go(rewards_A, gamma).numpy()
 
 
+_BY_TOKEN = (gae, reinforce_pp, remax)  # their formulas have each token's KL
 _FORMULAS: Mapping[Any, Callable[[Known], Formula]] = {
     grpo: _grpo,
     group_centered: _centered,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,17 @@ def replay(folder: Path, step: int) -> Replay:
 
 
 def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Replay:
-    """target: the last record. Logs a warning if settings, machine or code differ from its own: so may rounding."""
+    """target: the last record"""
+    with learner_before(plan, target, config, cluster) as learner:
+        return Replay(target.metrics, replay_step(learner, target))
+
+
+@contextmanager
+def learner_before(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Iterator[Learner]:
+    """The learner as it was before the step of the last record, `target`, and with its KL coefficient.
+
+    Logs a warning if settings, machine or code differ from those of the record: so may rounding.
+    """
     device, total_steps = str(target.made_by["device"]), int(target.made_by["total_steps"])
     _log_differences("here", made_by(config, device, total_steps), target.made_by)
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
@@ -111,17 +122,22 @@ def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Clust
             record = read_record(path)
             _log_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(target))
             replay_step(learner, record)
-        return Replay(target.metrics, replay_step(learner, target))
+        _set_kl(learner, target)
+        yield learner
     finally:
         ranks.close()
 
 
 def replay_step(learner: Learner, record: Record) -> dict[str, float]:
     """Replay the step on the current weights. Returns its metrics."""
-    if learner.kl_control is not None and record.kl_coefficient is not None:
-        learner.kl_control.coefficient = record.kl_coefficient
+    _set_kl(learner, record)
     learner.timer.start()
     return learner.learn(record.batch, record.step - 1).metrics
+
+
+def _set_kl(learner: Learner, record: Record) -> None:
+    if learner.kl_control is not None and record.kl_coefficient is not None:
+        learner.kl_control.coefficient = record.kl_coefficient
 
 
 def _arithmetic(record: Record) -> dict[str, Any]:
