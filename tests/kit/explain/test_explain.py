@@ -230,11 +230,25 @@ def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     share = section(explanation, "Share of the loss")
     assert "share of this sample: -0.04166" in share and "67.56%" in share
     assert "add up to -0.02166; actor/loss is -0.02166" in share
-    assert "the share of the gradient norm" in section(explanation, "Not known")
+    assert "not known: it needs the weights" in section(explanation, "Share of the gradient norm")
     files.write(1, StepSamples(samples=[replace(made, reward=5.0)], loss={3: -0.04166}))
     assert explain(read_run(run), 1, 0).failed == ["advantage", "sum of the shares"]
     assert main([str(run), "--step", "1", "--sample", "0"]) == 1
     assert "checks that fail: advantage, sum of the shares" in capsys.readouterr().out
+
+
+def test_a_reused_rollout_is_found_where_it_was_generated(tmp_path: Path) -> None:
+    run = save_report_run(tmp_path / "run", steps=3)
+    config = load_config(["algorithm.name=grpo", "algorithm.kl_placement=none", "model.path=a", "rollout.n=4"])
+    (run / "config.yaml").write_text(as_yaml(config, TRAIN))
+    kept = read_step(read_run(run), 3)
+    first = json.loads((run / "transcripts" / "step-000002.jsonl").read_text().split("\n")[5])
+    again = replace(kept.samples[-1], line=None, task_id=first["task_id"], index=1, reward=first["reward"])
+    lost = replace(again, reward=9.0)
+    SampleFiles(run, str).write(3, replace(kept, samples=[again, lost]))
+    shown = section(explain(read_run(run), 3, 0), "Texts")
+    assert "step 2 group 1" in shown and "generated for step 2, whose report shows it" in shown
+    assert "not in the step's file" in section(explain(read_run(run), 3, 1), "Texts")
 
 
 def test_what_there_is_not_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ TOLERANCE = 1e-5  # of the sum of the shares
 _RELATIVE = 1e-3  # of the largest token loss
 _SHOWN_TOKENS = 8
 _SHOWN_CHARS = 600
+_REUSED_FROM = 32  # steps before, at most, in which a reused rollout is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> E
         raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
     sample = kept.samples[number]
     rollouts = [row for text in run.transcript(step) if (row := parsed(text)) is not None]
-    rollout = None if sample.line is None else _rollout(run, step, sample.line)
+    rollout = _reused(run, step, sample) if sample.line is None else _rollout(run, step, sample.line)
     algorithm = _algorithm(run)
     logged = next((row.get("actor/loss") for row in run.rows if row["step"] == step), None)
     beta = next((row.get("kl/coefficient") or 0.0 for row in run.rows if row["step"] == step), 0.0)
@@ -96,6 +97,17 @@ def _rollout(run: RunFolder, step: int, line: int) -> dict[str, Any] | None:
     return next((parsed(text) for text in islice(run.transcript(step), line, line + 1)), None)
 
 
+def _reused(run: RunFolder, step: int, sample: KeptSample) -> dict[str, Any] | None:
+    """The rollout of an earlier step: the newest with the task, the index and the reward."""
+    earlier = [each for each in run.transcript_steps() if each < step]
+    for each in earlier[: -_REUSED_FROM - 1 : -1]:
+        for row in map(parsed, run.transcript(each)):
+            known = row is not None and (row.get("task_id"), row.get("index")) == (sample.task_id, sample.index)
+            if row and known and math.isclose(row.get("reward") or 0.0, sample.reward, abs_tol=1e-6):
+                return row
+    return None
+
+
 def _algorithm(run: RunFolder) -> Algorithm:
     if not run.settings:
         raise DataError("cannot be read", "the settings of the run", file=str(run.folder / "config.yaml"))
@@ -110,7 +122,10 @@ def _texts(rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
     calls = [f"{use['name']}: {use['status']}, {use['seconds']:.3g} s" for use in rollout.get("tool_uses", ())]
     prompt, responses = rollout["prompt"][-1:], rollout["responses"]
     lines = [f"{message['role']}: {_cut(str(message['content']))}" for message in (*prompt, *responses)]
-    return [*lines, f"gold answer: {_cut(str(rollout['answer']))}", *(f"tool call: {call}" for call in calls), counts]
+    lines += [f"gold answer: {_cut(str(rollout['answer']))}", *(f"tool call: {call}" for call in calls)]
+    if sample.line is None:
+        lines.append(f"generated for step {rollout['step']}, whose report shows it, and trained again here")
+    return [*lines, counts]
 
 
 def _cut(text: str) -> str:
