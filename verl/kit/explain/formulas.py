@@ -211,7 +211,7 @@ def _group_inputs(known: Known) -> AdvantageInputs | None:
     turns, rewards = turns_of(batch), []
     for each, own in zip(group, turns, strict=True):
         given = [value or 0.0 for value in rows[each.index].get("turn_rewards") or ()]
-        if len(given) != len(own.state_N):  # turns without an observation between them cannot be told apart
+        if len(given) != len(own.state_N):  # turns without an observation between them cannot be distinguished
             return None
         rewards_L = torch.zeros(len(own.turn_L), dtype=torch.float64)
         ends = np.cumsum(np.bincount(own.turn_L.numpy(), minlength=len(given))) - 1
