@@ -160,6 +160,22 @@ def test_every_request_is_measured() -> None:
     assert line["row"] == 18 and line["ratio"] == line["ours"]["ms per request"] > 0
 
 
+@pytest.mark.long
+def test_the_cost_of_a_gpu_step_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    command = [sys.executable, "bench/gpu_cost.py", "--models", "0.5B", "--gpus", "h200", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    step = found["steps"]["0.5B, h200"]
+    assert (
+        step["ToolRL"]["bound"] < step["ToolRL"]["seconds"] < step["peer"]["seconds"] < step["peer, padded"]["seconds"]
+    )
+    totals = [sum(phases.values()) for phases in found["choices"].values()]
+    assert totals == sorted(totals, reverse=True), "every choice saves time"
+    assert f"| 0.5B, h200 | 1 | {step['one update']['bound']:.1f} |" in done.stdout
+
+
 def test_without_the_model_a_row_is_skipped() -> None:
     lines, said = run_bench("step.py", "--model", "no/such/folder")
     assert lines == []

@@ -493,7 +493,7 @@ def test_the_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words += ["data.max_prompt_length=512", RESPONSES]
     assert main([*words, "--gpu=h100"]) == 0
     said = capsys.readouterr().out
-    assert "It fits" in said and "Lower bounds of step times" in said and "2 x h100 train" in said
+    assert "It fits" in said and "Seconds of a step: lower bound" in said and "2 x h100 train" in said
     assert main([*words, "--gpu=h100", "rollout.gpu_memory_utilization=1.0"]) == 1
     assert "suggested changes: rollout.gpu_memory_utilization=0.8" in capsys.readouterr().out
 
@@ -509,7 +509,7 @@ def test_the_command_shows_the_pools_and_what_overlaps(model: Path, capsys: pyte
         said.append(" ".join(capsys.readouterr().out.split()))
     on_gpus, on_cpu = said
     assert "1 x h100 train, 2 more x h100 generate, concurrently" in on_gpus
-    assert "max(rollout, score + update + step) + weight_sync" in on_gpus and "Best split of 3 GPUs" in on_gpus
+    assert "max(rollout, training) + weight_sync" in on_gpus and "Best split of 3 GPUs" in on_gpus
     assert "1 rank(s) train, 2 more engine(s) generate, concurrently; 1 of" in on_cpu
     in_flight = "at most 4096 episodes in flight"
     assert f"{in_flight}, 2048 decoded concurrently" in on_gpus and f"{in_flight}, 512 decoded concurrently" in on_cpu

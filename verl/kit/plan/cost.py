@@ -269,7 +269,11 @@ def count_score(module: nn.Module, packed: PackedBatch) -> PassCost:
 
 
 def policy_pass(
-    config: PretrainedConfig, packed: PackedBatch, checkpointing: bool = False, entropy: bool = False
+    config: PretrainedConfig,
+    packed: PackedBatch,
+    checkpointing: bool = False,
+    entropy: bool = False,
+    wrapper: type[PackedPolicy] = PackedPolicy,
 ) -> PassCost:
     """An update's pass of the policy over a pack.
 
@@ -282,7 +286,7 @@ def policy_pass(
         return policy_loss(policy, packed, algorithm, 1.0)[0]
 
     def count(layers: int) -> PassCost:
-        return count_update(PackedPolicy(meta_model(config, layers, checkpointing)), loss, packed)
+        return count_update(wrapper(meta_model(config, layers, checkpointing)), loss, packed)
 
     return over_layers(count, config.num_hidden_layers)
 
@@ -298,10 +302,10 @@ def critic_pass(config: PretrainedConfig, packed: PackedBatch, checkpointing: bo
     return over_layers(count, config.num_hidden_layers)
 
 
-def score_pass(config: PretrainedConfig, packed: PackedBatch) -> PassCost:
+def score_pass(config: PretrainedConfig, packed: PackedBatch, wrapper: type[PackedPolicy] = PackedPolicy) -> PassCost:
     """A pass without gradients, for old or reference log-probs."""
     return over_layers(
-        lambda layers: count_score(PackedPolicy(meta_model(config, layers)), packed), config.num_hidden_layers
+        lambda layers: count_score(wrapper(meta_model(config, layers)), packed), config.num_hidden_layers
     )
 
 

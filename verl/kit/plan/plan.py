@@ -343,10 +343,13 @@ class Plan:
         }
 
     def step_seconds(self) -> float:
-        """Lower bound: the sum of the phases, but max(rollout, training) if they overlap."""
-        times = {name: value for name, (value, _) in self.seconds().items()}
-        rollout, weight_sync = times.pop("rollout"), times.pop("weight_sync")
-        return self._combined(rollout, sum(times.values())) + weight_sync
+        """Lower bound of all phases together."""
+        return self.total_seconds({name: value for name, (value, _) in self.seconds().items()})
+
+    def total_seconds(self, times: Mapping[str, float]) -> float:
+        """The sum of the phases, but max(rollout, training) if they overlap."""
+        training = sum(value for name, value in times.items() if name not in ("rollout", "weight_sync"))
+        return self._combined(times["rollout"], training) + times["weight_sync"]
 
     def _combined(self, rollout: float, training: float) -> float:
         """Seconds of rollout and training: the longer if they overlap, else the sum."""

@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.config.schema import Config
+from verl.errors import ConfigError
 from verl.kit.plan.memory import GIB
 from verl.kit.plan.plan import Plan
+from verl.kit.plan.seconds import estimate_step
 from verl.trainer.builders.threads import available_cores, threads_of
 
 
@@ -29,7 +31,7 @@ def show(plan: Plan, console: Console) -> None:
         console.print(f"{name:9}{text}", markup=False, soft_wrap=True)
     console.print(memory_table(plan))
     if times := plan.seconds():
-        console.print(time_table(plan, times))
+        console.print(time_table(plan, times, _estimate(plan, console)))
         if not config.rollout.colocated:
             console.print(format_split(plan), markup=False, soft_wrap=True)
     print_suggestions(plan, console)
@@ -105,17 +107,28 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
-def time_table(plan: Plan, times: Mapping[str, tuple[float, str]]) -> Table:
+def _estimate(plan: Plan, console: Console) -> dict[str, float]:
+    try:
+        return estimate_step(plan)
+    except ConfigError as error:
+        console.print(f"no estimate: {error}", markup=False, soft_wrap=True)
+        return {}
+
+
+def time_table(plan: Plan, times: Mapping[str, tuple[float, str]], estimate: Mapping[str, float]) -> Table:
+    """Rows: phases. Columns: the bound, the estimate from counted work if there is one, the bound's formula."""
     device = plan.hardware.device
     assert device is not None
     legend = f"F {device.flops / 1e12:.0f} TFLOP/s, W {device.bytes_per_s / 1e12:.2f} TB/s, N parameters"
-    table = Table(title=f"Lower bounds of step times in seconds ({legend})")
-    for heading in ("phase", "seconds", "formula"):
-        table.add_column(heading, justify="right" if heading == "seconds" else "left")
-    for phase, (seconds, formula) in times.items():
-        table.add_row(phase, f"{seconds:.3g}", formula)
-    formula = "max(rollout, score + update + step) + weight_sync" if plan.ahead else "sum"
-    table.add_row("total", f"{plan.step_seconds():.3g}", formula)
+    table = Table(title=f"Seconds of a step: lower bound ({legend}), and estimate from counted work")
+    for heading in ("phase", "bound", "estimate", "formula"):
+        table.add_column(heading, justify="right" if heading in ("bound", "estimate") else "left")
+    for phase in {**times, **estimate}:
+        bound, formula = times.get(phase, (0.0, "controller: assumed"))
+        table.add_row(phase, f"{bound:.3g}", f"{estimate[phase]:.3g}" if phase in estimate else "", formula)
+    formula = "max(rollout, training) + weight_sync" if plan.ahead else "sum"
+    total = f"{plan.total_seconds(estimate):.3g}" if estimate else ""
+    table.add_row("total", f"{plan.step_seconds():.3g}", total, formula)
     return table
 
 

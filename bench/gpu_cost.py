@@ -1,0 +1,246 @@
+"""Counted, not timed: what a step costs on GPUs, from the real update and score on tensors without data.
+
+    python bench/gpu_cost.py [--models 0.5B,1.5B,..] [--gpus h100,h200,b200,rtx4090] [--json FILE]
+
+Prints three tables in Markdown. The first counts one pack of 8 groups (900 prompt and 4 * 250 response tokens) of a
+model with the shape of Qwen2.5-1.5B. The second estimates the seconds of a step of 512 * 4 responses, by the counts of
+`toolrl plan` at assumed speeds, on the fewest GPUs that hold the model (1, 2, 4, 8), with gradient checkpointing where
+it is needed. Communication between GPUs is not counted.
+
+The peer computes ToolRL's recipe as veRL does: old and reference log-probs, checkpointing, logits at all positions,
+the prompt with every response; either padded to 2,048 + 1,024 tokens or without padding. Its rollouts, optimizer and
+controller cost what ours do.
+
+The third table starts from the settings that cost most, for one update of the 1.5B on an H200, and changes them one
+after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, Qwen2Config
+
+from verl.batch.packed import PackedBatch
+from verl.config.load import load_config
+from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
+from verl.kit.plan.memory import GIB
+from verl.kit.plan.plan import Lengths, Plan, find_hardware, shape_of
+from verl.kit.plan.seconds import Rates, counted_seconds, sharding_traffic
+from verl.trainer.builders.algorithm import build_algorithm
+from verl.workers.model import PackedPolicy, PolicyOutput, hidden_states
+
+SIZES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary, tied head
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}
+GPUS = ("h100", "h200", "b200", "rtx4090")
+PROMPTS, RESPONSES, PROMPT, RESPONSE = 512, 4, 900, 250
+PADDED = (2048, 1024, 5)  # prompt, response, rows of a micro-batch: 15,360 tokens, as many as a pack has
+UNPADDED = (PROMPT, RESPONSE, 13)  # 14,950 tokens
+ONE_UPDATE = ("algorithm.name=grpo", "algorithm.kl_placement=none", f"actor.ppo_mini_batch_size={PROMPTS}")
+TOOLRL = ("algorithm.name=toolrl_grpo", "actor.ppo_mini_batch_size=128")
+ALWAYS = (
+    *(f"rollout.n={RESPONSES}", f"data.train_batch_size={PROMPTS}", f"data.max_prompt_length={PADDED[0]}"),
+    *(f"data.max_response_length={PADDED[1]}", "model.compute_dtype=bfloat16"),
+)
+NUM_GPUS = (1, 2, 4, 8)
+_SEED_S = 8e-6  # assumed, per sequence and token: vLLM samples rows with a seed one by one
+
+
+class FullLogits(PackedPolicy):
+    """Logits at every position, of which the responses' are normalized in float32."""
+
+    def forward(self, packed: PackedBatch, temperature: float, with_entropy: bool) -> PolicyOutput:
+        everywhere = replace(packed, source=packed.token_ids)
+        logits_TV = self.model.get_output_embeddings()(hidden_states(self.model.get_decoder(), everywhere))
+        logprobs_AV = (logits_TV[packed.source].float() / temperature).log_softmax(-1)
+        logprobs_A = logprobs_AV.gather(-1, packed.target[:, None]).squeeze(-1)
+        entropy_A = -(logprobs_AV.detach().exp() * logprobs_AV.detach()).sum(-1) if with_entropy else None
+        return PolicyOutput(logprobs_A, entropy_A)
+
+
+def model_config(size: str) -> PretrainedConfig:
+    hidden, intermediate, layers, heads, key_heads, vocabulary, tied = SIZES[size]
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
+
+
+def make_plan(model: PretrainedConfig, gpu: str, *overrides: str) -> Plan:
+    config = load_config([*ALWAYS, *overrides])
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    shape = shape_of(PackedPolicy(meta_model(model, model.num_hidden_layers)), model)
+    return Plan(config, algorithm, shape, None, Lengths(PROMPT, RESPONSE, "given"), find_hardware(config, gpu))
+
+
+def fitting_plan(model: PretrainedConfig, gpu: str, recipe: tuple[str, ...]) -> Plan | None:
+    """On the fewest GPUs; with checkpointing only if it does not fit without."""
+    for number in NUM_GPUS:
+        for checkpointing in (False, True):
+            gpus = f"trainer.n_gpus_per_node={number}"
+            plan = make_plan(model, gpu, *recipe, gpus, f"model.enable_gradient_checkpointing={checkpointing}")
+            if not plan.violations():
+                return plan
+    return None
+
+
+def rows_apart(prompt: int, response: int, rows: int) -> PackedBatch:
+    """A micro-batch whose rows share nothing; of padded rows the padding is computed, too."""
+    return pack_of_groups(1, prompt, response, rows, shared=False)
+
+
+def peer_seconds(plan: Plan, model: PretrainedConfig, rows: tuple[int, int, int]) -> dict[str, float]:
+    """Ours, with the passes of the peer; always with checkpointing, as ToolRL's script has it."""
+    assert plan.hardware.device is not None
+    rates, packed = Rates.of(plan.hardware.device), rows_apart(*rows)
+    score = rates.seconds(score_pass(model, packed, FullLogits).forward)
+    update = rates.seconds(policy_pass(model, packed, checkpointing=True, wrapper=FullLogits).total)
+    update += sharding_traffic(plan.policy, plan.rank) / rates.traffic
+    packs = PROMPTS * RESPONSES / rows[-1] / plan.config.num_ranks
+    return {**counted_seconds(plan, model), "score": 2 * packs * score, "update": packs * update}
+
+
+def pack_rows(model: PretrainedConfig) -> Iterator[tuple[str, PassCost]]:
+    shared, plain = (
+        pack_of_groups(8, PROMPT, RESPONSE, RESPONSES),
+        pack_of_groups(8, PROMPT, RESPONSE, RESPONSES, False),
+    )
+    yield "update", policy_pass(model, shared)
+    yield "update, with checkpointing", policy_pass(model, shared, checkpointing=True)
+    yield "update, with an entropy term", policy_pass(model, shared, entropy=True)
+    yield "score", score_pass(model, shared)
+    yield "update, prompts not shared (36,800 tokens)", policy_pass(model, plain)
+    for name, rows in {"padded": PADDED, "not padded": UNPADDED}.items():
+        found = policy_pass(model, rows_apart(*rows), checkpointing=True, wrapper=FullLogits)
+        yield f"peer's update, {name} ({(rows[0] + rows[1]) * rows[2]:,} tokens)", found
+
+
+def print_packs(rows: dict[str, PassCost]) -> None:
+    print("| pass over one pack | kernels | GEMM TFLOP | attention TFLOP | other GB | saved GiB | peak GiB | H200 ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    h200 = find_hardware(load_config(list(ALWAYS)), "h200").device
+    assert h200 is not None
+    for name, cost in rows.items():
+        values = [_both(cost, "kernels", 1, ".0f"), _both(cost, "gemm_flops", 1e12, ".1f")]
+        values += [_both(cost, "attention_flops", 1e12, ".1f"), _both(cost, "traffic", 1e9, ".0f")]
+        milliseconds = " + ".join(f"{1e3 * Rates.of(h200).seconds(each):.0f}" for each in _halves(cost))
+        print(f"| {name} | {' | '.join(values)} | {cost.saved / GIB:.1f} | {cost.peak / GIB:.1f} | {milliseconds} |")
+
+
+def _halves(cost: PassCost) -> list[Cost]:
+    return [each for each in (cost.forward, cost.backward) if each.kernels]
+
+
+def _both(cost: PassCost, name: str, unit: float, form: str) -> str:
+    return " + ".join(f"{getattr(each, name) / unit:{form}}" for each in _halves(cost))
+
+
+def step_rows(size: str, gpu: str) -> dict[str, Any]:
+    """Estimated seconds of a step by recipe; {} where the model does not fit."""
+    model, found = model_config(size), {}
+    for name, recipe in {"one update": ONE_UPDATE, "ToolRL": TOOLRL}.items():
+        if plan := fitting_plan(model, gpu, recipe):
+            found[name] = _row(plan, counted_seconds(plan, model))
+            if name == "ToolRL":
+                found["peer, padded"] = _row(plan, peer_seconds(plan, model, PADDED))
+                found["peer"] = _row(plan, peer_seconds(plan, model, UNPADDED))
+    return found
+
+
+def _row(plan: Plan, seconds: dict[str, float]) -> dict[str, Any]:
+    how = {"gpus": plan.config.num_ranks, "checkpointing": plan.rank.checkpointing, "bound": plan.step_seconds()}
+    return {**how, "seconds": sum(seconds.values()), "phases": seconds}
+
+
+def print_steps(steps: dict[str, dict[str, Any]]) -> None:
+    print("| model, GPU | GPUs | bound s | one update s | ToolRL's recipe s | peer s | peer, padded s | peer / ours |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, found in steps.items():
+        if not found:
+            print(f"| {name} | more than {NUM_GPUS[-1]} | | | | | | |")
+            continue
+        one, toolrl, peer = found["one update"], found["ToolRL"], found["peer"]
+        gpus = f"{one['gpus']}" + (f", {toolrl['gpus']}" if toolrl["gpus"] != one["gpus"] else "")
+        ratio = peer["seconds"] / toolrl["seconds"]
+        cells = [f"{one['bound']:.1f}", *(_seconds(each) for each in (one, toolrl)), f"{peer['seconds']:.1f}"]
+        cells += [f"{found['peer, padded']['seconds']:.1f}", f"{ratio:.2f}"]
+        print(f"| {name} | {gpus} | {' | '.join(cells)} |")
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    return f"{row['seconds']:.1f}{' (c)' if row['checkpointing'] else ''}"
+
+
+def choice_rows(model: PretrainedConfig, gpu: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """Seconds by phase, from the dearest settings, each row with one more change."""
+    settings = {"rollout.max_num_seqs": 256, "rollout.max_num_batched_tokens": 2048}
+    settings["model.enable_gradient_checkpointing"] = True
+
+    def count(**more: float) -> dict[str, float]:
+        plan = make_plan(model, gpu, *ONE_UPDATE, *(f"{key}={value}" for key, value in settings.items()))
+        plan = replace(plan, algorithm=replace(plan.algorithm, entropy_coefficient=entropy))
+        seconds = counted_seconds(plan, model)
+        return {name: value + more.get(name, 0.0) for name, value in seconds.items()}
+
+    entropy = 1e-3  # its value does not matter
+    seeds = PROMPTS * RESPONSES * RESPONSE * _SEED_S
+    yield "all of the below", count(rollout=seeds)
+    yield "no seed per request", count()
+    settings["rollout.max_num_seqs"] = 1024
+    yield "1,024 sequences decoded concurrently, not 256", count()
+    settings["rollout.max_num_batched_tokens"] = 16384
+    yield "16,384 tokens per forward pass of the engine, not 2,048", count()
+    entropy = 0.0
+    yield "no gradient of the entropy", count()
+    settings["model.enable_gradient_checkpointing"] = False
+    yield "no checkpointing", count()
+
+
+def print_choices(rows: dict[str, dict[str, float]]) -> None:
+    print("| setting | step s | rollout s | update s |")
+    print("| --- | --- | --- | --- |")
+    for name, seconds in rows.items():
+        print(f"| {name} | {sum(seconds.values()):.1f} | {seconds['rollout']:.1f} | {seconds['update']:.1f} |")
+
+
+def main() -> None:
+    """Count and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SIZES))
+    parser.add_argument("--gpus", default=",".join(GPUS))
+    parser.add_argument("--json", type=Path, help="a file for all figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    packs = dict(pack_rows(model_config("1.5B")))
+    print_packs(packs)
+    names = [(size, gpu) for gpu in arguments.gpus.split(",") for size in arguments.models.split(",")]
+    steps = {f"{size}, {gpu}": step_rows(size, gpu) for size, gpu in names}
+    print()
+    print_steps(steps)
+    choices = dict(choice_rows(model_config("1.5B"), "h200"))
+    print()
+    print_choices(choices)
+    if arguments.json:
+        counted = {name: asdict(cost) for name, cost in packs.items()}
+        arguments.json.write_text(json.dumps({"packs": counted, "steps": steps, "choices": choices}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Estimated seconds of a step, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import Phi3Config
+
+from tests.kit.plan.test_cost import SIZES, SMALL
+from tests.kit.plan.test_plan import SEVEN, model, plan_of
+from verl.config.load import load_config
+from verl.errors import ConfigError
+from verl.kit.plan.cost import Cost, pack_of_groups, policy_pass, score_pass
+from verl.kit.plan.memory import RankSettings
+from verl.kit.plan.plan import Lengths, build_plan, find_hardware
+from verl.kit.plan.seconds import Packing, Rates, counted_seconds, estimate_step, rollout_seconds, sharding_traffic
+from verl.kit.plan.show import time_table
+from verl.tracking.flops import DEVICES
+
+__all__ = ["model"]
+ONE_UPDATE = ["algorithm.name=grpo", "algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"]
+
+
+def test_speeds_are_shares_of_the_data_sheet() -> None:
+    h200 = Rates.of(DEVICES["H200"])
+    assert (h200.gemm, h200.attention, h200.traffic, h200.decode) == pytest.approx((620e12, 190e12, 3.3e12, 4.3e12))
+    assert Rates(10.0, 5.0, 2.0, 1.0).seconds(Cost(9, 30.0, 20.0, 8.0)) == 3 + 4 + 4
+
+
+def test_packs_hold_whole_groups_up_to_their_limit_and_a_rank_its_share() -> None:
+    """Groups of 900 + 4 * 250 = 1,900 tokens."""
+    packs = Packing.of(plan_of([*ONE_UPDATE, "actor.max_tokens_per_pack=16384"]))
+    assert packs == Packing(64, 8, 4, 900, 250)
+    assert Packing.of(plan_of([*ONE_UPDATE, "actor.max_tokens_per_pack=16384", "trainer.n_gpus_per_node=8"])).packs == 8
+    small = ["actor.ppo_mini_batch_size=4", "actor.max_tokens_per_pack=16384"]
+    assert Packing.of(plan_of([*ONE_UPDATE[:2], *small])) == Packing(128, 4, 4, 900, 250)
+    short = ["data.max_prompt_length=900", "data.max_response_length=250", "actor.max_tokens_per_pack=1500"]
+    assert Packing.of(plan_of([*ONE_UPDATE, *short])) == Packing(1024, 1, 2, 900, 250)
+
+
+def test_what_sharding_moves_by_hand() -> None:
+    """Alone: cast 4 + 2, two copies of 2 + 2; gradients 2 + 4, reduced 4 + 4, accumulated 4 + 4 + 4: 40 a parameter."""
+    assert sharding_traffic(SEVEN, RankSettings(compute=2, shards=1)) == SEVEN.parameters * (6 + 8 + 6 + 8 + 12)
+    assert sharding_traffic(SEVEN, RankSettings(compute=2, shards=4)) == SEVEN.parameters * (1.5 + 8 + 6 + 2 + 3)
+
+
+def test_passes_of_a_step_are_added_up() -> None:
+    plain, recipe = plan_of(ONE_UPDATE), plan_of(["model.enable_gradient_checkpointing=true"])
+    packed, rates = pack_of_groups(8, 900, 250, 4), Rates.of(DEVICES["H200"])
+    found, more = counted_seconds(plain, SMALL), counted_seconds(recipe, SMALL)
+    sharding = sharding_traffic(SEVEN, plain.rank) / rates.traffic
+    assert found["score"] == 0.0
+    assert found["update"] == pytest.approx(64 * (rates.seconds(policy_pass(SMALL, packed).total) + sharding))
+    assert more["score"] == pytest.approx(64 * 2 * rates.seconds(score_pass(SMALL, packed).forward))
+    assert more["update"] > found["update"] and more["step"] == pytest.approx(4 * found["step"])
+    two = counted_seconds(plan_of([*ONE_UPDATE, "trainer.n_gpus_per_node=2"]), SMALL)
+    assert two["step"] == found["step"] / 2 and two["update"] < found["update"]
+
+
+def test_decoding_by_hand() -> None:
+    """A model whose reads bind: per step weights and half-filled caches, 51 bytes a logit, and 0.3 ms."""
+    plan, rates = (
+        plan_of([*ONE_UPDATE, "rollout.max_num_seqs=256", "rollout.max_num_batched_tokens=2048"]),
+        Rates.of(DEVICES["H200"]),
+    )
+    weights = 2 * (SEVEN.layers * SEVEN.layer_parameters + SEVEN.hidden * SEVEN.vocabulary)
+    cache = 256 * 1025 * 2 * SEVEN.layers * SEVEN.key * 2
+    step = (weights + cache) / rates.decode + 256 * SEVEN.vocabulary * 51 / rates.traffic + 0.3e-3
+    matrices = 2 * SEVEN.layers * SEVEN.layer_parameters * 900 + 4 * SEVEN.layers * SEVEN.query * 900 * 901 / 2
+    prefill = 512 * matrices / rates.gemm + 256 * 5e-3  # two prompts in a forward pass
+    assert rollout_seconds(plan, rates) == pytest.approx(prefill + 8 * 250 * step)
+
+
+def test_the_plan_prints_the_estimate_beside_the_bound(model: Path) -> None:
+    words = [f"model.path={model}", "data.max_prompt_length=512", "data.max_response_length=128"]
+    config = load_config(words)
+    plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "h200"))
+    estimate = estimate_step(plan)
+    assert list(estimate) == [*plan.seconds(), "other"]
+    assert all(estimate[phase] >= bound for phase, (bound, _) in plan.seconds().items())
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(time_table(plan, plan.seconds(), estimate))
+    (total,) = (line for line in capture.get().splitlines() if "total" in line)
+    assert f"{sum(estimate.values()):.3g}" in total
+    on_cpu = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "cpu"))
+    assert estimate_step(on_cpu) == {}
+
+
+def test_a_model_that_reads_its_data_is_refused_with_the_reason(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
+    rope |= {"original_max_position_embeddings": 1024, "partial_rotary_factor": 1.0}
+    phi3: Any = Phi3Config(**SIZES, num_hidden_layers=2, vocab_size=500, pad_token_id=0, rope_parameters=rope)
+    phi3.save_pretrained(tmp_path)
+    config = load_config([f"model.path={tmp_path}", "data.max_prompt_length=512", "data.max_response_length=128"])
+    plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "h200"))
+    with pytest.raises(ConfigError, match="the work of phi3 cannot be counted"):
+        estimate_step(plan)

@@ -1,0 +1,151 @@
+"""Estimated seconds of a step: what its passes cost (`cost.py`) at assumed speeds.
+
+No kernel overlaps another, groups are of mean length, and communication between GPUs is not counted. The speeds are
+assumptions for a good Hopper GPU, as shares of the data sheet's, and are the same for all GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from verl.errors import ConfigError
+from verl.kit.plan.cost import Cost, critic_pass, pack_of_groups, policy_pass, score_pass
+from verl.kit.plan.memory import MASTER, ModelShape, RankSettings, cache_per_token
+from verl.kit.plan.plan import Plan, decoder_of
+from verl.pretrained import in_short, read_model_config
+from verl.tracking.flops import Device, forward_flops
+from verl.trainer.builders.algorithm import needs_reference
+from verl.trainer.builders.workers import engine_dtype
+
+# Shares of the data sheet: on an H200 620 and 190 TFLOP/s, 3.3 and 4.3 TB/s
+_GEMM = 620 / 989
+_ATTENTION = 190 / 989
+_TRAFFIC = 3.3 / 4.8  # of kernels that only move data
+_DECODE = 4.3 / 4.8  # of reads of weights and KV cache
+_SAMPLER_BYTES = 51  # moved per logit by vLLM's sampler
+_DECODE_GAP_S = 0.3e-3  # between two decode steps
+_PREFILL_S = 5e-3  # per forward pass of prefill, which is launched kernel by kernel
+_SWITCH_S = 2.0  # colocated engines: sleep, wake up, load weights
+_CACHE_S = 0.2  # allocating anew what a pass has returned to the device
+_CONTROLLER_S = 0.14e-3  # per sample (docs/benchmarks.md, row 9)
+_CLIPPING_BYTES = 12  # per parameter: the norm reads, the scaling reads and writes
+_ADAMW_BYTES = 80  # per parameter: eight kernels, one after the other over all tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Assumed speeds of a GPU: FLOP/s of matrix products and of attention, bytes/s of other kernels and of decoding."""
+
+    gemm: float
+    attention: float
+    traffic: float
+    decode: float
+
+    @classmethod
+    def of(cls, device: Device) -> Rates:
+        flops, moved = device.flops, device.bytes_per_s
+        return cls(_GEMM * flops, _ATTENTION * flops, _TRAFFIC * moved, _DECODE * moved)
+
+    def seconds(self, cost: Cost) -> float:
+        return cost.gemm_flops / self.gemm + cost.attention_flops / self.attention + cost.traffic / self.traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Equal packs of a rank: their number in a step, and the groups, responses and lengths of each."""
+
+    packs: float
+    groups: int
+    responses: int
+    prompt: int
+    response: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Packing:
+        config, limit = plan.config, plan.config.actor.max_tokens_per_pack
+        prompt, response, n = round(plan.lengths.prompt), round(plan.lengths.response), config.rollout.n
+        responses = min(n, max(1, (limit - prompt) // response))  # of a group that is larger than a pack
+        per_rank = math.ceil(config.prompts_per_minibatch / config.num_ranks)
+        groups = max(1, min(limit // (prompt + responses * response), per_rank))
+        packs = config.data.train_batch_size * n / (groups * responses) / config.num_ranks
+        return cls(packs, groups, responses, prompt, response)
+
+
+def sharding_traffic(shape: ModelShape, settings: RankSettings) -> float:
+    """Bytes that FSDP moves on a rank per pack, beside communication: parameters cast and gathered, in two copies,
+    gradients cast, reduced, and added to those of earlier packs."""
+    c, shards = settings.compute, settings.shards
+    gathering = (MASTER + c) / shards + 4 * c
+    reducing = c + MASTER + 2 * MASTER / shards + 3 * MASTER / shards
+    return shape.parameters * (gathering + reducing)
+
+
+def estimate_step(plan: Plan) -> dict[str, float]:
+    """`counted_seconds` of the configured models; {} where nothing is known: on CPU, in float32, on an unknown GPU.
+
+    Raises ConfigError for a model that computes with its data, which cannot be counted.
+    """
+    config = plan.config
+    if plan.hardware.device is None or config.model.compute_dtype != "bfloat16":
+        return {}
+    assert config.model.path is not None
+    policy, critic = read_model_config(config.model.path), None
+    if plan.critic:
+        critic = read_model_config(config.critic.path or config.model.path, "critic.path")
+    try:
+        return counted_seconds(plan, policy, critic)
+    except RuntimeError as error:  # torch: no data to read
+        raise ConfigError(
+            f"model.path: the work of {policy.model_type} cannot be counted ({in_short(error)})"
+        ) from error
+
+
+def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConfig | None = None) -> dict[str, float]:
+    """{phase: seconds}, the phases of `Plan.seconds` and "other", in bf16 on a known GPU."""
+    device, config = plan.hardware.device, plan.config
+    assert device is not None
+    rates, packing = Rates.of(device), Packing.of(plan)
+    packed = pack_of_groups(packing.groups, packing.prompt, packing.response, packing.responses)
+    checkpointing, entropy = plan.rank.checkpointing, bool(plan.algorithm.entropy_coefficient)
+    models = [(plan.policy, policy_pass(policy, packed, checkpointing, entropy))]
+    if plan.critic and critic:
+        models.append((plan.critic, critic_pass(critic, packed, checkpointing)))
+    scoring = rates.seconds(score_pass(policy, packed).forward)
+    scores = plan.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(plan.algorithm)
+    values = sum(rates.seconds(cost.forward) for _, cost in models[1:])
+    sharding = sum(sharding_traffic(shape, plan.rank) for shape, _ in models) / rates.traffic
+    update = sum(rates.seconds(cost.total) for _, cost in models) + sharding
+    stepping = (_CLIPPING_BYTES + _ADAMW_BYTES) * sum(shape.parameters for shape, _ in models) / plan.rank.shards
+    passes = scores + len(models) - 1 + config.updates_per_step * len(models)
+    return {
+        "rollout": rollout_seconds(plan, rates),
+        "score": packing.packs * (scores * scoring + values),
+        "update": packing.packs * config.actor.ppo_epochs * update,
+        "step": config.updates_per_step * stepping / rates.traffic,
+        "weight_sync": _SWITCH_S * config.rollout.colocated,
+        "other": _CONTROLLER_S * config.data.train_batch_size * config.rollout.n + _CACHE_S * passes,
+    }
+
+
+def rollout_seconds(plan: Plan, rates: Rates) -> float:
+    """Prefill of every prompt once, then decode steps of as many sequences as an engine takes; all end together."""
+    config, shape, lengths = plan.config, decoder_of(plan.policy), plan.lengths
+    parallel = config.rollout.tensor_model_parallel_size
+    prompts = config.data.train_batch_size / config.num_engines
+    samples = math.ceil(prompts * (config.rollout.n + plan.algorithm.greedy_baseline))
+    prompt, response = round(lengths.prompt), round(lengths.response)
+    at_once = max(1, plan.max_num_batched_tokens // prompt)
+    prefill = prompts * forward_flops(shape, [(prompt, 0)]) / rates.gemm / parallel
+    prefill += math.ceil(prompts / at_once) * _PREFILL_S
+    concurrent = min(samples, plan.max_num_seqs)
+    itemsize: int = getattr(torch, engine_dtype(config)).itemsize
+    read: float = itemsize * (shape.parameters + shape.head_parameters)
+    read += concurrent * (prompt + response / 2) * cache_per_token(plan.policy, itemsize)
+    computed = concurrent * forward_flops(shape, [(1, round(prompt + response / 2))], 1)
+    sampled = concurrent * plan.policy.vocabulary * _SAMPLER_BYTES / rates.traffic
+    step = max(read / rates.decode, computed / rates.gemm) / parallel + sampled + _DECODE_GAP_S
+    return prefill + math.ceil(samples / concurrent) * response * step
