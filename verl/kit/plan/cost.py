@@ -150,10 +150,7 @@ class CostCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name, options = func._schema.name, kwargs or {}
-        if name == "aten::nonzero":  # as many as there may be: without data the number is unknown
-            out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
-        else:
-            out = func(*args, **options)
+        out = func(*args, **options)
         created = _on_meta(out)
         if func.is_view or not (created or _on_meta((args, options))):
             return out

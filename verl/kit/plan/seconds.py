@@ -30,10 +30,10 @@ _SAMPLER_BYTES = 51  # moved per logit by vLLM's sampler
 _DECODE_GAP_S = 0.3e-3  # between two decode steps
 _PREFILL_S = 5e-3  # per forward pass of prefill, which is launched kernel by kernel
 _SWITCH_S = 2.0  # colocated engines: sleep, wake up, load weights
-_CACHE_S = 0.2  # allocating anew what a pass has returned to the device
+_CACHE_S = 0.2  # allocating anew what a colocated rank has returned to the device, before and after a weight sync
 _CONTROLLER_S = 0.14e-3  # per sample (docs/benchmarks.md, row 9)
 _CLIPPING_BYTES = 12  # per parameter: the norm reads, the scaling reads and writes
-_ADAMW_BYTES = 80  # per parameter: eight kernels, one after the other over all tensors
+_ADAMW_BYTES = 28  # per parameter: the fused kernel reads weight, gradient and moments, and writes all but the gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,13 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     sharding = sum(sharding_traffic(shape, plan.rank) for shape, _ in models) / rates.traffic
     update = sum(rates.seconds(cost.total) for _, cost in models) + sharding
     stepping = (_CLIPPING_BYTES + _ADAMW_BYTES) * sum(shape.parameters for shape, _ in models) / plan.rank.shards
-    passes = scores + len(models) - 1 + config.updates_per_step * len(models)
     return {
         "rollout": rollout_seconds(plan, rates),
         "score": packing.packs * (scores * scoring + values),
         "update": packing.packs * config.actor.ppo_epochs * update,
         "step": config.updates_per_step * stepping / rates.traffic,
-        "weight_sync": _SWITCH_S * config.rollout.colocated,
-        "other": _CONTROLLER_S * config.data.train_batch_size * config.rollout.n + _CACHE_S * passes,
+        "weight_sync": (_SWITCH_S + 2 * _CACHE_S) * config.rollout.colocated,
+        "other": _CONTROLLER_S * config.data.train_batch_size * config.rollout.n,
     }
 
 
