@@ -3,8 +3,8 @@
     python bench/report.py RUN [--steps 1000] [--rollouts 2048]
 
 RUN is a run's folder. Its steps are repeated: metrics with new step numbers, transcripts until a step has that many
-rollouts (files are hard links to a few, so they are read from memory), kept samples as they are. The filters run over
-the metadata of 20,000 rollouts; without chromium and selenium that part is left out.
+rollouts (files are hard links to a few, so they are read from memory), kept samples and validations as they are. The
+filters run over the metadata of 20,000 rollouts; without chromium and selenium that part is left out.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def enlarged(run: Path, folder: Path, steps: int, rollouts: int) -> None:
     for name in ("transcripts", "samples"):
         (folder / name).mkdir(parents=True)
     shutil.copy(run / "config.yaml", folder)
+    if (run / "validation").exists():
+        shutil.copytree(run / "validation", folder / "validation")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = rows[0]["time"]
     with (folder / "metrics.jsonl").open("w") as file:

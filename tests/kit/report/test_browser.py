@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.report_run import HOSTILE, PER_GROUP, save_report_run
+from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.kit.report.page import write_report
 from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import append_jsonl
@@ -155,6 +155,16 @@ def test_a_group_is_compared_and_keys_move(driver: Any, files: tuple[Path, Path]
     driver.execute_script("document.querySelectorAll('[title=\"show beside\"]')[2].click()")
     until(driver, "document.querySelectorAll('article').length === 2")
     assert "rollout 2" in texts(driver, "article h3")[1]
+    press(driver, "p")
+    until(driver, "document.getElementById('pin').getAttribute('aria-pressed') === 'true'")
+    for _ in range(4):
+        press(driver, "j")
+    until(driver, "location.hash === '#rollouts/0/1/4' && document.querySelectorAll('article').length === 2")
+    assert [text[:17] for text in texts(driver, "article h3")] == ["step 1, rollout 0"] * 2  # of two groups
+    for _ in range(4):
+        press(driver, "k")
+    until(driver, "location.hash === '#rollouts/0/1/0' && document.querySelectorAll('article').length === 1")
+    press(driver, "p")
     press(driver, "j")
     until(driver, "location.hash === '#rollouts/0/1/1' && document.querySelectorAll('article').length === 1")
     press(driver, "k")
@@ -184,6 +194,72 @@ def test_the_token_view_marks_what_is_trained_in_every_segment(driver: Any, file
     assert len(set(backs)) == 3
     press(driver, "t")
     until(driver, "!document.querySelector('.tokens')")
+
+
+def test_keys_of_a_keyboard(driver: Any, files: tuple[Path, Path]) -> None:
+    """Real key presses: pages, theme, search, and the focus in a field, which takes the keys until Escape."""
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    load(driver, files[0].as_uri())
+
+    def typed(*pressed: str) -> None:
+        driver.switch_to.active_element.send_keys(*pressed)
+
+    for number, page in enumerate(PAGES, 1):
+        typed(str(number))
+        until(driver, f"document.querySelector('nav a[aria-current]').hash === '#{page}'")
+    theme = driver.execute_script("return document.documentElement.dataset.theme")
+    typed("d")
+    until(driver, f"document.documentElement.dataset.theme !== '{theme}'")
+    typed("6")
+    until(driver, "document.querySelector('article')")
+    typed("/")
+    typed("step 7 group 2")
+    until(driver, "document.getElementById('count').textContent.startsWith('4 of')")
+    typed(keys.ESCAPE)
+    typed("t")
+    until(driver, "document.getElementById('tokens').getAttribute('aria-pressed') === 'true'")
+    typed("t", keys.TAB)
+    assert driver.execute_script("return document.activeElement.tagName") != "BODY"
+    setting(driver, "search", "")
+
+
+def test_curves_over_steps_hours_and_tokens(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[0].as_uri(), "curves")
+    for axis, last in (("step", 12), ("time", 12 * 60 / 3600), ("tokens", 12 * 0.0045)):
+        driver.execute_script(
+            "const e = document.querySelector('[title=\"horizontal axis\"]'); e.value = arguments[0];"
+            "e.dispatchEvent(new Event('change'))",
+            axis,
+        )
+        assert driver.execute_script("return axisOf(report.data.runs[0]).at(-1)") == pytest.approx(last)
+        until(driver, "document.querySelector('[data-metric] canvas')")
+    assert driver.get_log("browser") == []
+
+
+def test_a_phone_shows_every_page_without_scrolling_sideways(driver: Any, files: tuple[Path, Path]) -> None:
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    )
+    try:
+        load(driver, files[1].as_uri())
+        for page in PAGES:
+            driver.execute_script("location.hash = arguments[0]", page)
+            until(driver, "document.querySelectorAll('main canvas').length || document.querySelector('main article')")
+            width = driver.execute_script("return document.documentElement.scrollWidth")
+            assert width <= 390, page
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(driver: Any, tmp_path: Path) -> None:
+    run = save_report_run(tmp_path / "run")
+    damage(run)
+    write_report([run], tmp_path / "report.html")
+    load(driver, (tmp_path / "report.html").as_uri())
+    assert len(texts(driver, ".notes li")) == 4 and texts(driver, ".verdict")[0].startswith("The mean reward rose")
+    driver.execute_script("location.hash = 'rollouts'")
+    until(driver, "document.querySelector('article .message')")
+    assert driver.get_log("browser") == []
 
 
 def test_runs_are_compared(driver: Any, files: tuple[Path, Path]) -> None:

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, differences
 from verl.kit.report.curves import columns, describe, marks, validation, verdict
-from verl.kit.report.folder import read_run
+from verl.kit.report.folder import read_run, read_runs
 from verl.kit.report.page import render
 from verl.kit.report.png import smoothed
 from verl.kit.report.rollouts import read_rollouts
 from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import read_jsonl, write_jsonl
+from verl.tracking.samples import SampleFiles, read_samples, samples_path
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,28 @@ def test_tokens_lie_with_their_rollout_a_sample_per_segment(folder: Path) -> Non
     assert (view["loss_share"], view["loss"]) == (0.25, 1.25)
 
 
+def test_a_reused_rollout_lies_where_it_was_generated(tmp_path: Path) -> None:
+    """Steps 4 and 6 train again on rollout 2 of task 1, which both steps 2 and 3 have, with other rewards in step 2."""
+    run = save_report_run(tmp_path / "run", steps=6)
+    path = run / "transcripts" / "step-000002.jsonl"
+    rows = read_jsonl(path)
+    path.unlink()
+    write_jsonl(path, [{**row, "reward": row["reward"] + 9} for row in rows])
+    for step in (4, 6):
+        kept = read_samples(samples_path(run, step))
+        task = f"task1{HOSTILE}"
+        again = replace(kept.samples[-1], line=None, task_id=task, index=2, reward=2.0, row=9)
+        lost = replace(again, reward=77.0)
+        SampleFiles(run, str).write(step, replace(kept, samples=[*kept.samples, again, lost]))
+    (run / "transcripts" / "step-000005.jsonl").unlink()
+    chunks = Chunks()
+    found = read_rollouts(read_run(run), chunks, 10_000_000)
+    line = PER_GROUP + 2
+    assert found.reused == [[4, 3, line], [6, 4, line]]
+    (row,) = (row for row in range(found.shown) if (found.meta["step"][row], found.meta["line"][row]) == (3, line))
+    assert [decoded(chunks.texts[number])["step"] for number in found.meta["tokens"][row]] == [4]
+
+
 def test_what_does_not_fit_is_left_out_evenly_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = Chunks()
     found = read_rollouts(read_run(folder), chunks, 6_000)
@@ -142,6 +166,15 @@ def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     found = [(mark["step"], mark["kind"]) for mark in marks(read_run(tmp_path))]
     assert found == [(2, "gap"), (3, "staleness"), (4, "collapse"), (5, "gap")]
+
+
+def test_runs_of_one_name_are_named_with_their_parents(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "x" / "run", tmp_path / "b" / "x" / "run"]
+    for folder in folders:
+        write_jsonl(folder / "metrics.jsonl", [{"step": 1}])
+    assert [run.name for run in read_runs(folders)] == ["a/x/run", "b/x/run"]
+    assert [run.name for run in read_runs(folders[:1])] == ["run"]
+    assert [run.name for run in read_runs([folders[0], folders[0]])] == ["run", "run"]
 
 
 def test_axes_and_descriptions(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
-from verl.kit.report.folder import read_run
+from verl.kit.report.folder import read_runs
 from verl.kit.report.page import write_report
 from verl.kit.report.png import write_pngs
 from verl.kit.report.serve import ReportServer
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_pictures(folders: Sequence[Path], out: Path) -> int:
     """Raises ConfigError if a folder is not that of a run, or matplotlib is missing."""
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     paths = write_pngs(runs, out)
     sys.stdout.writelines(f"note: {note}\n" for run in runs for note in run.notes)
     sys.stdout.writelines(f"{path}\n" for path in paths)
@@ -64,8 +64,7 @@ def write_pictures(folders: Sequence[Path], out: Path) -> int:
 
 def serve(runs: Sequence[Path], host: str, port: int) -> int:
     """Serve until Ctrl-C. Raises ConfigError if a folder is not that of a run, or the port is taken."""
-    for folder in runs:
-        read_run(folder)
+    read_runs(runs)
     with ReportServer(runs, host, port) as server:
         sys.stdout.write(f"http://{host}:{server.server_port}/  (Ctrl-C ends it)\n")
         sys.stdout.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,16 @@ def read_run(folder: Path) -> RunFolder:
         },
         notes=notes,
     )
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
+    """Runs whose folders have one name are named with as many parent folders as it takes. Raises as `read_run`."""
+    runs, parts = [read_run(folder) for folder in folders], [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def _settings(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from verl import __version__
 from verl.kit.report.chunks import Chunks, encoded
 from verl.kit.report.compare import compare_runs, differences
 from verl.kit.report.curves import columns, describe, marks, validation, verdict
-from verl.kit.report.folder import RunFolder, default_settings, read_run
+from verl.kit.report.folder import RunFolder, default_settings, read_runs
 from verl.kit.report.rollouts import read_rollouts
 from verl.system.files import replacing
 
@@ -37,7 +37,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[str]:
 
 def render(folders: Sequence[Path], live: bool = False) -> tuple[str, list[str]]:
     """(the page, notes on files that could not be read). live: the page follows the server that it comes from"""
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     chunks = Chunks()
     comparisons = [asdict(each) for each in compare_runs(runs, chunks)]
     room = (MAX_CHARS - chunks.size) // len(runs)

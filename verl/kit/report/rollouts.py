@@ -22,7 +22,7 @@ MAX_ROLLOUTS = 20_000  # of a page
 _CHUNK = 32  # rollouts
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _DIGITS = 4
-_DETAILS = ("prompt", "tools", "responses", "answer", "exceeded", "turn_rewards", "tool_uses")
+_DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
 
 
@@ -37,6 +37,7 @@ class Rollouts:
     shown: int = 0
     shown_steps: int = 0
     samples: int = 0
+    reused: list[list[int]] = field(default_factory=list)  # step that trains a rollout again, its own step, its line
     left_out: list[str] = field(default_factory=list)  # rules that left something out, for the page
 
 
@@ -64,7 +65,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     for step in steps:
         for name in quantiles:
             quantiles[name].append(_quantiles([each[name] for each in found[step].values()]))
-    num_samples = _embed_tokens(samples, result.meta, chunks, start + max_chars)
+    num_samples, reused = _embed_tokens(samples, result.meta, chunks, start + max_chars)
     rules = []
     if cut:
         rules.append(f"of every step the first {per_step} rollouts are read, and those whose tokens are kept")
@@ -81,6 +82,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
         shown=len(result.meta["step"]),
         shown_steps=shown_steps,
         samples=num_samples,
+        reused=reused,
         left_out=rules,
     )
 
@@ -161,19 +163,45 @@ def _groups_without_spread(rows: Iterable[Mapping[str, Any]]) -> set[Any]:
     return {task for task, values in rewards.items() if len(values) == 1 and sizes[task] > 1}
 
 
-def _embed_tokens(samples: Mapping[int, StepSamples], meta: Mapping[str, list[Any]], chunks: Chunks, room: int) -> int:
-    """Add the samples of embedded rollouts, and their chunks to `meta["tokens"]`. Returns their number."""
+def _embed_tokens(
+    samples: Mapping[int, StepSamples], meta: Mapping[str, list[Any]], chunks: Chunks, room: int
+) -> tuple[int, list[list[int]]]:
+    """Add the samples of embedded rollouts, and their chunks to `meta["tokens"]`.
+
+    Returns their number, and those of rollouts that were generated for an earlier step (`Rollouts.reused`).
+    """
     place = {key: number for number, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
-    added = 0
-    for step, kept in samples.items():
+    made = _made(meta)
+    added, reused = 0, []
+    for step, kept in sorted(samples.items()):
         total = sum(kept.loss.values())
         for sample in kept.samples:
-            number = place.get((step, sample.line))
+            number = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
             if number is not None and chunks.size < room:
                 value = token_view(sample, kept.texts, kept.loss.get(sample.row), total)
-                meta["tokens"][number].append(chunks.add(encoded(value)))
+                meta["tokens"][number].append(chunks.add(encoded({**value, "step": step})))
                 added += 1
-    return added
+                if sample.line is None and sample.segment == 0:
+                    reused.append([step, meta["step"][number], meta["line"][number]])
+    return added, reused
+
+
+_Made = Mapping[tuple[Any, Any], Sequence[tuple[int, float, int]]]
+
+
+def _made(meta: Mapping[str, list[Any]]) -> _Made:
+    """(task, index) -> (step, reward, row of the page) of every embedded rollout."""
+    found: dict[tuple[Any, Any], list[tuple[int, float, int]]] = {}
+    for number, key in enumerate(zip(meta.get("task_id", ()), meta.get("index", ()), strict=True)):
+        found.setdefault(key, []).append((meta["step"][number], meta["reward"][number], number))
+    return found
+
+
+def _origin(sample: KeptSample, step: int, made: _Made) -> int | None:
+    """The row of the page of a reused rollout: the newest of an earlier step with its task, index and reward."""
+    earlier = [each for each in made.get((sample.task_id, sample.index), ()) if each[0] < step]
+    same = [each for each in earlier if math.isclose(each[1] or 0.0, sample.reward, abs_tol=1e-6)]
+    return max(same)[2] if same else None
 
 
 def token_view(sample: KeptSample, texts: Mapping[int, str], share: float | None, total: float) -> dict[str, Any]:

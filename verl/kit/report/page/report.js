@@ -25,7 +25,7 @@ function table(head, rows, numbersFrom = 99) {
 function shown(value, digits = 4) {
   if (value === null || value === undefined) return "";
   if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits));
-  return typeof value === "string" ? value : JSON.stringify(value);
+  return typeof value === "string" ? value : Array.isArray(value) ? value.map((each) => shown(each)).join(", ") : JSON.stringify(value);
 }
 
 const color = (name) => {
@@ -87,7 +87,7 @@ function toggleTheme() {
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
+  if (event.target.matches("select, textarea, input:not([type=checkbox])")) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
@@ -129,7 +129,7 @@ async function start() {
     element("a", { href: `#${page.id}`, title: `key ${number + 1}` }, page.title)));
   document.querySelector("footer").textContent =
     `toolrl ${report.data.version}, ${report.data.made}. Keys: 1 to ${report.pages.length} pages, d light or dark, ` +
-    "in rollouts j and k next and previous, t tokens, / search.";
+    "in rollouts j and k next and previous, t tokens, p pin, / search, Escape leaves a field.";
   document.getElementById("theme").addEventListener("click", toggleTheme);
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", open);

@@ -50,17 +50,21 @@ function messageParts(content) {
   return [...parts, element("pre", {}, content.slice(last))].filter((part) => part.textContent.trim());
 }
 
-function messageBox(message) {
+function messageBox(message, note = "") {
   const calls = (message.tool_calls ?? []).map((call) => callBox(call.name, call.arguments));
   const kind = ["user", "system", "assistant", "tool", "ipython"].includes(message.role) ? message.role : "";
-  return element("div", { class: `message ${kind}` }, element("b", {}, message.role), messageParts(String(message.content)), calls);
+  return element("div", { class: `message ${kind}` }, element("b", {}, `${message.role}${note}`), messageParts(String(message.content)), calls);
 }
 
 // What a rollout's transcript says, as boxes.
 function dialogue(one) {
   const gold = one.answer ? [element("div", { class: "message gold" }, element("b", {}, "gold answer"), messageParts(String(one.answer)))] : [];
   const uses = one.tool_uses?.length ? [table(["tool", "outcome", "seconds"], one.tool_uses.map((use) => [use.name, use.status, shown(use.seconds, 3)]), 2)] : [];
-  return [...[...(one.prompt ?? []), ...(one.responses ?? [])].map(messageBox), ...gold, ...uses];
+  const { segments = [] } = one, last = Math.max(...segments);
+  let turn = 0;
+  const segmentOf = (message) => (message.role === "assistant" && segments.length ? `, segment ${segments[turn++] + 1} of ${last + 1}` : "");
+  const said = (one.responses ?? []).map((message) => messageBox(message, segmentOf(message)));
+  return [...(one.prompt ?? []).map((message) => messageBox(message)), ...said, ...gold, ...uses];
 }
 
 async function rolloutBox(row) {
@@ -71,8 +75,12 @@ async function rolloutBox(row) {
     table(["part of the reward", "points"], [...Object.entries(parts).map(([name, value]) => [name, shown(value)]), ["total, before shaping in the group", shown(one.score?.total)]], 1));
   if (one.reasons?.length) box.append(element("details", { class: "reasons", open: true }, element("summary", {}, "why this score"), element("ul", {}, one.reasons.map((line) => element("li", {}, line)))));
   if (found.tokens && m.tokens[row].length) {
-    const { metrics } = report.data.runs[found.run], at = metrics.step.indexOf(m.step[row]);
-    for (const number of m.tokens[row]) box.append(tokenView(await chunk(number), one.score, metrics["actor/loss"]?.[at]));
+    const { metrics } = report.data.runs[found.run];
+    for (const number of m.tokens[row]) {
+      const sample = await chunk(number);
+      if (sample.step !== m.step[row]) box.append(element("h3", {}, `trained again in step ${sample.step}`));
+      box.append(tokenView(sample, one.score, metrics["actor/loss"]?.[metrics.step.indexOf(sample.step)]));
+    }
     return box;
   }
   if (found.tokens) box.append(element("p", { class: "quiet" }, "The tokens of this rollout are not in the report (trainer.samples_kept); the filter “with tokens” lists those that are."));
@@ -89,8 +97,10 @@ function groupOf(row) {
 addPage("rollouts", "Rollouts", (main, rest) => {
   const list = element("div", { class: "list", role: "listbox", "aria-label": "rollouts" });
   const count = element("span", { class: "quiet", id: "count" });
+  const again = element("p", { class: "quiet", id: "reused" });
   const right = element("div", {});
-  let current = null, beside = [], turn = 0;
+  report.cleanups.push(hideTip);
+  let current = null, beside = [], pinned = null, turn = 0;
 
   async function search() {
     const mine = ++turn, started = performance.now();
@@ -107,6 +117,9 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   function fill() {
     const m = meta(), { rollouts } = report.data.runs[found.run];
     count.textContent = `${found.rows.length} of ${rollouts.shown} rollouts${rollouts.left_out.length ? ` (left out: ${rollouts.left_out.join("; ")})` : ""}`;
+    const reused = rollouts.reused.filter(([step]) => String(step) === found.step);
+    again.replaceChildren(...(reused.length ? ["trained again in this step, generated in an earlier one: "] : []),
+      ...reused.flatMap(([, step, line]) => [element("a", { href: `#rollouts/${found.run}/${step}/${line}` }, `step ${step}, line ${line + 1}`), " "]));
     list.replaceChildren(...found.rows.slice(0, found.shown).map((row) => element("button", { class: "item", role: "option", "data-row": row, "aria-current": String(row === current), onclick: () => select(row) },
       `step ${m.step[row]} · ${shown(m.reward[row], 3)} · ${m.num_tokens[row]} tokens${m.tokens[row].length ? " ◆" : ""}`, element("small", {}, `${m.task_id[row]} #${m.index[row]} ${m.stop_reason[row]}`))));
     if (found.rows.length > found.shown) list.append(element("button", { class: "item", onclick: () => { found.shown += PAGE_LENGTH; fill(); } }, `${found.rows.length - found.shown} more`));
@@ -128,17 +141,21 @@ addPage("rollouts", "Rollouts", (main, rest) => {
       beside = beside.includes(other) ? beside.filter((each) => each !== other) : [...beside, other];
       render();
     } }, `#${m.index[other]}: ${shown(m.reward[other], 3)}`);
-    const boxes = await Promise.all([current, ...beside].map(rolloutBox));
+    const kept = pinned === null || pinned === current ? [] : [pinned];
+    hideTip();
+    const boxes = await Promise.all([...kept, current, ...beside].map(rolloutBox));
     if (row !== current) return;
     right.replaceChildren(
       element("div", { class: "bar" }, element("button", { id: "tokens", "aria-pressed": String(found.tokens), onclick: toggle }, "tokens (t)"),
+        element("button", { id: "pin", "aria-pressed": String(pinned === current), title: "keep it beside those of other groups", onclick: pin }, "pin (p)"),
         element("span", { class: "quiet" }, "group: "), rows.slice(0, 64).map(pick)),
       element("div", { class: "beside" }, boxes));
   }
 
   const toggle = () => { found.tokens = !found.tokens; if (current !== null) render(); };
+  const pin = () => { pinned = pinned === current ? null : current; if (current !== null) render(); };
   const move = (by) => { const at = found.rows.indexOf(current) + by; if (found.rows[at] !== undefined) { if (at >= found.shown) { found.shown = at + PAGE_LENGTH; fill(); } select(found.rows[at]); } };
-  const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:6.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
+  const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:8.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
   const choice = (name, label, options) => element("select", { title: label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
   const check = (name, label) => element("label", {}, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
 
@@ -147,11 +164,11 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     const m = meta();
     main.replaceChildren();
     if (!m.step.length) { main.append(element("p", {}, "There are no transcripts in this run's folder.")); return; }
-    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = null; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
+    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = pinned = null; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
     const stops = [...new Set(m.stop_reason)].sort().map((stop) => [stop, stop]);
     const statuses = Object.entries(STATUS).filter(([letter]) => m.tool_status.some((letters) => letters.includes(letter)));
     main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
-      choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups without advantage"), count),
+      choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups without advantage"), count), again,
       element("div", { class: "viewer" }, list, right));
     search();
   };
@@ -160,7 +177,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     const row = m.step.findIndex((each, place) => each === step && m.line[place] === line);
     if (row >= 0) select(row);
   };
-  report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, "/": () => document.getElementById("search").focus() };
+  report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, p: pin, "/": () => document.getElementById("search").focus() };
   build();
   if (rest.length === 3) wanted();
   return (parts) => { if (parts.length === 3) wanted(); };

@@ -2,7 +2,7 @@
 // The token view: each token with what training knew about it.
 const SHADES = {
   advantages: "advantage", difference: "log p of engine - trainer", rollout_logprobs: "log p of the engine", logprobs: "log p of the trainer",
-  entropy: "entropy", importance: "importance weight", loss: "share of the loss", versions: "weight version", returns: "return", values: "value",
+  entropy: "entropy", ratio: "ratio to the old policy", importance: "importance weight", loss: "share of the loss", versions: "weight version", returns: "return", values: "value",
 };
 const SIGNED = new Set(["advantages", "difference", "loss", "returns", "values"]);
 const LONG_CONTEXT = 40; // tokens; a longer one is folded
@@ -12,6 +12,7 @@ function tokenColumns(sample) {
   const trained = { ...sample.columns };
   const trainer = trained.logprobs ?? trained.old_logprobs;
   if (trainer && trained.rollout_logprobs) trained.difference = trained.rollout_logprobs.map((value, place) => (value === null ? null : value - trainer[place]));
+  if (trained.logprobs && trained.old_logprobs) trained.ratio = trained.logprobs.map((value, place) => Math.exp(value - trained.old_logprobs[place]));
   trained.versions = sample.versions.filter((_, place) => sample.mask[place]);
   return trained;
 }
@@ -104,4 +105,4 @@ function tokenView(sample, score = null, logged = null) {
     element("p", {}, `${segment}${count} of ${sample.ids.length} tokens are trained (underlined); ${share}. Returns of the group: ${sample.group_returns.map((value) => shown(value, 3)).join(", ")}`),
     explanation(sample, score, logged), element("div", { class: "bar" }, select, legend), text);
 }
-report.cleanups.push(hideTip);
+
