@@ -178,12 +178,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(base)
 
 
-def real(id: str, python: str, *episodes: Sequence[Message]) -> list[Any]:
+def real(id: str, python: str, *episodes: Sequence[Message], **taskset: Any) -> list[Any]:
     """Episodes at the same time; an exception where one has failed."""
 
     async def run() -> list[Any]:
-        (row, *_) = await read(id, python, {}, 1)
-        made = VerifiersFactory(id, python)
+        (row, *_) = await read(id, python, taskset, 1)
+        made = VerifiersFactory(id, python, taskset)
         each = [_play(made(to_task(row, "r")), messages) for messages in episodes]
         found = await asyncio.gather(*each, return_exceptions=True)
         await made.close()
@@ -209,6 +209,25 @@ def test_an_environment_of_several_turns(python: str) -> None:
     assert [step.messages for step in found[1:]] == [(Message("user", "higher"),), (Message("user", "lower"),), ()]
     assert score is not None and score.total == 1.0
     assert lost is not None and lost.total == 0.0  # at a limit after its first guess
+
+
+@pytest.mark.slow
+def test_a_published_environment_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A game of verifiers' own package. NLTK's list of words, which it would download, has one word here."""
+    words = tmp_path / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("light\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    python = foreign_python(Path(__file__).with_name("textarena.txt"))
+    won, lost = real(
+        "textarena", str(python), [say("[L]"), say("I say [LIGHT]")], [say("[X]"), say("[Y]")], game="Hangman-v0"
+    )
+    (opening, first, last), score = won
+    assert opening.messages[0].role == "system" and "You are playing Hangman" in opening.messages[1].content
+    assert "L   _" in first.messages[0].content and not first.done
+    assert last.done and score == Score(1.0, {"game_reward": 1.0})
+    assert lost[1] == Score(0.0, {"game_reward": 0.0})
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""Weight syncs while agents play: versions per token within a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.kit.agent.play import observations
+from tests.rollout.test_pool import Writes
+from verl.episodes.episode import EpisodeLimits
+from verl.episodes.program import ProgramPolicy
+from verl.kit.agent.gateway import Gateway
+from verl.kit.agent.session import Session
+from verl.kit.preflight.local_group import LocalGroup
+from verl.rollout.engine import Sampling
+from verl.rollout.pool import EnginePool, OnWeightSync
+
+LENGTH = 100
+
+
+@pytest.mark.parametrize("on_weight_sync", [OnWeightSync.CONTINUE, OnWeightSync.ABORT_AND_RETRY])
+def test_every_token_of_a_request_has_the_version_that_wrote_it(on_weight_sync: OnWeightSync) -> None:
+    """The engine writes the number of its version as a token."""
+
+    async def sync(pool: EnginePool, engine: Writes, version: int) -> None:
+        while not engine.running:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        await pool.begin_weights([])
+        await pool.end_weights(version)
+
+    async def test() -> None:
+        engine, gateway = Writes(), Gateway()
+        pool = EnginePool(LocalGroup(engine), [[0]], on_weight_sync)
+        limits = EpisodeLimits(max_turns=4, max_tokens=4000, max_prompt_length=4000)
+        policy = ProgramPolicy(observations(), limits, Sampling(1), pool, None)
+        await gateway.start()
+        async with policy.timer.running():
+            session = Session(policy)
+            headers = {"authorization": f"Bearer {session.key}"}
+            url = gateway.url(session)
+            with gateway.serving(session):
+                async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+                    body: dict[str, Any] = {"input_ids": [7, 7], "max_tokens": LENGTH}
+                    asked = asyncio.create_task(client.post("/generate", json=body))
+                    for version in (1, 2):
+                        await sync(pool, engine, version)
+                    first = (await asked).json()
+                    body["input_ids"] += [*first["token_ids"], 7]
+                    second = (await client.post("/generate", json=body)).json()
+            await session.close()
+        await gateway.close()
+        assert first["versions"] == first["token_ids"] and len(first["logprobs"]) == LENGTH
+        spanned = {OnWeightSync.CONTINUE: {0, 1, 2}, OnWeightSync.ABORT_AND_RETRY: {2}}
+        assert set(first["versions"]) == spanned[on_weight_sync] and set(second["versions"]) == {2}
+        (segment,) = session.ledger.segments
+        one, two = (turn.completion for turn in segment.turns)
+        assert list(one.versions) == first["versions"] and list(two.versions) == second["versions"]
+        assert engine.asked[-1] == (7, 7, *one.token_ids, 7)
+        assert segment.token_ids.tolist() == [7, 7, *one.token_ids, 7, *two.token_ids]
+
+    asyncio.run(test())
