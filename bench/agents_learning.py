@@ -1,12 +1,12 @@
 """Row 19: final reward of the tool loop as the environment `tool` and as a program on the openai SDK.
 
     bash scripts/agents/prepare.sh openai_loop
-    python bench/agents_learning.py [--seeds 0 1 2] [--steps 10] [--out outputs/agents_learning]
+    python bench/agents_learning.py [--seeds 0 1 2] [--steps 8] [--out outputs/agents_learning]
 
-Both train the model and data of scripts/train_tool_loop.sh, from the same cold start of a seed: examples/agents/
-tool_loop.py with its code in `toolrl sandbox-server`, and env.name=tool. The figure is the difference of the mean
-greedy validation rewards after the last step; the limit is the half-width of its 95 % t interval, paired over seeds.
-Ten steps are enough: rewards stay level from the fifth on (row 15). Finished runs are kept, so a second call resumes.
+Both train the model and data of scripts/train_tool_loop.sh, from one cold start: examples/agents/tool_loop.py with its
+code in `toolrl sandbox-server`, and env.name=tool. A seed is that of the training. The figure is the difference of the
+mean greedy validation rewards after the last step; the limit is the half-width of its 95 % t interval, paired over
+seeds. Finished runs are kept, so a second call resumes. Each run takes minutes.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def sandbox() -> Iterator[str]:
 
 def train(start: Path, way: str, seed: int, steps: int) -> Run:
     """A run from the cold start in this folder, unless it is finished."""
-    folder = start / f"{way}_{steps}"
+    folder = start / f"seed{seed}" / f"{way}_{steps}"
     if not (folder / "done").exists():
         words = [
             *("recipe=tool_loop", f"model.path={start}/cold_start/checkpoints/step-000400/hf", *WAYS[way]),
             *(f"data.train_files=[{start}/data/train.jsonl]", f"data.val_files=[{start}/data/test.jsonl]"),
             *(f"trainer.seed={seed}", f"trainer.total_training_steps={steps}", "trainer.save_freq=0"),
-            *(f"trainer.default_local_dir={start}", f"trainer.experiment_name={folder.name}"),
+            *(f"trainer.default_local_dir={folder.parent}", f"trainer.experiment_name={folder.name}"),
         ]
         subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT, stdout=sys.stderr)
         (folder / "done").touch()
@@ -93,20 +93,16 @@ def main() -> None:
     """Train and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "agents_learning")
     options = parser.parse_args()
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     with sandbox() as url:
         os.environ["SANDBOX_URL"] = url
+        start = options.out.resolve()
+        cold_start = ["bash", "scripts/tool_loop/cold_start.sh", str(start), "0"]
+        subprocess.run(cold_start, check=True, cwd=ROOT, stdout=sys.stderr)
         for seed in options.seeds:
-            start = options.out.resolve() / f"seed{seed}"
-            subprocess.run(
-                ["bash", "scripts/tool_loop/cold_start.sh", str(start), str(seed)],
-                check=True,
-                cwd=ROOT,
-                stdout=sys.stderr,
-            )
             for way in WAYS:
                 runs[way].append(train(start, way, seed, options.steps))
     report(result(runs))

@@ -270,10 +270,10 @@ def test_final_rewards_are_compared_in_pairs(tmp_path: Path) -> None:
 
 
 def test_an_agents_final_reward_is_compared_with_the_environments(tmp_path: Path) -> None:
+    (tmp_path / "cold_start").mkdir()
+    (tmp_path / "cold_start" / "done").touch()
     for seed, more in enumerate([0.0, 0.1, 0.2]):
         folder = tmp_path / f"seed{seed}"
-        (folder / "cold_start").mkdir(parents=True)
-        (folder / "cold_start" / "done").touch()
         for way, reward in (("tool", 0.5), ("agent", 0.5 + more)):
             write_run(folder, 0, seed, before=-1.0, halfway=0.0, after=reward)
             (folder / f"k0_seed{seed}").rename(folder / f"{way}_20")

@@ -1,6 +1,7 @@
 """mini-swe-agent repairs a program of QuixBugs. Its commands and the tests run in `toolrl sandbox-server`, never here.
 
-SANDBOX_URL is the server's address. The reward: the share of tests that pass, and a tenth for a command that works.
+SANDBOX_URL is the server's address. The reward: the share of tests that pass, and up to a tenth for the
+shares of requests that gave one command, and a command that works.
 """
 
 import os
@@ -14,8 +15,12 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
-SYSTEM = "You repair Python programs with bash. Write one command in ```bash and ``` at a time."
-START = "{{task}}\nWhen it is repaired: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SYSTEM = "You repair Python programs with bash. When one is repaired: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+START = """{{task}}
+Write one command that repairs it, such as:
+```bash
+sed -i 's/a - b/a + b/' program.py
+```"""
 TESTS = """
 import json, program
 for given, expected in map(json.loads, open("tests.jsonl")):
@@ -29,12 +34,13 @@ for given, expected in map(json.loads, open("tests.jsonl")):
 class Sandbox(LocalEnvironment):
     def __init__(self, program):
         super().__init__()
-        self.files, self.worked = {"program.py": program.encode()}, False
+        self.files, self.commands, self.worked = {"program.py": program.encode()}, 0, 0
 
     def execute(self, action, cwd="", **_):
         """A command starts with the program as the one before left it."""
         done = self.run("bash", action["command"])
-        self.worked |= done["returncode"] == 0
+        self.commands += 1
+        self.worked += done["returncode"] == 0
         self._check_finished(done)
         return done
 
@@ -59,4 +65,5 @@ def run(base_url, task):
     sandbox.files["tests.jsonl"] = task["answer"].encode()
     results = sandbox.run("python", TESTS.format(name=task["extra"]["name"]))["output"].splitlines()
     passed = results.count("passed") / len(task["answer"].splitlines())
-    return {"reward": passed + 0.1 * sandbox.worked, "parts": {"passed": passed}}
+    commands = (sandbox.commands + sandbox.worked) / (2 * agent.n_calls)
+    return {"reward": passed + 0.1 * commands, "parts": {"passed": passed, "commands": commands}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_mini_swe_agent_repairs_a_program_in_the_sandbox(sandbox_server: None, t
     engine = TextEngine(*(f"```bash\n{command}\n```" for command in shell))
     (found,) = episodes(AgentFactory(**program("mini_swe")), engine, tasks["gcd"])
     assert isinstance(found, Trajectory), found
-    assert found.score == Score(1.1, {"passed": 1.0})
+    assert found.score == Score(1 + 0.1 * 5 / 6, {"passed": 1.0, "commands": 5 / 6})  # three commands, two that work
     assert [turn.segment for turn in found.turns] == [0, 0, 0]
     assert [shown for shown, _ in in_ledger(found)] == engine.asked
     assert "<returncode>1" in found.turns[1].responses[0].content and not mark.exists()  # nothing runs here
@@ -166,13 +167,14 @@ class Overheard:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
-def test_three_steps_train_it_with_smollm2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*LOOPS, "mini_swe"])
+def test_three_steps_train_it_with_smollm2(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Every step has a group with different rewards, and episodes that use the tool."""
     need_vllm()
-    settings = [
-        f"data={EXAMPLES / 'products.jsonl'}",
-        *(f"env.{key}='{value}'" for key, value in program(name).items()),
-    ]
+    if name == "mini_swe":
+        request.getfixturevalue("sandbox_server")
     seen: list[tuple[Any, list[Request]]] = []
     run = EpisodeRunner.run
 
@@ -183,23 +185,43 @@ def test_three_steps_train_it_with_smollm2(name: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(EpisodeRunner, "run", overheard)
     monkeypatch.chdir(ROOT)
-    assert main([*train_words(tmp_path), *settings]) == 0
-    scores: dict[int, dict[str, set[float]]] = defaultdict(lambda: defaultdict(set))  # by step and task
+    started = time.monotonic()
+    assert main([*train_words(name, tmp_path), *(f"env.{key}='{value}'" for key, value in program(name).items())]) == 0
+    steps: dict[int, list[Trajectory]] = defaultdict(list)
     for found, requests in seen:
         assert isinstance(found, Trajectory) and found.score is not None, found
         assert sorted(in_ledger(found)) == sorted(requests)
-        scores[found.turns[0].completion.weight_version][found.task.id].add(found.score.total)
-    assert set(scores) == set(range(NUM_STEPS))
-    assert all(any(len(each) > 1 for each in groups.values()) for groups in scores.values())
+        steps[found.turns[0].completion.weight_version].append(found)
+    assert sorted(steps) == list(range(NUM_STEPS))
+    for step, episodes_of_step in sorted(steps.items()):
+        scores: dict[str, set[float]] = defaultdict(set)
+        for found in episodes_of_step:
+            assert found.score is not None
+            scores[found.task.id].add(found.score.total)
+        spread = sum(len(each) > 1 for each in scores.values())
+        num_requests = sum(len(found.turns) for found in episodes_of_step)
+        num_calls = sum(map(tool_calls, episodes_of_step))
+        print(f"step {step}: {num_requests} requests, {num_calls} calls, {spread} of {len(scores)} groups with spread")
+        assert spread and num_calls
+    print(f"{name}: {len(seen)} episodes, {time.monotonic() - started:.0f} s")
 
 
-def train_words(folder: Path) -> list[str]:
+def tool_calls(found: Trajectory) -> int:
+    """Calls that were answered; those of mini-swe-agent are text, and the answer is a message of the user."""
+    answers = [message for turn in found.turns for message in turn.responses]
+    return sum(message.role == "tool" or "<returncode>" in message.content for message in answers)
+
+
+def train_words(name: str, folder: Path) -> list[str]:
     """Three short steps of SmolLM2 on the CPU."""
+    data = EXAMPLES / ("quixbugs.jsonl" if name == "mini_swe" else "products.jsonl")
+    prompts = 2 if name == "mini_swe" else 1  # per step
+    listed = [] if name == "mini_swe" else [f"data.prompt_template={EXAMPLES / 'system.txt'}"]
     return [
-        *(f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu", "reward.name=env"),
-        *("env.name=agent", "env.tool_call_format=toolrl", "env.max_turns=4"),
-        *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "actor.optim.lr=1e-5"),
+        *(f"data={data}", f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu"),
+        *("reward.name=env", "env.name=agent", "env.tool_call_format=tool_n1", "env.max_turns=4", *listed),
+        *(f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", "rollout.n=8"),
         *("data.max_prompt_length=1024", "data.max_response_length=512", f"trainer.default_local_dir={folder}"),
         *("trainer.total_epochs=2", f"trainer.total_training_steps={NUM_STEPS}"),
-        *("trainer.save_freq=0", "trainer.test_freq=0"),
+        *("trainer.save_freq=0", "trainer.test_freq=0", "actor.optim.lr=1e-5"),
     ]

@@ -203,6 +203,16 @@ def test_an_agent_that_cannot_be_started_is_refused_before_the_run(
         asyncio.run(make().check_services())
 
 
+def test_the_first_episode_waits_for_a_module_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.kit.agent.agent._CHECK_S", 0.3)
+    (tmp_path / "slow.py").write_text(
+        "import sys, time\ntime.sleep(0.6)\n"
+        f"sys.path.append({str(PROGRAMS.parent)!r})\nfrom programs_of_tests import streamed\n"
+    )
+    (found,) = episodes(AgentFactory(agent=f"{tmp_path / 'slow.py'}:streamed"), TextEngine("Hello"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(5.0, {})
+
+
 @pytest.mark.parametrize("key", ["env.agent=a.py:run", "env.command=ls", "env.python=python", "env.on_sampling=honor"])
 def test_keys_of_agents_need_the_environment(key: str) -> None:
     with pytest.raises(ConfigError, match=r"need env.name=agent; it is single_turn"):

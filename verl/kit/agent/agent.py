@@ -34,6 +34,7 @@ from verl.kit.serving.serving import find_token
 from verl.types import Message, Score, StopReason, Task, Turn
 
 _log = logging.getLogger(__name__)
+_CHECK_S = 8.0  # for the import before the run; below the limit of all services
 
 
 class AgentFactory(EnvFactory):
@@ -85,9 +86,12 @@ class AgentFactory(EnvFactory):
         return AgentEnv(task, self)
 
     async def check_services(self) -> None:
-        """Raises ConfigError if the program cannot be imported."""
+        """Raises ConfigError if the program cannot be imported. The first episode waits for one that takes longer."""
         try:
-            await self.launcher.check()
+            async with asyncio.timeout(_CHECK_S):
+                await self.launcher.check()
+        except TimeoutError:
+            _log.warning("the agent is not imported after %g s: its first episode waits for it", _CHECK_S)
         finally:
             await self.launcher.close()  # the episodes may run in another event loop
 

@@ -188,16 +188,20 @@ class FunctionLauncher:
         except OSError as error:
             raise ConfigError(f"env.python={arguments[0]} cannot be started ({error})") from error
         assert server.stdout is not None
-        problem = f"its import took longer than {_START_S:g} s"
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_START_S):
-                first = await server.stdout.readline()
-                if first and "ready" in (answer := json.loads(first)):
-                    return server
-                problem = answer["error"] if first else f"{arguments[0]} ended at its start"
-        with suppress(ProcessLookupError):
-            server.kill()
-        await server.wait()
+        problem, ready = f"its import took longer than {_START_S:g} s", False
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_START_S):
+                    first = await server.stdout.readline()
+                    if first and "ready" in (answer := json.loads(first)):
+                        ready = True
+                        return server
+                    problem = answer["error"] if first else f"{arguments[0]} ended at its start"
+        finally:
+            if not ready:  # or cancelled
+                with suppress(ProcessLookupError):
+                    server.kill()
+                await server.wait()
         raise ConfigError(f"env.agent={self._agent} cannot be used: {problem}")
 
     async def _read(self, server: asyncio.subprocess.Process) -> None:
