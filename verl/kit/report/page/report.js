@@ -66,6 +66,8 @@ function open() {
     else link.removeAttribute("aria-current");
   });
   if (report.current === page && page.update) { page.update(rest); return; }
+  if (report.shown !== page.id) scrollTo(0, 0);
+  report.shown = page.id;
   report.current = page;
   report.cleanups.splice(0).forEach((clean) => clean());
   const main = document.querySelector("main");

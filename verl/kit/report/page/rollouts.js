@@ -2,6 +2,7 @@
 // The rollout viewer: a list with filters, and one or several rollouts of a group beside each other.
 const STATUS = { s: "success", u: "user error", t: "timeout", n: "unavailable" };
 const PAGE_LENGTH = 200;
+const LONG_SYSTEM = 300; // characters; a longer system message is folded
 const found = { run: 0, step: "", task: "", stop: "", status: "", low: "", high: "", text: "", equal: false, kept: false, rows: [], shown: PAGE_LENGTH, tokens: false };
 
 const meta = () => report.data.runs[found.run].rollouts.meta;
@@ -53,7 +54,12 @@ function messageParts(content) {
 function messageBox(message, note = "") {
   const calls = (message.tool_calls ?? []).map((call) => callBox(call.name, call.arguments));
   const kind = ["user", "system", "assistant", "tool", "ipython"].includes(message.role) ? message.role : "";
-  return element("div", { class: `message ${kind}` }, element("b", {}, `${message.role}${note}`), messageParts(String(message.content)), calls);
+  const text = String(message.content);
+  const body = [messageParts(text), calls].flat();
+  if (kind === "system" && text.length > LONG_SYSTEM) {
+    return element("details", { class: "message" }, element("summary", {}, element("b", {}, `system, ${text.length} characters`)), body);
+  }
+  return element("div", { class: `message ${kind}` }, element("b", {}, `${message.role}${note}`), body);
 }
 
 // What a rollout's transcript says, as boxes.
