@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
-import httpx2
 from common import (
-    SMOLLM2,
     Result,
     Side,
     alternate,
@@ -39,6 +36,18 @@ from common import (
     need_smollm2,
     report,
     requests,
+)
+from gateway_agents import (
+    FRONT,
+    KV_CACHE_GIB,
+    MAX_MODEL_LEN,
+    OWN,
+    WALL,
+    WHOLE,
+    Figures,
+    per_request,
+    run_agents,
+    size_arguments,
 )
 from transformers import AutoTokenizer
 
@@ -56,21 +65,7 @@ from verl.types import Completion, FinishReason
 HERE = Path(__file__).parent
 MAX_MILLISECONDS = 5.0
 MAX_SHARE = 0.05
-MAX_MODEL_LEN = 2048
-KV_CACHE_GIB = 1
 READY_SESSIONS = 40  # of the measurement without vLLM
-# Names of figures: milliseconds per request
-OWN = "gateway or proxy alone"
-FRONT = "all but the engine's processes"
-WHOLE = "all processes"
-WALL = "wall time"
-Figures = dict[str, float]
-Doors = Sequence[tuple[str, str]]  # (URL, key) per session
-_PROMPT = [
-    {"role": "system", "content": "You are a helpful assistant. " * 20},
-    {"role": "user", "content": "How is the weather in Oslo?"},
-]
-_NEXT = {"role": "user", "content": "And how will it be tomorrow?"}
 
 
 class ReadyEngine(SingleEngine):
@@ -82,31 +77,6 @@ class ReadyEngine(SingleEngine):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         return (self._completion,)
-
-
-async def converse(doors: Doors, num_requests: int, num_tokens: int) -> None:
-    """The agents: conversations of all sessions at once."""
-
-    async def one(url: str, key: str) -> None:
-        headers = {"authorization": f"Bearer {key}"}
-        async with httpx2.AsyncClient(headers=headers, timeout=300.0, trust_env=False) as client:
-            messages = list(_PROMPT)
-            for _ in range(num_requests):
-                body = {"model": "policy", "messages": messages, "max_tokens": num_tokens}
-                done = (await client.post(f"{url}/v1/chat/completions", json=body)).raise_for_status().json()
-                assert done["usage"]["completion_tokens"] == num_tokens, done["usage"]
-                messages += [done["choices"][0]["message"], _NEXT]
-
-    await asyncio.gather(*(one(*door) for door in doors))
-
-
-async def run_agents(doors: Doors, arguments: argparse.Namespace) -> None:
-    """In their own process."""
-    sizes = (f"--requests={arguments.requests}", f"--tokens={arguments.tokens}")
-    client = await asyncio.create_subprocess_exec(
-        sys.executable, str(HERE / "gateway.py"), *sizes, "--agents", json.dumps(list(doors))
-    )
-    assert await client.wait() == 0, "a request has failed"
 
 
 async def serve_agents(engine: Generator, chat: ChatTemplate, num_sessions: int, arguments: argparse.Namespace) -> None:
@@ -153,11 +123,6 @@ def our_side(arguments: argparse.Namespace) -> Iterator[Callable[[], Figures]]:
         runner.run(engine.close())
 
 
-def per_request(seconds: Mapping[str, float], arguments: argparse.Namespace) -> Figures:
-    """In milliseconds."""
-    return {name: 1000 * each / (arguments.sessions * arguments.requests) for name, each in seconds.items()}
-
-
 def run_our_side(arguments: argparse.Namespace) -> None:
     """One round per request."""
     with our_side(arguments) as one_round:
@@ -185,26 +150,13 @@ def compare(arguments: argparse.Namespace) -> Result:
     )
 
 
-def size_arguments(description: str | None) -> argparse.ArgumentParser:
-    """Of both sides."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=8, help="at the same time, with vLLM")
-    parser.add_argument("--requests", type=int, default=3, help="of each session, one after the other")
-    parser.add_argument("--tokens", type=int, default=128, help="per response")
-    parser.add_argument("--model", default=str(SMOLLM2), help="folder of SmolLM2")
-    return parser
-
-
 def main() -> None:
     """Measure and report."""
     parser = size_arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="after one that does not count")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--agents", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.agents:
-        asyncio.run(converse(json.loads(arguments.agents), arguments.requests, arguments.tokens))
-    elif arguments.side:
+    if arguments.side:
         run_our_side(arguments)
     else:
         need_smollm2(Path(arguments.model))

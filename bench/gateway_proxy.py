@@ -23,7 +23,7 @@ import httpx2
 import psutil
 import uvicorn
 from common import answer, requests
-from gateway import (
+from gateway_agents import (
     FRONT,
     KV_CACHE_GIB,
     MAX_MODEL_LEN,
