@@ -36,6 +36,7 @@ from verl.errors import ConfigError, DataError
 from verl.kit.plan.__main__ import main
 from verl.kit.plan.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
 from verl.kit.plan.plan import (
+    Hardware,
     Lengths,
     Plan,
     build_plan,
@@ -182,6 +183,20 @@ def test_an_episode_of_maximum_length_is_one_pack_on_one_rank() -> None:
     assert short < episode
     assert format_episode(plan_of(words, "h200")).startswith("32768 tokens at most, fits on one h200 without")
     assert "does not fit on one l4 without context parallelism" in format_episode(plan_of(words, "l4"))
+
+
+def test_a_machine_without_a_gpu_names_those_that_hold_the_longest_episode() -> None:
+    words = ["recipe=skyrl_swe_7b", "model.path=nowhere", "trainer.n_gpus_per_node=8"]
+    config = load_config(words)
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    lengths = Lengths(12000, 20768, "given")
+    printed = format_episode(Plan(config, algorithm, SEVEN, None, lengths, Hardware("cpu", 16.0, None, on_cpu=True)))
+    assert printed.startswith("32768 tokens at most, does not fit on a rank")
+    _, _, names = printed.partition("; on a node of 8 GPUs: ")
+    for gpu in ("h200", "h100", "a100", "a100-40gb", "l4"):
+        alone = Plan(config, algorithm, SEVEN, None, lengths, find_hardware(config, gpu))
+        assert (gpu in names.split(", ")) == (alone.episode_gib() <= alone.hardware.memory_gib)
+    assert "h100" in names.split(", ") and "l4" not in names.split(", ")
 
 
 def test_states_are_sixteen_bytes_a_parameter_dealt_to_the_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -10,8 +11,9 @@ from rich.table import Table
 from verl.config.schema import Config
 from verl.errors import ConfigError
 from verl.kit.plan.memory import GIB
-from verl.kit.plan.plan import Plan
+from verl.kit.plan.plan import Hardware, Plan
 from verl.kit.plan.seconds import estimate_step
+from verl.tracking.flops import DEVICES
 from verl.trainer.builders.threads import available_cores, threads_of
 
 
@@ -42,9 +44,18 @@ def format_episode(plan: Plan) -> str:
     needed, room = plan.episode_gib(), plan.hardware.memory_gib
     does = "fits" if needed <= room else "does not fit"
     where = "a rank" if plan.hardware.on_cpu else f"one {plan.hardware.name}"
-    return (
+    text = (
         f"{plan.longest} tokens at most, {does} on {where} without context parallelism: {needed:.1f} of {room:.1f} GiB"
     )
+    return f"{text}; {format_gpus(plan)}" if plan.hardware.on_cpu else text
+
+
+def format_gpus(plan: Plan) -> str:
+    """The GPUs that can train the longest episode, for a machine that has none."""
+    each = {name.lower().replace(" ", "-"): device for name, device in DEVICES.items()}
+    plans = {name: replace(plan, hardware=Hardware(name, gpu.memory_gib, gpu)) for name, gpu in each.items()}
+    fitting = [name for name, planned in plans.items() if planned.episode_gib() <= planned.hardware.memory_gib]
+    return f"on a node of {plan.config.trainer.n_gpus_per_node} GPUs: {', '.join(fitting) or 'no known GPU'}"
 
 
 def format_devices(plan: Plan) -> str:
