@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.kit.swe.mutations import InjectedBug
 from verl.kit.swe.runtime import TESTBED, CommandFailedError, Runtime, checked
+from verl.kit.swe.task_generation.mutations import InjectedBug
 
 COMPILED = "/tmp/compiled"  # in every runtime
 START_S = 3.0  # of pytest, beyond the tests

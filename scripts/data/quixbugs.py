@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from verl.data.rows import read_rows
 from verl.errors import DataError, VerlError
-from verl.kit.swe.validation import Journal, Validation, diff, validate_all, write_files
+from verl.kit.swe.task_generation.validation import Journal, Validation, diff, validate_all, write_files
 from verl.system.files import replacing
 
 STATEMENT = """`{path}` contains a bug on a single line: it gives wrong results, raises, or does not end. \

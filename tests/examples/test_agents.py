@@ -16,6 +16,7 @@ from tests.conftest import ROOT, need_vllm, smollm2
 from tests.kit.agent.test_agent import TextEngine, episodes
 from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
+from tests.kit.swe.test_harbor import folder_of
 from tests.support.service import free_port, service
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
@@ -128,6 +129,23 @@ def test_mini_swe_agent_without_a_command_repairs_nothing(sandbox_server: None) 
     assert found.score.total == found.score.parts["passed"] < 1  # what passes with the bug
     assert [turn.segment for turn in found.turns] == [0, 1, 2]  # the package drops a response without a command
     assert [shown for shown, _ in in_ledger(found)] == engine.asked
+
+
+@pytest.mark.long
+def test_a_loop_solves_a_task_folder_and_its_own_tests_score_it(tmp_path: Path) -> None:
+    """Nothing that it writes for the verifier counts."""
+    pytest.importorskip("openai")
+    need_bubblewrap()
+    folder = folder_of(tmp_path)
+    (task,) = TaskSet(str(folder))
+    scores = []
+    for shell in ('echo "6 $UNIT" > sum.txt', "echo 1 > /logs/verifier/reward.txt; echo 5 > sum.txt"):
+        engine = TextEngine(f"```bash\n{shell}\n```", "Done.")
+        (found,) = episodes(AgentFactory(agent=f"{EXAMPLES / 'harbor.py'}:run"), engine, task)
+        assert isinstance(found, Trajectory) and found.score is not None, found
+        assert [shown for shown, _ in in_ledger(found)] == engine.asked
+        scores.append((found.score.total, found.score.parts["swe/resolved"]))
+    assert scores == [(1.0, 1.0), (0.25, 0.0)]
 
 
 @pytest.mark.long

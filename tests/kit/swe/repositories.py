@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from scripts.swe.prepare import make_environment
 from verl.kit.swe.runtime import RuntimeLimits
+from verl.kit.swe.task_generation.validation import diff
 from verl.kit.swe.tasks import Repository, SweTask
-from verl.kit.swe.validation import diff
 
 T = TypeVar("T")
 BUG = "def add(a, b):\n    return a - b\n\n\ndef name():\n    return 'calc'\n"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from verl.kit.swe import validation
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
+from verl.kit.swe.task_generation import validation
+from verl.kit.swe.task_generation.validation import Journal, Validation, validate_all, validate_row
 from verl.kit.swe.tasks import SweTask
-from verl.kit.swe.validation import Journal, Validation, validate_all, validate_row
 
 ROW = {
     "instance_id": "calc",

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from verl.envs.base import Env, EnvFactory, Observation, StepResult
 from verl.envs.clock import paused
@@ -27,9 +27,8 @@ from verl.envs.tools.functions import Toolbox
 from verl.envs.tools.runner import MAX_CHARS
 from verl.errors import ConfigError, DataError
 from verl.formats.prompt import PromptTemplate, load_template
-from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.remote import RemoteRuntimes
-from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError, Runtimes
+from verl.kit.swe.deployments import runtimes_at
+from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, SharedVerdicts, collect_patch, score_patch
 from verl.kit.swe.slots import OrderedSlots
 from verl.kit.swe.tasks import SweTask, read_swe_task
@@ -216,8 +215,8 @@ class SweEnv(Env):
 class SweFactory(EnvFactory):
     """Creates episodes, and owns the place where their runtimes start: this machine, or servers.
 
-    urls:        servers of `toolrl runtime-server`; without them and `images`, runtimes start on this machine
-    images:      image of a task -> URL of the SWE-ReX server that runs it
+    urls:        servers of `toolrl runtime-server`; without them and `deployment`, runtimes start on this machine
+    deployment:  of SWE-ReX, which runs the images of tasks (verl/kit/swe/deployments.py)
     prepared:    folder with the repositories of published rows (docs/swe.md)
     style:       openhands (four tools), mini (bash alone) or line (one edit of one line, for small policies)
     prompt:      a file with {question} that replaces the style's prompt
@@ -230,7 +229,7 @@ class SweFactory(EnvFactory):
     def __init__(
         self,
         urls: Sequence[str] = (),
-        images: Mapping[str, str] | None = None,
+        deployment: Mapping[str, Any] | None = None,
         prepared: str = "",
         style: str = "openhands",
         prompt: str = "",
@@ -247,10 +246,10 @@ class SweFactory(EnvFactory):
         limits = {"starting": max_starting, "running": max_running, "scoring": max_scoring}
         if too_few := [f"max_{stage}" for stage, limit in limits.items() if limit < 1]:
             raise ConfigError(f"environment 'swe': {too_few[0]} must be at least 1")
-        if soft_timeout_s is not None and (images or not 0 < soft_timeout_s < command_timeout_s):
+        if soft_timeout_s is not None and (deployment or not 0 < soft_timeout_s < command_timeout_s):
             raise ConfigError(
                 f"environment 'swe': soft_timeout_s={soft_timeout_s:g} must be above 0 and below command_timeout_s, "
-                "without `images` (servers of SWE-ReX have no soft time-outs)"
+                "without `deployment` (servers of SWE-ReX have no soft time-outs)"
             )
         self.style, self.command_timeout_s, self.soft_timeout_s = STYLES[style], command_timeout_s, soft_timeout_s
         self.slots: dict[Stage, OrderedSlots] = {stage: OrderedSlots(limits[stage]) for stage in get_args(Stage)}
@@ -259,10 +258,8 @@ class SweFactory(EnvFactory):
         self._kept: defaultdict[str, list[int]] = defaultdict(list)  # places of episodes that start again, by task
         self.toolbox = Toolbox(self._spec(name) for name in self.style.tools)
         self._prompt: PromptTemplate = load_template(prompt or str(PROMPTS / f"{style}.txt"))
-        self._prepared, self._images = Path(prepared) if prepared else None, dict(images or {})
-        self.runtimes: Runtimes = (
-            RemoteRuntimes(urls, self._images) if urls or images else LocalRuntimes(require_cgroup=require_cgroup)
-        )
+        self._prepared, self._runs_images = Path(prepared) if prepared else None, bool(deployment)
+        self.runtimes = runtimes_at(urls, deployment, require_cgroup=require_cgroup)
 
     def __call__(self, task: Task) -> SweEnv:
         return SweEnv(self, task)
@@ -287,7 +284,7 @@ class SweFactory(EnvFactory):
 
     def swe_task(self, task: Task) -> SweTask:
         """Raises DataError for a row that is none, or whose runtime is missing."""
-        return read_swe_task(task.extra, self._prepared, remote=bool(self._images))
+        return read_swe_task(task.extra, self._prepared, remote=self._runs_images)
 
     def check_task(self, task: Task) -> None:
         swe = self.swe_task(task)
@@ -296,8 +293,8 @@ class SweFactory(EnvFactory):
                 raise DataError(f"there is no {path}", "a path on this machine", field=field)
         if "edit_line" in self.style.tools and not swe.file:
             raise DataError("is missing", "the path of the file that `edit_line` edits", field="file")
-        if swe.image and swe.image not in self._images:
-            raise DataError(f"no server runs {swe.image}", "its URL in the option `images`", field="docker_image")
+        if self._runs_images and not swe.image:
+            raise DataError("names no image, which the option `deployment` needs", "an image", field="docker_image")
 
     def initial_observation(self, task: Task) -> Observation:
         *before, last = task.prompt

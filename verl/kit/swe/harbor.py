@@ -27,6 +27,18 @@ LINKED = "/tmp"  # what /tests, /solution and /logs of a runtime lead to
 LATE = "test.sh did not end within"
 FREE_ROOTS = ("app", "project", "repo", "src", "task", "testbed", "work", "workdir", "workspace")
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+BUILD = "Build it (docker build -t IMAGE environment/), and name it in task.toml: docker_image = IMAGE"
+RUN = "Run it with the option `deployment`"
+# In a container: the base of the patch, outside of the working folder, and the folders of the verifier.
+IN_IMAGE = """set -e
+mkdir -p {workdir}
+[ -e /testbed ] || ln -s {workdir} /testbed
+for name in tests solution logs; do rm -rf /$name; mkdir -p {linked}/$name; ln -s {linked}/$name /$name; done
+command -v git >/dev/null || {{ echo "the image has no git, which collects the patch"; false; }}
+(export GIT_DIR=/base.git GIT_WORK_TREE={workdir}; git init -q; git add -A -f
+git -c user.name=base -c user.email=base@localhost commit -q --allow-empty -m base)
+set +e
+"""
 # Keys of task.toml: what is used, and what has no meaning here (limits of agents are those of `env`).
 USED: dict[str, set[str]] = {
     "verifier": {"timeout_sec", "env"},
@@ -43,7 +55,8 @@ NOTHING: tuple[Any, ...] = (None, 0, "", [], {}, False)
 class HarborTask:
     """A task folder as read.
 
-    repository:  folder with the files of the working folder
+    repository:  folder with the files of the working folder; None: in the image
+    image:       that a deployment runs, or ""
     environment: of the interpreter; "": the system's
     env, verifier_env, solution_env: variables of all commands, of test.sh and of solve.sh
     timeout_s:   of test.sh
@@ -51,7 +64,8 @@ class HarborTask:
 
     folder: Path
     instruction: str
-    repository: Path
+    repository: Path | None
+    image: str
     environment: str
     workdir: str
     env: Mapping[str, str]
@@ -64,13 +78,15 @@ class HarborTask:
     def setup(self) -> str:
         """Shell commands that a runtime starts with."""
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.env.items())
-        return f"{exports}cd {self.workdir}"
+        prepared = IN_IMAGE.format(workdir=self.workdir, linked=LINKED) if self.image else ""
+        return f"{prepared}{exports}cd {self.workdir}"
 
 
-def read_harbor_task(folder: Path, prepared: Path | None = None) -> HarborTask:
+def read_harbor_task(folder: Path, prepared: Path | None = None, *, remote: bool = False) -> HarborTask:
     """Raises DataError, also if the environment must be built from a Dockerfile.
 
     prepared: folder with `NAME`, the working folder of a built image, and with `environments/NAME`
+    remote:   deployments run the image that the task names
     """
     instruction, settings = read_instruction(folder), _settings(folder)
     if not (folder / "tests" / "test.sh").is_file():
@@ -80,10 +96,12 @@ def read_harbor_task(folder: Path, prepared: Path | None = None) -> HarborTask:
     if not re.fullmatch(r"(/[A-Za-z0-9_][\w.-]*)+", workdir) or workdir.split("/")[1] not in FREE_ROOTS:
         raise DataError(f"workdir {workdir!r} cannot be used", f"below one of {', '.join(FREE_ROOTS)}", field="harbor")
     interpreter = prepared and prepared / "environments" / folder.name
+    image = str(given.get("docker_image") or "") if remote else ""
     return HarborTask(
         folder=folder,
         instruction=instruction,
-        repository=_work_folder(folder, given, prepared),
+        repository=None if image else _work_folder(folder, given, prepared, remote),
+        image=image,
         environment=str(interpreter) if interpreter and interpreter.is_dir() else "",
         workdir=workdir,
         env=_env(given),
@@ -153,15 +171,15 @@ def _settings(folder: Path) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _work_folder(folder: Path, given: Mapping[str, Any], prepared: Path | None) -> Path:
-    """Where the files of the working folder are. Raises DataError if an image must be built first."""
+def _work_folder(folder: Path, given: Mapping[str, Any], prepared: Path | None, remote: bool) -> Path:
+    """Where the files of the working folder are. Raises DataError if an image must be built or run first."""
     if prepared is not None and (prepared / folder.name).is_dir():
         return prepared / folder.name
     built = [name for name in BUILD_FILES if (folder / "environment" / name).exists()]
     if built or given.get("docker_image"):
         problem = f"the environment of {folder.name} is an image ({given.get('docker_image') or built[0]})"
-        hint = f"Build it, and copy its working folder to {folder.name} in the folder of the option `prepared`"
-        raise DataError(problem, "a prepared folder, or an environment/ that has files alone", hint, field="harbor")
+        hint = BUILD if remote else f"{RUN}, or copy its working folder to {folder.name} in the folder of `prepared`"
+        raise DataError(problem, "environment.docker_image, a prepared folder, or files alone", hint, field="harbor")
     if not (folder / "environment").is_dir():
         raise DataError(f"{folder} has no environment/", "the folder of a Harbor task", field="harbor")
     return folder / "environment"

@@ -1,4 +1,4 @@
-"""Runtimes on other machines, over SWE-ReX's wire: servers of ours, or any deployment of SWE-ReX."""
+"""Runtimes on other machines, over SWE-ReX's wire: servers of ours; deployments of SWE-ReX: deployments.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import logging
 import secrets
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from verl.errors import DataError, ServiceDownError
 from verl.kit.serving.endpoints import Endpoint, EndpointPool
 from verl.kit.swe import wire
 from verl.kit.swe.image import image_key, prepare_image
-from verl.kit.swe.local import set_up
 from verl.kit.swe.runtime import (
     DEFAULT_SESSION,
     TESTBED,
@@ -52,35 +51,28 @@ class RemoteRuntimes(EndpointPool):
     """A pool of servers. Raises ConfigError for invalid URLs.
 
     urls:       servers of ours, which get the repository of a task; a task starts on the least busy one
-    images:     image of a task -> URL of the SWE-ReX server that runs it, for one runtime at a time
     store:      folder for the repositories that are sent
     patience_s: waiting for a free runtime
     """
 
     def __init__(
         self,
-        urls: Sequence[str] = (),
-        images: Mapping[str, str] | None = None,
+        urls: Sequence[str],
         store: Path = Path("outputs/images"),
         patience_s: float = 600.0,
         health_timeout_s: float = 30.0,
     ) -> None:
-        self._images = dict(images or {})
-        everywhere = [*urls, *self._images.values()]
-        super().__init__("runtime server", everywhere, HINT, health_timeout_s, "/is_alive", "/is_alive")
-        self._ours = list(self.endpoints[: len(urls)])
-        self._of_image = dict(zip(self._images, self.endpoints[len(urls) :], strict=True))
-        self._busy = {image: asyncio.Lock() for image in self._images}
+        super().__init__("runtime server", urls, HINT, health_timeout_s, "/is_alive", "/is_alive")
         self._store, self._patience_s = store, patience_s
         self._prepared: dict[str, Path] = {}
         if token := service_token():
             self.client.headers[wire.API_KEY] = token
 
     async def start(self, task: SweTask) -> RemoteRuntime:
-        if task.image:
-            return await self._start_on_image(task)
-        if task.repository is None or not self._ours:
-            raise DataError(f"task {task.id} has no repository that a server of ours could run")
+        if task.repository is None:
+            raise DataError(
+                f"task {task.id} has no repository", "a repository, or the option `deployment` for its image"
+            )
         image = await self._image(task)
         name = Path(task.environment).name if task.environment else ""
         request = wire.LeaseRequest(
@@ -89,18 +81,18 @@ class RemoteRuntimes(EndpointPool):
         deadline = time.monotonic() + self._patience_s
         failed: list[Endpoint] = []
         while True:
-            server = await self._least_busy(deadline, [each for each in self._ours if each not in failed])
+            server = await self._least_busy(deadline, [each for each in self.endpoints if each not in failed])
             server.in_flight += 1  # while the runtime lives
             try:
                 lease = await self._lease(server, request, image, deadline)
                 if lease is not None:
-                    runtime = RemoteRuntime(self, server, task.limits, lease)
+                    runtime = RemoteRuntime(self.client, server, task.limits, lease)
                     await runtime.open()
                     return runtime
             except RuntimeLostError as error:
                 server.in_flight -= 1
                 failed.append(server)
-                if len(failed) == min(MAX_STARTS, len(self._ours)):
+                if len(failed) == min(MAX_STARTS, len(self.endpoints)):
                     raise
                 log.warning("%s: %s; it starts elsewhere", server.url, error.problem)
                 continue
@@ -144,20 +136,6 @@ class RemoteRuntimes(EndpointPool):
         server.failures = 0
         return lease
 
-    async def _start_on_image(self, task: SweTask) -> RemoteRuntime:
-        if task.image not in self._of_image:
-            raise DataError(f"no server runs the image {task.image} of task {task.id}", "its URL in `images`")
-        await self._busy[task.image].acquire()
-        runtime = RemoteRuntime(self, self._of_image[task.image], task.limits, None, self._busy[task.image])
-        try:
-            await runtime.open()
-            if task.setup:
-                await set_up(runtime, task)
-        except BaseException:
-            await runtime.close()
-            raise
-        return runtime
-
     async def _image(self, task: SweTask) -> Path:
         key = image_key(task)
         if key not in self._prepared:
@@ -166,17 +144,17 @@ class RemoteRuntimes(EndpointPool):
 
 
 class RemoteRuntime(FilesByPrograms):
-    """See Runtime. lease: of a server of ours, which a task renews; None: a server of SWE-ReX"""
+    """See Runtime. lease: of a server of ours, which a task renews; None: a server of SWE-ReX. end: after the close"""
 
     def __init__(
         self,
-        pool: RemoteRuntimes,
+        client: httpx2.AsyncClient,
         server: Endpoint,
         limits: RuntimeLimits,
         lease: wire.Lease | None,
-        busy: asyncio.Lock | None = None,
+        end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._pool, self._server, self._limits, self._lease, self._busy = pool, server, limits, lease, busy
+        self._client, self._server, self._limits, self._lease, self._end = client, server, limits, lease, end
         self._headers = {wire.LEASE: lease.lease} if lease else {}
         self._sessions: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
@@ -224,8 +202,9 @@ class RemoteRuntime(FilesByPrograms):
         if stdin:
             source = f"/tmp/{secrets.token_hex(8)}.in"
             await self._upload(stdin, source)
-        command = ["/bin/sh", "-c", WRAPPED, source, *argv]
-        body = wire.CommandRequest(command=command, timeout=hard_s, cwd=cwd, env=dict(env) if env else None)
+        variables = [f"{name}={value}" for name, value in (env or {}).items()]  # the wire's `env` replaces all others
+        command = ["/bin/sh", "-c", WRAPPED, source, *(["/usr/bin/env", *variables] if variables else []), *argv]
+        body = wire.CommandRequest(command=command, timeout=hard_s, cwd=cwd)
         try:
             done = await self._ask("execute", body.model_dump(), hard_s)
         except TimeoutError:
@@ -248,19 +227,15 @@ class RemoteRuntime(FilesByPrograms):
             self._renewing = None
             self._server.in_flight -= 1
         if not self._lost:
-            with contextlib.suppress(RuntimeLostError):
-                if self._lease:
+            if self._lease:
+                with contextlib.suppress(RuntimeLostError):
                     await self._ask("close", None, SLACK_S)
-                else:  # the deployment lives on
-                    for session in self._sessions:
-                        await self._ask("close_session", wire.SessionRequest(session=session).model_dump(), SLACK_S)
             self._lost = "it is closed"
-        if self._busy and self._busy.locked():
-            self._busy.release()
-            self._busy = None
+        if self._end:
+            end, self._end = self._end, None
+            await end()
 
     async def _need_session(self, session: str) -> None:
-        """A new name per runtime and session: on a server of SWE-ReX an earlier one may be left."""
         if session not in self._sessions:
             self._sessions.add(session)
             with contextlib.suppress(FileExistsError):
@@ -277,7 +252,7 @@ class RemoteRuntime(FilesByPrograms):
             with contextlib.suppress(httpx2.HTTPError, ServiceDownError):
                 async with self._server.asked():
                     url = f"{self._server.url}/is_alive"
-                    answer = await self._pool.client.get(url, headers=self._headers, timeout=period_s)
+                    answer = await self._client.get(url, headers=self._headers, timeout=period_s)
                     if answer.status_code == wire.NO_LEASE:
                         self._lost = answer.text[:300]
 
@@ -299,7 +274,7 @@ class RemoteRuntime(FilesByPrograms):
             try:
                 async with self._server.asked():
                     url = f"{self._server.url}/{path}"
-                    answer = await self._pool.client.post(url, headers=headers, timeout=timeout, **fields)
+                    answer = await self._client.post(url, headers=headers, timeout=timeout, **fields)
                 break
             except ServiceDownError as error:
                 problem = error.problem

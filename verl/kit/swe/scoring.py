@@ -150,7 +150,8 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: P
     try:
         try:
             await _apply(runtime, patch.encode("latin-1", errors="replace"))
-            await _restore(runtime, task)
+            if task.harbor is None:
+                await _restore(runtime, task)
         except CommandFailedError as error:
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
         return await (_judge(runtime, task, compiled) if task.harbor is None else _rewarded(runtime, task.harbor))

@@ -92,7 +92,7 @@ def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remot
     remote:   runtimes run the image that the row names
     """
     if "harbor" in row:
-        return _of_harbor(row, prepared)
+        return _of_harbor(row, prepared, remote)
     published = _of_r2e(row) if "expected_output_json" in row else _of_swe(row)
     task = published if "repository" not in row else replace(published, **_own_fields(row))
     if not task.fail_to_pass:
@@ -185,16 +185,17 @@ def _of_r2e(row: Mapping[str, Any]) -> SweTask:
     )
 
 
-def _of_harbor(row: Mapping[str, Any], prepared: Path | None) -> SweTask:
+def _of_harbor(row: Mapping[str, Any], prepared: Path | None, remote: bool) -> SweTask:
     """`harbor`: a task folder; `environment` as in our own rows."""
     if unknown := sorted(name for name in row.keys() - {"harbor", "environment"} if row[name]):
         raise DataError("cannot be used with a task folder", "harbor and environment alone", field=unknown[0])
-    found = read_harbor_task(Path(_text(row, "harbor")).absolute(), prepared)
+    found = read_harbor_task(Path(_text(row, "harbor")).absolute(), prepared, remote=remote)
     return SweTask(
         id=found.folder.name,
         statement=found.instruction,
         fail_to_pass=(),
-        repository=Repository(str(found.repository)),
+        repository=Repository(str(found.repository)) if found.repository else None,
+        image=found.image,
         environment=str(row.get("environment") or found.environment),
         setup=found.setup,
         protected=(),

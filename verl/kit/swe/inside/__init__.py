@@ -1,1 +1,1 @@
-"""What runs inside a runtime, with the standard library of any Python from 3.7 on."""
+"""Programs for other Pythons: inside a runtime, with the standard library of 3.7 or later; deploy.py: with SWE-ReX."""

@@ -1,0 +1,1 @@
+"""Makes tasks from tested packages, and checks them before anybody trains on them."""
