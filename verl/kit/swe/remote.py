@@ -236,11 +236,15 @@ class RemoteRuntime(FilesByPrograms):
             await end()
 
     async def _need_session(self, session: str) -> None:
+        """Shells of SWE-ReX begin where their server was started."""
         if session not in self._sessions:
             self._sessions.add(session)
             with contextlib.suppress(FileExistsError):
                 body = wire.SessionRequest(session=session, startup_timeout=10.0)
                 await self._ask("create_session", body.model_dump(), SLACK_S)
+            if not self._lease:
+                enter = wire.ActionRequest(command=f"cd {TESTBED}", session=session, timeout=SLACK_S, check="ignore")
+                await self._ask("run_in_session", enter.model_dump(), SLACK_S)
 
     def _need_lease(self, what: str) -> None:
         if not self._lease:
