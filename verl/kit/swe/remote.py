@@ -11,6 +11,7 @@ import secrets
 import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,8 @@ class RemoteRuntime(FilesByPrograms):
         if self._lease:
             action = action.model_copy(update={"soft_timeout": soft_timeout_s, "extended": True})
         try:
-            return _result(await self._ask("run_in_session", action.model_dump(), hard_s))
+            done = _result(await self._ask("run_in_session", action.model_dump(), hard_s))
+            return done if self._lease else replace(done, output=_plain(done.output))
         except TimeoutError:
             await self.interrupt(session)
             return CommandResult("", None, CommandStatus.TIMEOUT)
@@ -307,6 +309,11 @@ def _result(answer: Mapping[str, Any]) -> CommandResult:
     status = CommandStatus(observed.status or CommandStatus.FINISHED)
     reason, restarted = observed.failure_reason, observed.shell_restarted
     return CommandResult(observed.output, observed.exit_code, status, observed.cwd, reason, restarted)
+
+
+def _plain(text: str) -> str:
+    """Without what the terminal of SWE-ReX's shells adds to lines and in front."""
+    return text.replace("\r\n", "\n").replace("\r", "").lstrip("\n")
 
 
 def _decoded(text: str) -> bytes:

@@ -34,7 +34,11 @@ def start(number: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 def stop(number: int) -> dict[str, Any]:
     if deployment := deployments.pop(number, None):
-        asyncio.run(deployment.stop())
+        try:
+            asyncio.run(deployment.stop())
+        except Exception:  # noqa: BLE001  a server that does not answer; SWE-ReX then leaves its container
+            deployment._runtime = None
+            asyncio.run(deployment.stop())
     return {"stopped": True}
 
 
