@@ -91,7 +91,7 @@ class Deployments:
                 if not await self._process.stdout.readline():
                     await self._process.wait()
                     self._process = None
-                    raise RuntimeLostError(f"{self._python} starts no deployments: {self._printed()}")
+                    raise RuntimeLostError(f"{self._python} starts no deployments: {self._printed().splitlines()[-1:]}")
                 self._reading = asyncio.create_task(self._read(self._process))
 
     async def close(self) -> None:
