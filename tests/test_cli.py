@@ -57,6 +57,7 @@ def test_every_runnable_module_has_a_command() -> None:
         "verl.kit.swe.inside.run_mutants",
         "verl.kit.swe.inside.run_tests",
         "verl.kit.verifiers.inside.worker",
+        "verl.kit.swe.inside.deploy",
         "verl.system.watcher",
     }
     not_for_users = {"verl.cli", *inner}
