@@ -51,7 +51,7 @@ _RECORDED = {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
 
 
 def proxy(upstream: str) -> Starlette:
-    """POST /sessions/{session}/v1/chat/completions, and GET /tokens: how many it has recorded."""
+    """POST /sessions/{session}/v1/chat/completions, and GET /clock: recorded tokens, CPU seconds of this process."""
     recorded: dict[str, list[tuple[list[int], list[int], list[float]]]] = defaultdict(list)
     clients: list[httpx2.AsyncClient] = []
 
@@ -70,11 +70,12 @@ def proxy(upstream: str) -> Starlette:
         recorded[request.path_params["session"]].append(turn)
         return JSONResponse(done)
 
-    async def tokens(_: Request) -> JSONResponse:
-        return JSONResponse(sum(len(ids) for turns in recorded.values() for _, ids, _ in turns))
+    async def clock(_: Request) -> JSONResponse:
+        num_tokens = sum(len(ids) for turns in recorded.values() for _, ids, _ in turns)
+        return JSONResponse([num_tokens, time.process_time()])
 
     path = "/sessions/{session}/v1/chat/completions"
-    return Starlette(routes=[Route(path, complete, methods=["POST"]), Route("/tokens", tokens)], lifespan=lifespan)
+    return Starlette(routes=[Route(path, complete, methods=["POST"]), Route("/clock", clock)], lifespan=lifespan)
 
 
 @contextmanager
@@ -129,19 +130,19 @@ def proxied_vllm(arguments: argparse.Namespace) -> Iterator[Callable[[], Figures
         ]
         proxy_command = [sys.executable, __file__, "--upstream", upstream, "--port", str(proxy_port)]
         server = stack.enter_context(started(server_command, f"{upstream}/health", logs[0]))
-        between = stack.enter_context(started(proxy_command, f"{door}/tokens", logs[1]))
+        stack.enter_context(started(proxy_command, f"{door}/clock", logs[1]))
         doors = [(f"{door}/sessions/{number}", "none") for number in range(arguments.sessions)]
 
-        def clocks() -> tuple[float, float, float, float]:
+        def clocks() -> tuple[float, ...]:
+            num_tokens, own = httpx2.get(f"{door}/clock", trust_env=False).json()
             engine = sum(seconds_of(each) for each in server.children(recursive=True))
-            return time.perf_counter(), seconds_of(between), seconds_of(server), engine
+            return time.perf_counter(), own, seconds_of(server), engine, num_tokens
 
         def one_round() -> Figures:
-            num_before, before = httpx2.get(f"{door}/tokens", trust_env=False).json(), clocks()
+            before = clocks()
             asyncio.run(run_agents(doors, arguments))
-            wall, own, front, engine = (after - first for first, after in zip(before, clocks(), strict=True))
-            num_tokens = httpx2.get(f"{door}/tokens", trust_env=False).json() - num_before
-            assert num_tokens == arguments.sessions * arguments.requests * arguments.tokens, num_tokens
+            wall, own, front, engine, tokens = (after - first for first, after in zip(before, clocks(), strict=True))
+            assert tokens == arguments.sessions * arguments.requests * arguments.tokens, tokens
             times = {OWN: own, FRONT: own + front, WHOLE: own + front + engine, WALL: wall}
             return per_request(times, arguments)
 
