@@ -1,0 +1,75 @@
+"""The configuration that vLLM's own Python builds from our settings on an H200: what a rollout's speed rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from tests.kit.plan.test_plan import plan_of
+from verl.rollout.vllm_engine import VLLMSettings, _start_vllm
+from verl.rollout.vllm_extension import WeightReceiver
+
+pytestmark = pytest.mark.gpuset
+
+MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen2.5-1.5b": (Qwen2Config, {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}),
+    "qwen3-1.7b": (Qwen3Config, {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8}),
+    "llama-3.2-3b": (LlamaConfig, {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8}),
+}
+ARCHITECTURES = {Qwen2Config: "Qwen2ForCausalLM", Qwen3Config: "Qwen3ForCausalLM", LlamaConfig: "LlamaForCausalLM"}
+
+
+def built(folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> Any:
+    """vLLM's VllmConfig of an engine with these settings; no process is started."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    kind, sizes = MODELS[model]
+    config = kind(num_hidden_layers=28, max_position_embeddings=32768, vocab_size=151936, **sizes)
+    config.architectures = [ARCHITECTURES[kind]]
+    config.save_pretrained(folder)
+
+    def start(arguments: Any, usage_context: Any) -> Any:
+        return arguments.create_engine_config(usage_context)
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
+    settings = VLLMSettings(str(folder), 3072, gpu_memory_utilization=0.8, **{"sleeps": True, **more})
+    return _start_vllm(settings, folder)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_on_an_h200(model: str, parallel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = built(tmp_path, monkeypatch, model, tensor_parallel_size=parallel)
+    scheduler, compilation, cache = config.scheduler_config, config.compilation_config, config.cache_config
+    plan, limits = plan_of([], "h200"), (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    assert limits == (plan.max_num_seqs, plan.max_num_batched_tokens) == (1024, 16384)
+    assert scheduler.enable_chunked_prefill and scheduler.async_scheduling
+    assert cache.enable_prefix_caching and cache.gpu_memory_utilization == 0.8
+    assert compilation.cudagraph_mode.name == "FULL_AND_PIECEWISE" and compilation.mode.name == "VLLM_COMPILE"
+    assert max(compilation.cudagraph_capture_sizes) == 512  # larger decoding batches are launched kernel by kernel
+    assert not config.model_config.enforce_eager and config.model_config.enable_sleep_mode
+    assert config.model_config.logprobs_mode == "processed_logprobs"
+    backend, extension = (
+        config.parallel_config.distributed_executor_backend,
+        config.parallel_config.worker_extension_cls,
+    )
+    assert backend == ("mp" if parallel > 1 else "uni")
+    assert extension == f"{WeightReceiver.__module__}.{WeightReceiver.__name__}"
+    # The first model runner samples seeded rows one by one; training requests have no seeds on either.
+    assert config.use_v2_model_runner is (model != "qwen2.5-1.5b")
+
+
+def test_limits_that_are_given_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = built(tmp_path, monkeypatch, "qwen3-1.7b", max_num_seqs=64, max_num_batched_tokens=4096)
+    scheduler = config.scheduler_config
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 4096)
+    assert max(config.compilation_config.cudagraph_capture_sizes) == 128
+
+
+def test_an_engine_with_its_own_gpu_has_no_sleep_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sleeps in (False, True):
+        model = built(tmp_path, monkeypatch, "qwen2.5-1.5b", sleeps=sleeps).model_config
+        assert (model.enable_sleep_mode, model.enable_cumem_allocator) == (sleeps, sleeps)
