@@ -164,7 +164,10 @@ def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
         for step, (gap, depth) in enumerate(zip(gaps, depths, strict=True), 1)
     ]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
-    found = [(mark["step"], mark["kind"]) for mark in marks(read_run(tmp_path))]
+    write_jsonl(tmp_path / "collapses.jsonl", [{"step": 5, "alarms": ["one", "two"]}, {"alarms": ["of no step"]}])
+    alarm, *others = marks(read_run(tmp_path))
+    assert (alarm["step"], alarm["text"]) == (5, "one; two")
+    found = [(mark["step"], mark["kind"]) for mark in others]
     assert found == [(2, "gap"), (3, "staleness"), (4, "collapse"), (5, "gap")]
 
 

@@ -118,8 +118,9 @@ def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
 def marks(run: RunFolder) -> list[dict[str, Any]]:
     """Collapse alarms, and where something begins: a triggered rule, a gap of engine and trainer, other staleness."""
     found = [
-        {"step": each.get("step"), "kind": "collapse", "text": "; ".join(map(str, each.get("alarms") or ()))}
+        {"step": each["step"], "kind": "collapse", "text": "; ".join(map(str, each.get("alarms") or ()))}
         for each in run.alarms
+        if isinstance(each.get("step"), int)
     ]
     before: Mapping[str, Any] = {}
     for row in run.rows:
