@@ -22,6 +22,7 @@ _FREE = (
     "reward.num_workers",
     "actor.max_tokens_per_pack",  # this and the next affect rounding only
     "model.enable_gradient_checkpointing",
+    "model.fused_kernels",
     "actor.offload_",
     "critic.offload_",
     "ref.offload_",

@@ -7,6 +7,7 @@ only the small gradient of the hidden states is accumulated.
 Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S vocabulary entries of a slice.
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -17,11 +18,19 @@ LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28, "meta": 2**28}
 
 
 def token_logprobs(
-    hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor, temperature: float = 1.0, with_entropy: bool = False
+    hidden_AE: Tensor,
+    head_VE: Tensor,
+    target_A: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """([A] log p(target), [A] entropy or None) of softmax(hidden @ head^T / temperature), in float32 or better."""
+    """([A] log p(target), [A] entropy or None) of softmax(hidden @ head^T / temperature), in float32 or better.
+
+    fused: whether each pass over the logits is one Triton kernel (`loss_kernels.py`), which needs a GPU
+    """
     apply: Any = _TokenLogprobs.apply
-    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy)
+    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused)
     return logprobs_A, entropy_A if with_entropy else None
 
 
@@ -33,12 +42,22 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor, temperature: float, with_entropy: bool
+        ctx: Any,
+        hidden_AE: Tensor,
+        head_VE: Tensor,
+        target_A: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_AE.dtype, torch.float32)
         logprobs_A = hidden_AE.new_empty(len(hidden_AE), dtype=dtype)
         entropy_A, normalizer_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
         for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device):
+            if fused:
+                found = logit_statistics(hidden_AE[rows] @ head_VE.T, target_A[rows], temperature)
+                logprobs_A[rows], normalizer_A[rows], entropy_A[rows] = found
+                continue
             logits_CV = (hidden_AE[rows] @ head_VE.T).to(dtype).div_(temperature)
             normalizer_C = logits_CV.logsumexp(-1)
             logprobs_A[rows] = logits_CV.gather(-1, target_A[rows, None]).squeeze(-1) - normalizer_C
@@ -47,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits_CV -= normalizer_C[:, None]
                 entropy_A[rows] = -(logits_CV.exp() * logits_CV).sum(-1)
         ctx.save_for_backward(hidden_AE, head_VE, target_A, normalizer_A, entropy_A)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.fused = temperature, fused
         ctx.set_materialize_grads(False)  # an entropy without a gradient (only logged) costs nothing in the backward
         return logprobs_A, entropy_A
 
@@ -60,21 +79,72 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden_AE = torch.zeros_like(hidden_AE, dtype=normalizer_A.dtype)
         grad_head_VE = torch.empty_like(head_VE)
         for entries in _slices(len(head_VE), len(hidden_AE), hidden_AE.device):
-            grad_AS = (hidden_AE @ head_VE[entries].T).to(normalizer_A.dtype).div_(ctx.temperature)
-            grad_AS -= normalizer_A[:, None]  # log p, which now turns into the gradient of the logits in place
-            if of_entropy_A is None:
-                grad_AS.exp_().mul_(-of_logprobs_A[:, None])
+            logits_AS = hidden_AE @ head_VE[entries].T
+            columns = (target_A, normalizer_A, entropy_A, of_logprobs_A, of_entropy_A)
+            if ctx.fused:
+                logit_gradient_(logits_AS, *columns, entries.start, ctx.temperature)
+                narrow_AS = logits_AS
             else:
-                factor_AS = (grad_AS + entropy_A[:, None]).mul_(-of_entropy_A[:, None]).sub_(of_logprobs_A[:, None])
-                grad_AS.exp_().mul_(factor_AS)
-            # Adds zeros for the targets in other slices: to leave those out, the host would have to wait for a GPU.
-            here_A = (target_A >= entries.start) & (target_A < entries.stop)
-            entry_A = (target_A - entries.start).clamp(0, grad_AS.shape[1] - 1)
-            grad_AS.scatter_add_(1, entry_A[:, None], torch.where(here_A, of_logprobs_A, 0.0)[:, None])
-            narrow_AS = grad_AS.div_(ctx.temperature).to(hidden_AE.dtype)
+                narrow_AS = _logit_gradient(logits_AS, *columns, entries.start, ctx.temperature).to(hidden_AE.dtype)
             grad_hidden_AE += narrow_AS @ head_VE[entries]
             torch.mm(narrow_AS.T, hidden_AE, out=grad_head_VE[entries])
-        return grad_hidden_AE.to(hidden_AE.dtype), grad_head_VE, None, None, None
+        return grad_hidden_AE.to(hidden_AE.dtype), grad_head_VE, None, None, None, None
+
+
+def _logit_gradient(
+    logits_AS: Tensor,
+    target_A: Tensor,
+    normalizer_A: Tensor,
+    entropy_A: Tensor,
+    of_logprobs_A: Tensor,
+    of_entropy_A: Tensor | None,
+    first: int,
+    temperature: float,
+) -> Tensor:
+    """[A, S] gradient of the logits of a slice of the vocabulary that starts at `first`."""
+    grad_AS = logits_AS.to(normalizer_A.dtype).div_(temperature)
+    grad_AS -= normalizer_A[:, None]  # log p, which now turns into the gradient of the logits in place
+    if of_entropy_A is None:
+        grad_AS.exp_().mul_(-of_logprobs_A[:, None])
+    else:
+        factor_AS = (grad_AS + entropy_A[:, None]).mul_(-of_entropy_A[:, None]).sub_(of_logprobs_A[:, None])
+        grad_AS.exp_().mul_(factor_AS)
+    # Adds zeros for the targets in other slices: to leave those out, the host would have to wait for a GPU.
+    here_A = (target_A >= first) & (target_A < first + grad_AS.shape[1])
+    entry_A = (target_A - first).clamp(0, grad_AS.shape[1] - 1)
+    grad_AS.scatter_add_(1, entry_A[:, None], torch.where(here_A, of_logprobs_A, 0.0)[:, None])
+    return grad_AS.div_(temperature)
+
+
+# The kernels as operators of torch, so that meta tensors pass through them; triton is imported at their first use.
+
+
+@torch.library.custom_op("verl::logit_statistics", mutates_args=())
+def logit_statistics(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """[3, C] log p(target), log-normalizer and entropy of [C, V] logits, in float32: one pass over the logits."""
+    found: Tensor = importlib.import_module("verl.workers.loss_kernels").statistics(logits, target, temperature)
+    return found
+
+
+@logit_statistics.register_fake
+def _statistics_of_meta(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
+    return logits.new_empty((3, len(logits)), dtype=torch.float32)
+
+
+@torch.library.custom_op("verl::logit_gradient_", mutates_args=("logits",))
+def logit_gradient_(
+    logits: Tensor,
+    target: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    of_logprobs: Tensor,
+    of_entropy: Tensor | None,
+    first: int,
+    temperature: float,
+) -> None:
+    """As `_logit_gradient`, in place of the logits: one pass."""
+    columns = (target, normalizer, entropy, of_logprobs, of_entropy)
+    importlib.import_module("verl.workers.loss_kernels").gradient(logits, *columns, first, temperature)
 
 
 def _slices(length: int, width: int, device: torch.device) -> list[slice]:

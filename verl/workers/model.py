@@ -42,16 +42,21 @@ def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
 
 
 class PackedPolicy(nn.Module):
-    """A causal language model that scores the trained tokens of a pack."""
+    """A causal language model that scores the trained tokens of a pack.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    fused: whether log-probs use Triton kernels where the model is on a GPU
+    """
+
+    def __init__(self, model: PreTrainedModel, fused: bool = True) -> None:
         super().__init__()
         self.model = model
+        self.fused = fused
 
     def forward(self, packed: PackedBatch, temperature: float, with_entropy: bool) -> PolicyOutput:
         hidden_AE = hidden_states(self.model.get_decoder(), packed)
         head_VE = self.model.get_output_embeddings().weight
-        return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, temperature, with_entropy))
+        fused = self.fused and hidden_AE.device.type != "cpu"
+        return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, temperature, with_entropy, fused))
 
 
 class PackedCritic(nn.Module):

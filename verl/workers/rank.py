@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.single_controller.group import WorkerContext
+from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
@@ -43,6 +44,7 @@ class RankSpec:
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
     gradient_checkpointing: bool = False
+    fused_kernels: str = "auto"  # auto (on a GPU, those of liger-kernel where it is installed) | liger | none
     policy_offload: Offload = NO_OFFLOAD
     reference_offload: Offload = NO_OFFLOAD
     critic_offload: Offload = NO_OFFLOAD
@@ -208,6 +210,10 @@ def _engine(
     model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if spec.device == "cuda" and fused.is_wanted(spec.fused_kernels):
+        fused.fuse(model)
     module = wrapper(model).to(spec.device)
+    if isinstance(module, PackedPolicy):
+        module.fused = spec.fused_kernels != "none"
     layers = decoder_layers(module)
     return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device)

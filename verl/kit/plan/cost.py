@@ -128,6 +128,7 @@ TRAFFIC: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "aten::fill_": lambda args, out: size(out),
     "aten::zero_": lambda args, out: size(out),
     "aten::copy_": lambda args, out: size(args[1], out),
+    "verl::logit_gradient_": lambda args, out: 2 * size(args[0]) + size(args[1:]),
     # torch computes maximum, differences, their exponentials in place, and the sum
     "aten::logsumexp": lambda args, out: 6 * size(args[0]),
 }

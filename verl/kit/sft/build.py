@@ -36,6 +36,7 @@ from verl.trainer.builders.workers import (
     DTYPES,
     check_device,
     choose_device,
+    fused_kernels,
     optimizer_settings,
     warn_of_slow_dtype,
 )
@@ -88,7 +89,8 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
         crash_reported(folder),
     ):
         device = choose_device(trainer, cluster.num_gpus)
-        spec, bundle = replace(spec, device=device), Bundle(1.0, 1.0 if device == "cuda" else 0.0)
+        spec = replace(spec, device=device, fused_kernels=fused_kernels(config.model, device))
+        bundle = Bundle(1.0, 1.0 if device == "cuda" else 0.0)
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(WorkerView(workers, "policy"), PackSettings(config.actor.max_tokens_per_pack))
         settings = SFTSettings(

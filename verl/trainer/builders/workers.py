@@ -128,6 +128,13 @@ def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) 
     )
 
 
+def fused_kernels(config: ModelConfig, device: str) -> str:
+    """model.fused_kernels. Raises ConfigError for kernels that the device does not run."""
+    if config.fused_kernels == "liger" and device == "cpu":
+        raise ConfigError("model.fused_kernels=liger needs a GPU: liger-kernel has no kernels for a CPU; leave it auto")
+    return config.fused_kernels
+
+
 def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: int) -> RankSpec:
     """The specification from which every trainer rank builds its models and optimizers."""
     assert config.model.path is not None
@@ -145,6 +152,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, critic_updates),
         cliprange_value=critic.cliprange_value,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        fused_kernels=fused_kernels(config.model, device),
         policy_offload=Offload(config.actor.offload_params, config.actor.offload_optimizer),
         reference_offload=Offload(config.ref.offload_params),
         critic_offload=Offload(critic.offload_params, critic.offload_optimizer),

@@ -1,0 +1,143 @@
+"""Which modules get a fused kernel, and that their forwards then compute what they did: kernels by their formulas."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, apply_rotary_pos_emb
+
+from verl.config.schema import ModelConfig
+from verl.errors import ConfigError
+from verl.trainer.builders.workers import fused_kernels
+from verl.workers.fused import FusedModules, fuse, is_wanted
+
+# (norms, rotary, MLPs) of two layers. Gemma 2 has norms with an offset and another activation; OLMo 2 weights its norms
+# before it rounds them.
+KINDS: list[tuple[type[PretrainedConfig], tuple[int, int, int]]] = [
+    (Qwen2Config, (5, 2, 2)),
+    (Qwen3Config, (9, 2, 2)),
+    (LlamaConfig, (5, 2, 2)),
+    (MistralConfig, (5, 2, 2)),
+    (Olmo2Config, (0, 2, 2)),
+    (Gemma2Config, (0, 2, 0)),
+]
+
+
+def small_model(kind: type[PretrainedConfig]) -> PreTrainedModel:
+    config = kind(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def outcome(model: PreTrainedModel) -> list[Tensor]:
+    """Logits, and the gradients of all weights."""
+    logits = model(torch.arange(9)[None], use_cache=False).logits
+    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
+    return [logits, *torch.autograd.grad((logits * weight).sum(), list(model.parameters()))]
+
+
+def assert_as_exact(found: list[Tensor], expected: list[Tensor], rel: float) -> None:
+    """Relative to the largest element of each tensor."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other.double()).abs().max().item() <= rel * other.abs().max().clamp(min=1e-3).item()
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool) -> Tensor:
+    assert (offset, casting, in_place) == (0.0, "llama", False)
+    return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return apply_rotary_pos_emb(query, key, cos, sin)
+
+
+@pytest.fixture
+def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In place of liger-kernel's functions; lists their calls."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        return SimpleNamespace(apply=lambda *args: (calls.append(name), function(*args))[1])
+
+    ops = SimpleNamespace(
+        LigerRMSNormFunction=counted("norm", rms_norm),
+        LigerRopeFunction=counted("rope", rope),
+        LigerSiLUMulFunction=counted("mlp", lambda gate, up: nn.functional.silu(gate) * up),
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    return calls
+
+
+@pytest.mark.parametrize(("kind", "counts"), KINDS)
+def test_modules_that_compute_a_kernels_formula_use_it(
+    kind: type[PretrainedConfig], counts: tuple[int, int, int], formulas: list[str]
+) -> None:
+    model, untouched = small_model(kind), small_model(kind)
+    assert fuse(model) == FusedModules(*counts)
+    assert_as_exact(outcome(model), outcome(untouched), 1e-5)
+    assert [formulas.count(name) for name in ("norm", "rope", "mlp")] == [*counts]
+
+
+def test_only_this_instance_changes(formulas: list[str]) -> None:
+    model, other = small_model(Qwen2Config), small_model(Qwen2Config)
+    names = set(model.state_dict())
+    fuse(model)
+    assert set(model.state_dict()) == names
+    assert Qwen2Attention.forward.__globals__["apply_rotary_pos_emb"] is apply_rotary_pos_emb
+    outcome(other)
+    assert not formulas
+
+
+def test_a_module_that_computes_something_else_keeps_its_forward(formulas: list[str]) -> None:
+    model = small_model(Qwen2Config)
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    changed = copy.deepcopy(model)
+    assert fuse(model) == FusedModules(norms=5, rotary=2, mlps=1)
+    assert_as_exact(outcome(model), outcome(changed), 1e-5)
+
+
+def test_kernels_that_are_required_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="fused_kernels=liger needs a GPU"):
+        fused_kernels(ModelConfig(fused_kernels="liger"), "cpu")
+    assert fused_kernels(ModelConfig(fused_kernels="liger"), "cuda") == "liger"
+    found: list[Any] = [None]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0])
+    assert not is_wanted("auto")
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        is_wanted("liger")
+    found[0] = object()
+    assert [is_wanted(setting) for setting in ("auto", "liger", "none")] == [True, True, False]
+    with pytest.raises(ConfigError, match=r"model\.fused_kernels"):
+        ModelConfig(fused_kernels="all")
