@@ -302,9 +302,11 @@ def critic_pass(config: PretrainedConfig, packed: PackedBatch, checkpointing: bo
 
 def score_pass(config: PretrainedConfig, packed: PackedBatch, wrapper: type[PackedPolicy] = PackedPolicy) -> PassCost:
     """A pass without gradients, for old or reference log-probs."""
-    return over_layers(
-        lambda layers: count_score(wrapper(meta_model(config, layers)), packed), config.num_hidden_layers
-    )
+
+    def count(layers: int) -> PassCost:
+        return count_score(wrapper(meta_model(config, layers)), packed)
+
+    return replace(over_layers(count, config.num_hidden_layers), peak=count(2).peak)  # no layer keeps anything
 
 
 def over_layers(count: Callable[[int], PassCost], layers: int) -> PassCost:
