@@ -4,6 +4,6 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def rsqrt(x):  # type: ignore[no-untyped-def]
     return 1.0 / tl.sqrt(x)

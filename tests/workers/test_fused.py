@@ -129,6 +129,7 @@ def test_a_module_that_computes_something_else_keeps_its_forward(formulas: list[
 
 
 def test_kernels_that_are_required_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """model.fused_kernels=liger, on a CPU or without the package."""
     with pytest.raises(ConfigError, match="fused_kernels=liger needs a GPU"):
         fused_kernels(ModelConfig(fused_kernels="liger"), "cpu")
     assert fused_kernels(ModelConfig(fused_kernels="liger"), "cuda") == "liger"

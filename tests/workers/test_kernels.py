@@ -1,6 +1,8 @@
 """Triton kernels on small shapes against float64, forward and backward: this project's and liger-kernel's.
 
-Without a GPU Triton's interpreter runs them: TRITON_INTERPRET=1 python -m pytest -m gpuset tests/workers/test_kernels.py
+Without a GPU Triton's interpreter runs them:
+
+    TRITON_INTERPRET=1 python -m pytest -m gpuset tests/workers/test_kernels.py
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def liger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU gives liger-kernel and Triton 3.8's interpreter does not: scalars as float32, and libdevice's rsqrt."""
+    """What liger-kernel gets on a GPU, but not in the interpreter: scalars as float32, and libdevice's rsqrt."""
     norms = pytest.importorskip("liger_kernel.ops.rms_norm")
     if DEVICE == "cuda":
         return

@@ -86,12 +86,12 @@ def _rotary(kernel: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether the module is Llama's RMS norm: computed in float32, rounded, then weighted."""
-    parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or not hasattr(module, "variance_epsilon"):
+    parameters, eps = dict(module.named_parameters()), getattr(module, "variance_epsilon", None)
+    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or eps is None:
         return False
     hidden, weight = (each.bfloat16() for each in _random((3, 8), (8,)))
     wide = hidden.float()
-    normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)).bfloat16()
+    normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).bfloat16()
     return torch.equal(functional_call(module, {"weight": weight}, (hidden,)), weight * normalized)
 
 

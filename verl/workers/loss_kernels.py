@@ -59,7 +59,7 @@ def gradient(
     )
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
     logits, target, logprobs, normalizers, entropies, stride, width, scale, LOWEST: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -86,7 +86,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     tl.store(entropies + row, tl.log(total) - weighted / total)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
     logits,
     target,

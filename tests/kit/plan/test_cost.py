@@ -159,8 +159,8 @@ def test_a_fused_loss_reads_logits_once_forward_and_reads_and_writes_them_once_b
         policy_pass(SMALL, PACK, entropy=each, wrapper=wrapper)
         for each, wrapper in ((False, EagerPolicy), (False, PackedPolicy), (True, PackedPolicy))
     )
-    # Per logit and in bytes. Eager forward: to float32 6, over the temperature 8, normalizer 24, minus it 8, exponential
-    # 8, product 12, sum 4. Backward: to float32 6, five operations of 8, to bfloat16 6.
+    # Per logit and in bytes. Eager forward: to float32 6, over the temperature 8, normalizer 24, minus it 8,
+    # exponential 8, product 12, sum 4. Backward: to float32 6, five operations of 8, to bfloat16 6.
     logits = 500 * 30
     assert eager.forward.traffic - plain.forward.traffic == pytest.approx((70 - 2) * logits, rel=0.01)
     assert eager.backward.traffic - plain.backward.traffic == pytest.approx((52 - 4) * logits, rel=0.01)
