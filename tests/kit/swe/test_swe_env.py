@@ -635,7 +635,7 @@ def test_episodes_of_a_killed_server_begin_anew_on_the_other(
         factory = SweFactory(urls=urls)
         group = rollout(factory, texts)
         playing = asyncio.create_task(group.run_all([place.task], 4))
-        while min(each.in_flight for each in factory.runtimes._ours) < 2:  # type: ignore[attr-defined]
+        while min(each.in_flight for each in factory.runtimes.endpoints) < 2:  # type: ignore[attr-defined]
             await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)
         os.killpg(server.pid, signal.SIGKILL)
