@@ -31,7 +31,7 @@ from verl.rollout.vllm_extension import WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.system.packages import SET_UP
 from verl.system.scratch import variables
-from verl.transfer.bucket import BucketHandle, BucketLayout, all_names
+from verl.transfer.bucket import BucketHandle, BucketLayout
 from verl.transfer.gpu import Rendezvous
 from verl.transfer.shared_memory import InMemory, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
@@ -146,7 +146,7 @@ class VLLMEngine(SingleEngine):
         Names are those of transformers' `named_parameters(remove_duplicate=False)`. A failure after this check makes
         the engine unusable.
         """
-        _compare(all_names(layouts), self._weight_names)
+        _compare(_known_names(layouts, self._weight_names), self._weight_names)
         if self._asleep:
             await self._unless_dead(self._llm.wake_up(["weights"]))
         async with self._all_or_nothing():
@@ -471,6 +471,12 @@ def _compare(sent: Iterable[str], needed: Iterable[str]) -> None:
     ]
     if found:
         raise EngineError(f"weight sync rejected, the old weights stay: {'; '.join(found)}")
+
+
+def _known_names(layouts: Iterable[BucketLayout], known: set[str]) -> set[str]:
+    """The names of all weights. Of a tied weight those that vLLM's model knows, if any: Gemma has no head there."""
+    slices = (each for layout in layouts for each in layout.slices)
+    return {name for each in slices for name in (known.intersection(each.names) or each.names)}
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

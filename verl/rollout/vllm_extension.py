@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _LOOK_S = 2.0  # interval of the liveness check of the owner
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class WeightReceiver:
@@ -39,6 +40,7 @@ class WeightReceiver:
 
     _inlet: Receiver
     _loaded: set[str]  # since `begin_weights`
+    _tensors: dict[str, int]  # by name, the identity of a parameter before the reload, which tied ones share
 
     def follow(self, owner: str) -> int:
         """Returns the worker's process id, for the engine to watch. From now on the worker exits with process `owner`.
@@ -63,8 +65,10 @@ class WeightReceiver:
         """Start a reload; the model is unusable until `end_weights`."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        model = self.model_runner.get_model()
         self._loaded = set()
-        initialize_layerwise_reload(self.model_runner.get_model())
+        self._tensors = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        initialize_layerwise_reload(model)
 
     def load_bucket(self, bucket: bytes) -> None:
         """Verify and load a bucket. bucket: pickled (layout, handles), because vLLM passes on plain types only"""
@@ -82,7 +86,7 @@ class WeightReceiver:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self.model_runner.get_model()
-        left_out = not_loaded(model, self._loaded)
+        left_out = not_loaded(self._tensors, self._loaded)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         return left_out
@@ -113,9 +117,10 @@ def is_alive(pid: int) -> bool:
 def checkpoint_names(model: nn.Module) -> set[str]:
     """The checkpoint names (transformers' spelling) of a vLLM model's weights, tied aliases included.
 
-    vLLM fuses weights of a layer (q, k and v into qkv) and lists them in `packed_modules_mapping`.
+    vLLM fuses weights of a layer (q, k and v into qkv) and lists them in `packed_modules_mapping`, which some models
+    lack.
     """
-    parts: Mapping[str, Sequence[str]] = model.packed_modules_mapping  # type: ignore[assignment]
+    parts: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or _FUSED
     names = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         layer, _, leaf = name.rpartition(".")
@@ -124,18 +129,13 @@ def checkpoint_names(model: nn.Module) -> set[str]:
     return names
 
 
-def not_loaded(model: nn.Module, loaded: Iterable[str]) -> list[str]:
+def not_loaded(tensors: Mapping[str, int], loaded: Iterable[str]) -> list[str]:
     """Names of the parameters that were not loaded.
 
-    During a reload a tied head has its own parameters and must be loaded as well. Releases of vLLM in which head and
-    embedding are the same module (0.24) skip its name, hence the comparison by identity.
+    Of tied parameters one is enough: vLLM copies what arrives into the memory that they share. Some models skip the
+    name of a tied head (0.24).
+
+    tensors: the identity of every parameter before the reload, which gives tied ones separate tensors for its duration
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-
-    def place(name: str) -> tuple[int, str]:
-        layer, _, leaf = name.rpartition(".")
-        return id(modules[layer]), leaf
-
-    places = {place(name) for name in loaded}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return sorted(name for name in names if place(name) not in places)
+    filled = {tensors[name] for name in loaded if name in tensors}
+    return sorted(name for name, tensor in tensors.items() if tensor not in filled)
