@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_CARD = 3  # exit code
 PROMPT, RESPONSE, RESPONSES = 900, 250, 4  # tokens, and responses per prompt
 SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary
-    "tiny": (64, 128, 2, 4, 2, 768),
+    "tiny": (128, 128, 2, 4, 2, 768),
     "0.5B": (896, 4864, 24, 14, 2, 151936),
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
 }
