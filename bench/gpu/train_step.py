@@ -31,13 +31,11 @@ def write_rows(piece: Piece, model: Path, tokens: int) -> Path:
     """The embedded rows with their first message lengthened to about `tokens` tokens, differently in each row."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = pq.read_table(ROOT / "dataset/mini/train.parquet").to_pylist()
-    words = " ".join(row["prompt"][1]["content"] for row in rows[:100])
-    per_word = len(tokenizer(words)["input_ids"]) / len(words.split())
+    filler = tokenizer(" ".join(row["prompt"][1]["content"] for row in rows[:200]))["input_ids"]
     for number, row in enumerate(rows):
-        missing = tokens - len(tokenizer(row["prompt"][0]["content"] + row["prompt"][1]["content"])["input_ids"])
-        count, at = max(0, int(missing / per_word)), number % 50
-        filler = (words.split() * (count // len(words.split()) + 2))[at : at + count]
-        row["prompt"][0]["content"] += f"\n\nRecord {number}: {' '.join(filler)}"
+        row["prompt"][0]["content"] += f"\n\nRecord {number}: "
+        missing = max(0, tokens - len(tokenizer("".join(each["content"] for each in row["prompt"]))["input_ids"]))
+        row["prompt"][0]["content"] += tokenizer.decode(filler[number : number + missing])
     path = piece.out / f"rows-{piece.name}.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
@@ -51,6 +49,7 @@ def words_of(piece: Piece, model: Path, rows: Path, prompts: int, response: int,
         f"data.train_batch_size={prompts}",
         f"actor.ppo_mini_batch_size={prompts}",
         f"data.max_prompt_length={prompt}",
+        "data.truncation=left",
         f"data.max_response_length={response}",
         f"rollout.n={RESPONSES}",
         "algorithm.name=grpo",
