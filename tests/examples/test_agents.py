@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, need_vllm, smollm2
+from tests.conftest import ROOT, smollm2
 from tests.kit.agent.test_agent import TextEngine, episodes
 from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.test_harbor import folder_of
+from tests.support.local_run import local_trainer
 from tests.support.service import free_port, service
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
@@ -25,7 +26,7 @@ from verl.kit.agent.agent import AgentFactory
 from verl.rollout.engine import Generator, Sampling
 from verl.scoring.pool import DirectScorer, Fault
 from verl.trainer.builders.env import build_episode_runner
-from verl.trainer.main_ppo import main
+from verl.trainer.ppo import PPOTrainer
 from verl.types import Completion, Message, Score, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
 
@@ -190,7 +191,6 @@ def test_three_steps_train_it_with_smollm2(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Every step has a group with different rewards, and episodes that use the tool."""
-    need_vllm()
     if name == "mini_swe":
         request.getfixturevalue("sandbox_server")
     seen: list[tuple[Any, list[Request]]] = []
@@ -201,10 +201,19 @@ def test_three_steps_train_it_with_smollm2(
         seen.append((await run(self, engine, *given), engine.requests))
         return seen[-1][0]
 
+    async def train(trainer: PPOTrainer) -> list[float]:
+        try:
+            return [(await trainer.train_step()).metrics["actor/grad_norm"] for _ in range(NUM_STEPS)]
+        finally:
+            await trainer.rollouts.close()
+
     monkeypatch.setattr(EpisodeRunner, "run", overheard)
-    monkeypatch.chdir(ROOT)
+    config = load_config(
+        [*train_words(name, tmp_path), *(f"env.{key}='{each}'" for key, each in program(name).items())]
+    )
     started = time.monotonic()
-    assert main([*train_words(name, tmp_path), *(f"env.{key}='{value}'" for key, value in program(name).items())]) == 0
+    with local_trainer(config) as trainer:
+        assert min(asyncio.run(train(trainer))) > 0
     steps: dict[int, list[Trajectory]] = defaultdict(list)
     for found, requests in seen:
         assert isinstance(found, Trajectory) and found.score is not None, found
@@ -236,7 +245,7 @@ def train_words(name: str, folder: Path) -> list[str]:
     prompts = 2 if name == "mini_swe" else 1  # per step
     listed = [] if name == "mini_swe" else [f"data.prompt_template={EXAMPLES / 'system.txt'}"]
     return [
-        *(f"data={data}", f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu"),
+        *(f"data={data}", f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu", "rollout.name=hf"),
         *("reward.name=env", "env.name=agent", "env.tool_call_format=tool_n1", "env.max_turns=4", *listed),
         *(f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", "rollout.n=8"),
         *("data.max_prompt_length=1024", "data.max_response_length=512", f"trainer.default_local_dir={folder}"),
