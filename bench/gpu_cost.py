@@ -110,8 +110,8 @@ def peer_seconds(plan: Plan, model: PretrainedConfig, rows: tuple[int, int, int]
     """Ours, with the passes of the peer; always with checkpointing, as ToolRL's script has it."""
     assert plan.hardware.device is not None
     rates, packed = Rates.of(plan.hardware.device), rows_apart(*rows)
-    score = rates.seconds(score_pass(model, packed, FullLogits).forward)
-    update = rates.seconds(policy_pass(model, packed, checkpointing=True, wrapper=FullLogits).total)
+    score = rates.seconds(score_pass(model, packed, False, FullLogits).forward)
+    update = rates.seconds(policy_pass(model, packed, checkpointing=True, fused=False, wrapper=FullLogits).total)
     update += sharding_traffic(plan.policy, plan.rank) / rates.traffic
     packs = PROMPTS * RESPONSES / rows[-1] / plan.config.num_ranks
     return {**counted_seconds(plan, model), "score": 2 * packs * score, "update": packs * update}
@@ -123,12 +123,14 @@ def pack_rows(model: PretrainedConfig) -> Iterator[tuple[str, PassCost]]:
         pack_of_groups(8, PROMPT, RESPONSE, RESPONSES, False),
     )
     yield "update", policy_pass(model, shared)
+    yield "update, model.fused_kernels=none", policy_pass(model, shared, fused=False)
     yield "update, with checkpointing", policy_pass(model, shared, checkpointing=True)
     yield "update, with an entropy term", policy_pass(model, shared, entropy=True)
     yield "score", score_pass(model, shared)
+    yield "score, model.fused_kernels=none", score_pass(model, shared, fused=False)
     yield "update, prompts not shared (36,800 tokens)", policy_pass(model, plain)
     for name, rows in {"padded": PADDED, "not padded": UNPADDED}.items():
-        found = policy_pass(model, rows_apart(*rows), checkpointing=True, wrapper=FullLogits)
+        found = policy_pass(model, rows_apart(*rows), checkpointing=True, fused=False, wrapper=FullLogits)
         yield f"peer's update, {name} ({(rows[0] + rows[1]) * rows[2]:,} tokens)", found
 
 
@@ -190,8 +192,8 @@ def _seconds(row: dict[str, Any]) -> str:
 
 def choice_rows(model: PretrainedConfig, gpu: str) -> Iterator[tuple[str, dict[str, float]]]:
     """Seconds by phase, from the dearest settings, each row with one more change."""
-    settings = {"rollout.max_num_seqs": 256, "rollout.max_num_batched_tokens": 2048}
-    settings["model.enable_gradient_checkpointing"] = True
+    settings: dict[str, Any] = {"rollout.max_num_seqs": 256, "rollout.max_num_batched_tokens": 2048}
+    settings |= {"model.enable_gradient_checkpointing": True, "model.fused_kernels": "none"}
 
     def count(**more: float) -> dict[str, float]:
         plan = make_plan(model, gpu, *ONE_UPDATE, *(f"{key}={value}" for key, value in settings.items()))
@@ -211,6 +213,8 @@ def choice_rows(model: PretrainedConfig, gpu: str) -> Iterator[tuple[str, dict[s
     yield "no gradient of the entropy", count()
     settings["model.enable_gradient_checkpointing"] = False
     yield "no checkpointing", count()
+    settings["model.fused_kernels"] = "auto"
+    yield "fused kernels", count()
 
 
 def print_choices(rows: dict[str, dict[str, float]]) -> None:

@@ -49,9 +49,12 @@ def is_wanted(setting: str) -> bool:
     return installed and setting != "none"
 
 
-def fuse(model: nn.Module) -> FusedModules:
-    """Let the model's modules use the kernels, in place. They need tensors on a GPU."""
-    ops = importlib.import_module("liger_kernel.ops")
+def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
+    """Let the model's modules use the kernels, in place. They need tensors on a GPU.
+
+    ops: stand-ins for liger_kernel.ops, for tensors without data
+    """
+    ops = ops or importlib.import_module("liger_kernel.ops")
     counts = {"norms": 0, "rotary": 0, "mlps": 0}
     for module in model.modules():
         forward: Callable[..., Tensor]

@@ -30,7 +30,9 @@ from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.names import KLPlacement
 from verl.batch.packed import PackedBatch, Segment
+from verl.kit.plan import liger_cost
 from verl.workers import attention
+from verl.workers.fused import fuse
 from verl.workers.model import PackedCritic, PackedPolicy, head_size
 from verl.workers.policy_worker import policy_loss
 
@@ -41,6 +43,7 @@ _ATTENTION_BACKWARD = 2.5  # five matrix products instead of two
 _FREE = {"aten::detach", "aten::empty_like", "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh"}
 
 PackLoss = Callable[[Any, PackedBatch], Tensor]
+Wrapper = Callable[[PreTrainedModel, bool], PackedPolicy]
 _Count = TypeVar("_Count", "Cost", "PassCost")
 
 
@@ -129,6 +132,8 @@ TRAFFIC: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "aten::zero_": lambda args, out: size(out),
     "aten::copy_": lambda args, out: size(args[1], out),
     "verl::logit_gradient_": lambda args, out: 2 * size(args[0]) + size(args[1:]),
+    "liger::rotary": lambda args, out: 2 * size(args[:2]) + size(args[2:]),
+    "liger::silu_mul_backward": lambda args, out: size(args[0]) + 2 * size(args[1:]),
     # torch computes maximum, differences, their exponentials in place, and the sum
     "aten::logsumexp": lambda args, out: 6 * size(args[0]),
 }
@@ -231,8 +236,10 @@ def attention_pairs(segments: Sequence[Segment]) -> float:
     return sum(own * (prefix + (own + 1) / 2) for own, prefix in zip(lengths, before, strict=True))
 
 
-def meta_model(config: PretrainedConfig, layers: int, checkpointing: bool = False) -> PreTrainedModel:
-    """The first layers of a model in bf16, as FSDP gathers them, without data."""
+def meta_model(
+    config: PretrainedConfig, layers: int, checkpointing: bool = False, fused: bool = True
+) -> PreTrainedModel:
+    """The first layers of a model in bf16, as FSDP gathers them, without data. fused: with liger-kernel's modules"""
     attention.register()
     values, total = config.to_dict(), config.num_hidden_layers
     cut = {name: each[:layers] for name, each in values.items() if isinstance(each, list) and len(each) == total}
@@ -241,6 +248,8 @@ def meta_model(config: PretrainedConfig, layers: int, checkpointing: bool = Fals
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention.PACKED, dtype=torch.bfloat16
         )
+    if fused:
+        fuse(model, liger_cost)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -271,12 +280,15 @@ def policy_pass(
     packed: PackedBatch,
     checkpointing: bool = False,
     entropy: bool = False,
-    wrapper: type[PackedPolicy] = PackedPolicy,
+    fused: bool = True,
+    wrapper: Wrapper = PackedPolicy,
 ) -> PassCost:
     """An update's pass of the policy over a pack.
 
     The loss is GRPO's with a KL term: those of other presets differ in work per trained token only, which is below a
-    thousandth of the whole. entropy: whether the loss has an entropy term, whose gradient passes through all logits
+    thousandth of the whole.
+    entropy: whether the loss has an entropy term, whose gradient passes through all logits
+    fused: model.fused_kernels, with liger-kernel installed
     """
     algorithm = replace(GRPO, kl=KLTerm(KLPlacement.LOSS, coefficient=1.0), entropy_coefficient=float(entropy))
 
@@ -284,27 +296,32 @@ def policy_pass(
         return policy_loss(policy, packed, algorithm, 1.0)[0]
 
     def count(layers: int) -> PassCost:
-        return count_update(wrapper(meta_model(config, layers, checkpointing)), loss, packed)
+        return count_update(wrapper(meta_model(config, layers, checkpointing, fused), fused), loss, packed)
 
     return over_layers(count, config.num_hidden_layers)
 
 
-def critic_pass(config: PretrainedConfig, packed: PackedBatch, checkpointing: bool = False) -> PassCost:
+def critic_pass(
+    config: PretrainedConfig, packed: PackedBatch, checkpointing: bool = False, fused: bool = True
+) -> PassCost:
     """An update's pass of the critic over a pack, with the sum of its values in place of the loss."""
 
     def count(layers: int) -> PassCost:
+        model = meta_model(config, layers, checkpointing, fused)
         with _META:
-            module = PackedCritic(meta_model(config, layers, checkpointing))
+            module = PackedCritic(model)
         return count_update(module, lambda critic, packed: critic(packed).sum(), packed)
 
     return over_layers(count, config.num_hidden_layers)
 
 
-def score_pass(config: PretrainedConfig, packed: PackedBatch, wrapper: type[PackedPolicy] = PackedPolicy) -> PassCost:
+def score_pass(
+    config: PretrainedConfig, packed: PackedBatch, fused: bool = True, wrapper: Wrapper = PackedPolicy
+) -> PassCost:
     """A pass without gradients, for old or reference log-probs."""
 
     def count(layers: int) -> PassCost:
-        return count_score(wrapper(meta_model(config, layers)), packed)
+        return count_score(wrapper(meta_model(config, layers, fused=fused), fused), packed)
 
     return replace(over_layers(count, config.num_hidden_layers), peak=count(2).peak)  # no layer keeps anything
 

@@ -16,6 +16,7 @@ from verl.workers.logprobs import LOGITS_AT_ONCE
 Terms = dict[str, float]
 
 GIB = 2**30
+_HALF = 2  # bytes: bf16
 MASTER = 4  # bytes: float32, independent of the compute dtype
 _LOGIT_BYTES = 12  # per materialized logit, float32: itself, its exponential, their product
 # Freed blocks below 32 MiB that glibc retains, as a fraction of the activations: measured with and without
@@ -70,36 +71,49 @@ class RankSettings:
     shards: int  # ranks that each parameter is sharded over
     checkpointing: bool = False
     on_cpu: bool = False
+    fused: bool = False  # model.fused_kernels, with liger-kernel installed
 
 
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
-    """Saved by one layer's attention: q, k, v, output, a float32 per query and head; per response a copy of the keys
-    and values in its context, and on CPU the mask of the kernel."""
+    """Saved by one layer's attention: q, k, v, output, a float32 per query and head.
+
+    `by_varlen` saves the gathered k and v, prefixes repeated, and its output is the next linear layer's input.
+    `by_segments` (on a CPU, or in float32) keeps k and v beside a copy of them per response with its prefix, and on CPU
+    the mask of the kernel.
+    """
+    if c == _HALF and not on_cpu:
+        gathered = pack.tokens + pack.segments * pack.prompt
+        return pack.tokens * (shape.query * c + 4 * shape.heads) + 2 * gathered * shape.key * c
     seen = pack.segments * (pack.prompt + pack.response)
     copies = 2 * seen * shape.key * c
     masks = seen * pack.response * c * on_cpu
     return pack.tokens * (2 * (shape.query + shape.key) * c + 4 * shape.heads) + copies + masks
 
 
-def _layer(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
-    """Saved by one layer: norms save a float32 copy and the normalized input, linear layers their input, the gated
-    MLP its gate, the gate's activation, the other factor and the product."""
-    norms = shape.norms * (4 + c) * shape.hidden + shape.head_norms * (4 + c) * (shape.query + shape.key)
+def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
+    """Saved by one layer: norms save a float32 copy and the normalized input (fused: their input), linear layers their
+    input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the product."""
+    c, fused = settings.compute, settings.fused
+    norm = c if fused else 4 + c
+    norms = norm * (shape.norms * shape.hidden + shape.head_norms * (shape.query + shape.key))
     linear = 2 * shape.hidden * c + shape.query * c
-    return pack.tokens * (norms + linear + 4 * shape.intermediate * c) + _attention(shape, pack, c, on_cpu)
+    gated = (3 if fused else 4) * shape.intermediate * c
+    return pack.tokens * (norms + linear + gated) + _attention(shape, pack, c, settings.on_cpu)
 
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
     """Saved for one backward: layers (with checkpointing their inputs), final norm, loss inputs."""
     c = settings.compute
-    per_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, c, settings.on_cpu)
+    per_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, settings)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
-    return shape.layers * per_layer + rotary + pack.tokens * (4 + c) * shape.hidden + pack.trained * shape.hidden * c
+    last = pack.tokens * (c if settings.fused else 4 + c) * shape.hidden
+    return shape.layers * per_layer + rotary + last + pack.trained * shape.hidden * c
 
 
-def loss_chunk(shape: ModelShape, pack: PackShape, on_cpu: bool) -> float:
-    """The materialized logits and the values derived from them."""
-    return _LOGIT_BYTES * min(LOGITS_AT_ONCE["cpu" if on_cpu else "cuda"], pack.trained * shape.vocabulary)
+def loss_chunk(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
+    """The materialized logits and the values derived from them (fused: written over the logits)."""
+    at_once = min(LOGITS_AT_ONCE["cpu" if settings.on_cpu else "cuda"], pack.trained * shape.vocabulary)
+    return at_once * (settings.compute if settings.fused else _LOGIT_BYTES)
 
 
 def resident(shape: ModelShape, settings: RankSettings) -> Terms:
@@ -123,8 +137,8 @@ def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms
     """A forward without gradients: gathered parameters, one layer's intermediates."""
     return {
         "gathered": gathered(shape, settings),
-        "activations": _layer(shape, pack, settings.compute, settings.on_cpu),
-        "loss chunk": loss_chunk(shape, pack, settings.on_cpu),
+        "activations": _layer(shape, pack, settings),
+        "loss chunk": loss_chunk(shape, pack, settings),
     }
 
 
@@ -136,13 +150,13 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
     """
     c = settings.compute
     saved = activations(shape, pack, settings)
-    recomputed = _layer(shape, pack, c, settings.on_cpu) if settings.checkpointing else 0.0
+    recomputed = _layer(shape, pack, settings) if settings.checkpointing else 0.0
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
         "gradients": MASTER * shape.parameters / settings.shards,
         "gathered": c * (2 * shape.root_parameters + _layers_gathered(shape, settings)),
         "activations": saved,
-        "loss chunk": max(loss_chunk(shape, pack, settings.on_cpu), in_layer),
+        "loss chunk": max(loss_chunk(shape, pack, settings), in_layer),
     }
     return {**terms, "allocator": _HEAP_SHARE * (saved + recomputed)} if settings.on_cpu else terms
 

@@ -101,11 +101,12 @@ class Plan:
 
     @property
     def rank(self) -> RankSettings:
-        """States are sharded within a node and replicated across nodes."""
-        config = self.config
+        """States are sharded within a node and replicated across nodes; liger-kernel is assumed on GPUs."""
+        config, on_cpu = self.config, self.hardware.on_cpu
         checkpointing = config.model.enable_gradient_checkpointing
         compute = _BYTES[config.model.compute_dtype]
-        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, self.hardware.on_cpu)
+        fused = config.model.fused_kernels != "none" and not on_cpu
+        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, on_cpu, fused)
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""

@@ -110,11 +110,12 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     assert device is not None
     rates, packing = Rates.of(device), Packing.of(plan)
     packed = pack_of_groups(packing.groups, packing.prompt, packing.response, packing.responses)
-    checkpointing, entropy = plan.rank.checkpointing, bool(plan.algorithm.entropy_coefficient)
-    models = [(plan.policy, policy_pass(policy, packed, checkpointing, entropy))]
+    checkpointing, fused = plan.rank.checkpointing, plan.rank.fused
+    entropy = bool(plan.algorithm.entropy_coefficient)
+    models = [(plan.policy, policy_pass(policy, packed, checkpointing, entropy, fused))]
     if plan.critic and critic:
-        models.append((plan.critic, critic_pass(critic, packed, checkpointing)))
-    scoring = rates.seconds(score_pass(policy, packed).forward)
+        models.append((plan.critic, critic_pass(critic, packed, checkpointing, fused)))
+    scoring = rates.seconds(score_pass(policy, packed, fused).forward)
     scores = plan.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(plan.algorithm)
     values = sum(rates.seconds(cost.forward) for _, cost in models[1:])
     sharding = sum(sharding_traffic(shape, plan.rank) for shape, _ in models) / rates.traffic
