@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import httpx2
 from common import SMOLLM2
 
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 1024
 KV_CACHE_GIB = 1
 # Names of figures: milliseconds per request
 OWN = "gateway or proxy alone"

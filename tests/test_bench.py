@@ -156,8 +156,10 @@ def test_the_controllers_thread_is_measured_without_what_it_simulates() -> None:
 
 @pytest.mark.long
 def test_every_request_is_measured() -> None:
-    (line,), _ = run_bench("gateway.py", "--sessions", "2", "--requests", "2", "--rounds", "1")
-    assert line["row"] == 18 and line["ratio"] == line["ours"]["ms per request"] > 0
+    sizes = ("--sessions", "2", "--requests", "2", "--rounds", "1", "--tokens", "8")
+    (line,), _ = run_bench("gateway.py", *sizes, "--model", "dataset/mini/model")
+    assert line["row"] == 18 and line["ratio"] == line["ours"]["gateway or proxy alone"] > 0
+    assert all(value > 0 for value in line["theirs"].values())
 
 
 @pytest.mark.long
