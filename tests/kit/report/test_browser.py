@@ -149,6 +149,16 @@ def test_filters_choose_rollouts(driver: Any, files: tuple[Path, Path]) -> None:
         driver.execute_script("document.getElementById(arguments[0]).click()", name)
 
 
+def test_an_address_opens_its_rollout(driver: Any, files: tuple[Path, Path]) -> None:
+    shown = "location.hash === '#rollouts/0/5/7' && document.querySelector('article h3')?.textContent.startsWith"
+    load(driver, files[0].as_uri(), "rollouts/0/5/7")
+    until(driver, f"{shown}('step 5, rollout {7 % PER_GROUP}')")
+    driver.execute_script("document.querySelector('article').remove()")
+    press(driver, "d")
+    until(driver, f"{shown}('step 5, rollout {7 % PER_GROUP}')")
+    press(driver, "d")
+
+
 def test_a_group_is_compared_and_keys_move(driver: Any, files: tuple[Path, Path]) -> None:
     load(driver, files[0].as_uri(), "rollouts")
     until(driver, "document.querySelectorAll('article').length === 1")
@@ -301,11 +311,16 @@ def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Pat
     load(driver, f"http://127.0.0.1:{server.server_port}/", "rollouts")
     setting(driver, "filter-step", "5")
     until(driver, "document.getElementById('count').textContent.startsWith('12 of')")
+    for _ in range(3):
+        press(driver, "j")
+    until(driver, "location.hash === '#rollouts/0/5/3'")
+    driver.execute_script("document.getElementById('search').focus()")
     time.sleep(1.5)  # the stream of events is open
     append_jsonl(run / "metrics.jsonl", {"step": 13, "time": 2000.0, "reward/total": 9.5})
     until(driver, "document.documentElement.dataset.refreshed")
     assert driver.execute_script("return report.data.runs[0].metrics.step.at(-1)") == 13
     until(driver, "document.getElementById('count')?.textContent.startsWith('12 of')")
     assert driver.execute_script("return document.getElementById('filter-step').value") == "5"
+    assert driver.execute_script("return [location.hash, document.activeElement.id]") == ["#rollouts/0/5/3", "search"]
     assert driver.get_log("browser") == []
     driver.get("about:blank")

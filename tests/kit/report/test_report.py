@@ -210,6 +210,36 @@ def test_damaged_files_are_notes_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert run["rollouts"]["shown"] == 11 * 3 * PER_GROUP and len(run["metrics"]["step"]) == 13
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"reward": math.nan},
+        {"reward": math.inf},
+        {"reward": "1"},
+        {"score": {"total": 1.0, "parts": {"format": math.nan}}},
+        {"score": {"total": 1.0, "parts": None}},
+        {"score": []},
+        {"responses": [{"role": "assistant", "content": None}]},
+        {"responses": ["text"]},
+        {"prompt": None},
+        {"num_tokens": "12"},
+        {"tool_uses": "search"},
+        {"tool_uses": [None]},
+        {"task_id": ["a"]},
+    ],
+    ids=str,
+)
+def test_a_rollout_of_another_shape_is_left_out(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    folder = save_report_run(tmp_path / "run")
+    path = folder / "transcripts" / "step-000001.jsonl"
+    rows, total = read_jsonl(path), sum(len(read_jsonl(each)) for each in path.parent.glob("*.jsonl"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], **damaged}, *rows[1:]]))
+    page, notes = render([folder])
+    assert notes == ["transcripts of step 1: 1 lines are damaged and left out"]
+    (run,) = embedded(page, "data")["runs"]
+    assert run["rollouts"]["read"] == total - 1
+
+
 def test_curves_as_pictures(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +353,15 @@ def test_tasks_without_a_counterpart_are_counted(monkeypatch: pytest.MonkeyPatch
     assert [paired.tasks for paired in found.sets] == [1] and found.unpaired == 4
     monkeypatch.setattr("verl.kit.report.compare.MAX_FLIPPED", 0)
     assert compare("A", scored(1), "B", scored(0), Chunks()).left_out == 1
+
+
+def test_other_data_pair_only_tasks_with_the_same_prompt() -> None:
+    old, new = (scored(1, 0, tasks="ab") for _ in range(2))
+    for side, question in ((old, "2 + 2"), (new, "3 + 3")):
+        side["v", "a"][0]["prompt"] = [{"role": "user", "content": question}]
+    found = compare("A", old, "B", new, Chunks())
+    assert [paired.tasks for paired in found.sets] == [1] and found.unpaired == 2
+    assert [paired.tasks for paired in compare("A", old, "B", new, Chunks(), same_data=True).sets] == [2]
 
 
 def test_a_task_is_solved_by_half_of_its_maximum_rewards() -> None:

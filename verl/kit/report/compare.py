@@ -46,7 +46,7 @@ class Comparison:
     sets: list[PairedSet] = field(default_factory=list)
     flipped: list[dict[str, Any]] = field(default_factory=list)
     left_out: int = 0  # flipped tasks over the limit
-    unpaired: int = 0  # tasks of one side only, or with another gold answer
+    unpaired: int = 0  # tasks of one side only, or with another gold answer, or another prompt where data differ
 
 
 def compare_runs(runs: Sequence[RunFolder], chunks: Chunks) -> list[Comparison]:
@@ -55,7 +55,14 @@ def compare_runs(runs: Sequence[RunFolder], chunks: Chunks) -> list[Comparison]:
     (first, known), *others = ends
     pairs += [(first, known[-1], run, steps[-1]) for run, steps in others if known and steps]
     return [
-        compare(_label(old, old_step), _read(old, old_step), _label(new, new_step), _read(new, new_step), chunks)
+        compare(
+            _label(old, old_step),
+            _read(old, old_step),
+            _label(new, new_step),
+            _read(new, new_step),
+            chunks,
+            same_data=old is new or (old.data == new.data != {}),
+        )
         for old, old_step, new, new_step in pairs
     ]
 
@@ -76,9 +83,15 @@ def _read(run: RunFolder, step: int) -> _Rows:
     return tasks
 
 
-def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks) -> Comparison:
-    """before, after: names of the sides. The transcripts of flipped tasks are added to the chunks."""
-    both = [task for task in old if task in new and old[task][0].get("answer") == new[task][0].get("answer")]
+def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks, same_data: bool = False) -> Comparison:
+    """The transcripts of flipped tasks are added to the chunks.
+
+    before, after: names of the sides; same_data: equal ids are equal tasks, although a prompt template may differ
+    """
+    same = ("answer",) if same_data else ("answer", "prompt")
+    both = [
+        task for task in old if task in new and all(old[task][0].get(name) == new[task][0].get(name) for name in same)
+    ]
     flips = [task for task in both if _solved(old[task]) != _solved(new[task])]
     flips.sort(key=lambda task: _reward(new[task]) - _reward(old[task]))
     return Comparison(

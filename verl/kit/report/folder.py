@@ -118,13 +118,17 @@ def _json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def parsed(line: str | bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None if it holds none."""
+def parsed(line: str | bytes, finite: bool = False) -> dict[str, Any] | None:
+    """The JSON object of a line; None if it holds none, or if its numbers have to be finite and are not."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_refuse if finite else None)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,17 @@ _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _DIGITS = 4
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
+_TYPES: Mapping[str, Any] = {
+    "task_id": str,
+    "data_source": str,
+    "index": int,
+    "prompt": list,
+    "score": dict | None,
+    "reward": int | float | None,
+    "stop_reason": str | None,
+    "num_tokens": int,
+    "tool_uses": list,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +105,29 @@ def _rows(run: RunFolder, step: int, limit: int, kept: set[int | None]) -> tuple
     for line, text in enumerate(run.transcript(step)):
         if line >= limit and line not in kept:
             more = True
-        elif (row := parsed(text)) is not None and isinstance(row.get("responses"), list):
+        elif (row := parsed(text, finite=True)) is not None and _is_rollout(row):
             rows[line] = row
         else:
             damaged += 1
     if damaged:
         run.notes.append(f"transcripts of step {step}: {damaged} lines are damaged and left out")
     return rows, more
+
+
+def _is_rollout(row: Mapping[str, Any]) -> bool:
+    """Whether everything that a page reads has its type."""
+    if not isinstance(row.get("responses"), list):
+        return False
+    if not all(isinstance(row[name], types) for name, types in _TYPES.items() if name in row):
+        return False
+    parts = (row.get("score") or {}).get("parts", {})
+    messages = [*row.get("prompt", ()), *row["responses"]]
+    return (
+        all(isinstance(each, dict) and isinstance(each.get("content", ""), str) for each in messages)
+        and all(isinstance(each, dict) for each in row.get("tool_uses", ()))
+        and isinstance(parts, dict)
+        and all(isinstance(each, int | float) for each in parts.values())
+    )
 
 
 def _summary(row: Mapping[str, Any]) -> dict[str, float]:

@@ -50,7 +50,7 @@ addPage("compare", "Compare", (main) => {
     main.append(element("h2", {}, `${comparison.before} and ${comparison.after}`));
     if (!comparison.sets.length) { main.append(element("p", {}, "They have no task in common.")); continue; }
     main.append(pairedTable(comparison));
-    if (comparison.unpaired) main.append(element("p", { class: "quiet" }, `${comparison.unpaired} tasks have no counterpart and are left out.`));
+    if (comparison.unpaired) main.append(element("p", { class: "quiet" }, `${comparison.unpaired} tasks have no counterpart with the same prompt and answer, and are left out.`));
     if (comparison.flipped.length) {
       const more = comparison.left_out ? `, the first ${comparison.flipped.length} of ${comparison.flipped.length + comparison.left_out}` : "";
       main.append(element("h3", {}, `Tasks whose outcome flipped${more}`), flippedViewer(comparison));

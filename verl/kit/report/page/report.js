@@ -111,13 +111,14 @@ async function refresh() {
   const answer = await fetch(location.pathname);
   if (!answer.ok) return;
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const kind = 'script[type="text/plain"]', top = scrollY;
+  const kind = 'script[type="text/plain"]', top = scrollY, focused = document.activeElement?.id;
   document.querySelectorAll(kind).forEach((old) => old.remove());
   document.body.append(...page.querySelectorAll(kind));
   report.chunks.clear();
   report.data = await decoded(document.getElementById("data").textContent);
   report.current = null;
   open();
+  if (focused) document.getElementById(focused)?.focus();
   scrollTo(0, top);
   document.documentElement.dataset.refreshed = Number(document.documentElement.dataset.refreshed ?? 0) + 1;
 }

@@ -178,13 +178,13 @@ addPage("rollouts", "Rollouts", (main, rest) => {
       element("div", { class: "viewer" }, list, right));
     search();
   };
-  const wanted = () => {
-    const [, step, line] = route().slice(1).map(Number), m = meta();
+  const wanted = (parts) => {
+    const [, step, line] = parts.map(Number), m = meta();
     const row = m.step.findIndex((each, place) => each === step && m.line[place] === line);
     if (row >= 0) select(row);
   };
   report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, p: pin, "/": () => document.getElementById("search").focus() };
   build();
-  if (rest.length === 3) wanted();
-  return (parts) => { if (parts.length === 3) wanted(); };
+  if (rest.length === 3) wanted(rest); // not the address, which the first rollout of the list has replaced by now
+  return (parts) => { if (parts.length === 3) wanted(parts); };
 });
