@@ -65,6 +65,8 @@ class Display(Tracker):
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Estimate the remaining time from the steps of this session only."""
         self._begin(max(step, 0))
+        if step > 0:
+            self.console.print(f"going on after step {step}/{self._total}", markup=False, highlight=False)
 
     def __rich__(self) -> Table:
         left = f"{self._total - self._step} left" + (f", {self._left}" if self._left else "")

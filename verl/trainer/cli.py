@@ -30,7 +30,10 @@ from verl.system.signals import exit_code as signal_code
 
 _MAX_LINES = 12  # of a message or a traceback, so that a crash does not fill the terminal
 _OUTCOMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
-_RESUME_NOTE = "run the same command to resume: a training from its last checkpoint, an evaluation from its answers"
+_RESUME_NOTE = (
+    "run the same command to resume: a training from its last checkpoint (without one it starts anew), an evaluation "
+    "from its answers"
+)
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import re
+import socket
 import sys
 import threading
 import zlib
@@ -255,6 +256,8 @@ def test_curves_as_pictures(
     assert width == 1260 and height == 270  # three curves beside each other
     assert smoothed("reward/total", [1.0, 2.0, 0.0]) == pytest.approx([1.0, 1.3, 0.91])
     assert smoothed("val/a/total", [1.0, 2.0]) == [1.0, 2.0]
+    assert main([str(folder), "--png", str(tmp_path / "png" / "reward.png")]) == 2
+    assert "no folder can be made at" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([str(folder), "--png", str(tmp_path / "none")]) == 2
     assert "--png needs the package matplotlib: pip install 'toolrl[plot]'" in capsys.readouterr().err
@@ -304,6 +307,20 @@ def test_the_server_answers_this_machine_alone(folder: Path) -> None:
         assert server.server_address[0] == "127.0.0.1" and server.page() is server.page()
         with pytest.raises(ConfigError, match="cannot listen on"):
             ReportServer([folder], port=server.server_port)
+        with pytest.raises(ConfigError, match="port must be 0-65535"):
+            ReportServer([folder], port=99999)
+
+
+def test_a_server_for_other_machines_answers_by_its_own_name(folder: Path) -> None:
+    with ReportServer([folder], host="0.0.0.0") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            found = [_answer(server.server_port, "/", host)[0] for host in (socket.gethostname(), "attacker.example")]
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found == [200, 403]
 
 
 def _answer(port: int, path: str, host: str) -> tuple[int, str]:

@@ -138,11 +138,12 @@ def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample, reasons: Reas
     if rollout is None:
         return [f"reward for training: {sample.reward:.6g}"]
     total, parts = rollout["score"]["total"], rollout["score"]["parts"]
-    added = " + ".join(f"{name} {value:.4g}" for name, value in parts.items())
+    named = [f"{name} {value:.4g}" for name, value in parts.items()]
     lines = [_cut(line) for line in reasons.of(rollout)] if reasons else []
-    lines += [f"{added} = {sum(parts.values()):.6g}"] if parts else []
-    if parts and not math.isclose(sum(parts.values()), total, abs_tol=1e-6):
-        lines.append(f"The parts do not add up to the total {total:.6g}: the reward combines them in another way.")
+    if parts and math.isclose(sum(parts.values()), total, abs_tol=1e-6):
+        lines.append(f"{' + '.join(named)} = {total:.6g}")
+    elif parts:
+        lines.append(f"The total is not the sum of what the reward reports: {', '.join(named)}")
     lines.append(f"total: {total:.6g}; for training, after shaping in the group and penalties: {sample.reward:.6g}")
     turns = [value for value in rollout.get("turn_rewards", ()) if value is not None]
     return [*lines, f"rewards of turns: {_listed(turns)}"] if turns else lines

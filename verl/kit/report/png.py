@@ -19,7 +19,7 @@ _MARKS = {"collapse": "#c0392b", "gap": "#0b62c4", "staleness": "#5c6370"}
 
 
 def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
-    """Write the curves of all metrics over the steps, raw and smoothed. Raises ConfigError without matplotlib."""
+    """Write the curves of all metrics over the steps, raw and smoothed. Raises ConfigError."""
     try:
         from matplotlib.figure import Figure  # of the extra; without pyplot, so it needs no display
     except ModuleNotFoundError as error:
@@ -28,7 +28,10 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     families: dict[str, list[str]] = {}
     for name in sorted({name for table in tables for name in table if name not in AXES}):
         families.setdefault(re.sub(r"[^\w-]", "_", name.split("/")[0]), []).append(name)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--png: no folder can be made at {folder} ({error.strerror})") from error
     paths = []
     for family, names in families.items():
         size = (_SIZE[0] * min(len(names), _ROW), _SIZE[1] * -(-len(names) // _ROW))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import AF_INET
 from typing import Any
+
+import psutil
 
 from verl.errors import ConfigError, VerlError
 from verl.kit.report.page import render
@@ -16,6 +20,13 @@ from verl.kit.report.page import render
 _WATCHED = ("metrics.jsonl", "collapses.jsonl", "config.yaml")
 _PERIOD_S = 1.0
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_EVERY = ("0.0.0.0", "")
+
+
+def _own_names() -> set[str]:
+    """The names and IPv4 addresses of this machine."""
+    addresses = {each.address for every in psutil.net_if_addrs().values() for each in every if each.family == AF_INET}
+    return {socket.gethostname(), socket.getfqdn(), *addresses}
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -31,11 +42,12 @@ class ReportServer(ThreadingHTTPServer):
         self.folders = folders
         self._lock = threading.Lock()
         self._page: tuple[object, bytes] | None = None
-        self.names = {host, *_LOCAL}
+        self.names = {host, *_LOCAL, *(_own_names() if host in _EVERY else ())}
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+        except (OSError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"cannot listen on {host}:{port} ({why}); choose another --port") from error
 
     def signature(self) -> tuple[tuple[float, int], ...]:
         """Changes with every step of a run."""
