@@ -192,10 +192,9 @@ import ctypes, os, signal, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 signal.signal(signal.SIGCONT, lambda *_: None)
 event = (ctypes.c_int * 16)(0, 0, signal.SIGCONT)  # struct sigevent: SIGEV_SIGNAL
-for number in range(1, 20):
-    timer = ctypes.c_void_p()
-    assert libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0
-    assert libc.timer_settime(timer, 0, ctypes.byref((ctypes.c_long * 4)(0, 0, 0, number * 50000000)), None) == 0
+timer, every_50_ms = ctypes.c_void_p(), (ctypes.c_long * 4)(0, 50000000, 0, 50000000)
+assert libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0
+assert libc.timer_settime(timer, 0, ctypes.byref(every_50_ms), None) == 0
 """
 BURNS = (
     WAKES
