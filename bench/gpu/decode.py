@@ -44,9 +44,9 @@ async def batch(engine: VLLMEngine, prompts: list[list[int]], num_tokens: int, s
 async def measure(piece: Piece, size: str, folder: Path) -> dict[str, float]:
     prompt, response, counts = (24, 8, (2,)) if piece.rehearse else (PROMPT, RESPONSE, (64, 256))
     memory = {"kv_cache_gib": 0.25} if piece.rehearse else {"gpu_memory_utilization": 0.7}
-    begun = time.perf_counter()
+    started = time.perf_counter()
     engine = await VLLMEngine.start(VLLMSettings(str(folder), prompt + response, sleeps=True, **memory))  # type: ignore[arg-type]
-    figures = {"start: s": time.perf_counter() - begun}
+    figures = {"start: s": time.perf_counter() - started}
     draw = random.Random(0)
 
     def fresh(count: int) -> list[list[int]]:

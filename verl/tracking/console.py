@@ -66,7 +66,7 @@ class Display(Tracker):
         """Estimate the remaining time from the steps of this session only."""
         self._begin(max(step, 0))
         if step > 0:
-            self.console.print(f"going on after step {step}/{self._total}", markup=False, highlight=False)
+            self.console.print(f"resuming after step {step}/{self._total}", markup=False, highlight=False)
 
     def __rich__(self) -> Table:
         left = f"{self._total - self._step} left" + (f", {self._left}" if self._left else "")
