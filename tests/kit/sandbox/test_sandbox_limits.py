@@ -62,53 +62,70 @@ for number in range(448):
     libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(2 * HUGE))
     print("held", 2 * (number + 1), flush=True)
 """
+BESIDE = """
+import os, select, time
+def beside(count, fill):
+    # Steps of fill in so many processes at once. They end when one process was killed, because its memory is free again:
+    # its pipe, opened first, closes before its other files.
+    pipes, start = [os.pipe() for _ in range(count)], os.pipe()
+    for own in range(count):
+        if os.fork() == 0:
+            for end in [start[1], *(end for number, (_, end) in enumerate(pipes) if number != own)]:
+                os.close(end)
+            os.read(start[0], 1)
+            others = [end for number, (end, _) in enumerate(pipes) if number != own]
+            for _ in fill():
+                if select.select(others, [], [], 0)[0]:
+                    break
+            time.sleep(20)
+            os._exit(0)
+    for end in [start[1], *(end for _, end in pipes)]:
+        os.close(end)
+    print([os.wait()[1] for _ in range(count)])
+"""
 SHARED_DONTNEED = """
-import ctypes, os, time
+import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 MIB = 1 << 20
-for _ in range(20):
-    if os.fork() == 0:
-        start = libc.mmap(None, ctypes.c_size_t(40 * MIB), 3, 0x21, -1, ctypes.c_long(0))
-        if start in (None, ctypes.c_void_p(-1).value):
-            os._exit(1)
-        for number in range(40):
-            ctypes.memset(start + number * MIB, 1, MIB)
-            libc.madvise(ctypes.c_void_p(start + number * MIB), ctypes.c_size_t(MIB), 4)
-            os.write(1, b"held +1\\n")
-        time.sleep(20)
-        os._exit(0)
-print([os.wait()[1] for _ in range(20)])
+def fill():
+    start = libc.mmap(None, ctypes.c_size_t(40 * MIB), 3, 0x21, -1, ctypes.c_long(0))
+    if start in (None, ctypes.c_void_p(-1).value):
+        os._exit(1)
+    for number in range(40):
+        ctypes.memset(start + number * MIB, 1, MIB)
+        libc.madvise(ctypes.c_void_p(start + number * MIB), ctypes.c_size_t(MIB), 4)
+        os.write(1, b"held +1\\n")
+        yield
+beside(20, fill)
 """
 UNIX_SOCKETS = """
-import os, socket, time
-for _ in range(10):
-    if os.fork() == 0:
-        kept = []
-        for number in range(120):
+import socket
+def fill():
+    kept = []
+    for number in range(120):
+        try:
+            kept += socket.socketpair()
+        except OSError:
+            return
+        for end in kept[-2:]:
+            end.setblocking(False)
+            sent = 0
             try:
-                kept += socket.socketpair()
-                kept[-1].setblocking(False), kept[-2].setblocking(False)
+                while True:
+                    sent += end.send(bytes(32768))
             except OSError:
-                break
-            for end in kept[-2:]:
-                sent = 0
-                try:
-                    while True:
-                        sent += end.send(bytes(32768))
-                except OSError:
-                    pass
-                os.write(1, b"held +%d\\n" % (sent >> 20) if sent >> 20 else b"sent %d\\n" % sent)
-        time.sleep(20)
-        os._exit(0)
-for _ in range(10): os.wait()
+                pass
+            os.write(1, b"sent %d\\n" % sent)
+            yield
+beside(10, fill)
 """
 REFUSED = "vmsplice 4 KiB of each 2 MiB huge page into pipes, then munmap"
 EVASIONS = {
     "MAP_SHARED|MAP_ANONYMOUS, touched, all but one page unmapped, repeated": SHARED_UNMAPPED,
     REFUSED: VMSPLICE,
-    "MAP_SHARED + madvise(DONTNEED), 20 processes": SHARED_DONTNEED,
-    "buffers of unix sockets, 10 processes x 120 pairs": UNIX_SOCKETS,
+    "MAP_SHARED + madvise(DONTNEED), 20 processes": BESIDE + SHARED_DONTNEED,
+    "buffers of unix sockets, 10 processes x 120 pairs": BESIDE + UNIX_SOCKETS,
 }
 
 
