@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.tracking.jsonl import write_jsonl
-from verl.tracking.samples import KeptSample, SampleFiles, StepSamples
+from verl.tracking.samples import KeptSample, LossScale, SampleFiles, StepSamples
 from verl.tracking.transcripts import Transcripts
 from verl.types import (
     Completion,
@@ -30,6 +30,14 @@ from verl.types import (
 HOSTILE = "</script></pre><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\u2028"
 CALL = '<tool_call>\n{"name": "weather", "parameters": {"city": "Oslo"}}\n</tool_call>'
 PER_GROUP = 4
+_SCALE = LossScale(
+    aggregation="token-mean",
+    length=None,
+    minibatches=1,
+    num_trained=np.full(5, 3),
+    groups=np.zeros(5),
+    episodes=np.array([0, 0, 1, 2, 3]),
+)
 
 
 def save_report_run(folder: Path, steps: int = 12, groups: int = 3, gain: float = 0.1) -> Path:
@@ -48,7 +56,8 @@ def save_report_run(folder: Path, steps: int = 12, groups: int = 3, gain: float 
         made = [_group(step, number) for number in range(groups)]
         transcripts.write(step, made)
         kept = [_sample(number, segment) for number in range(PER_GROUP) for segment in range(2 if number == 0 else 1)]
-        samples.write(step, StepSamples(samples=kept, loss=dict.fromkeys(range(5), 0.25)))
+        loss, sums = dict.fromkeys(range(5), 0.25), {row: [3.75] for row in range(5)}  # a token weighs 1 / 15
+        samples.write(step, StepSamples(samples=kept, loss=loss, sums=sums, scale=_SCALE))
     return folder
 
 

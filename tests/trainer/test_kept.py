@@ -19,7 +19,7 @@ from verl.batch.trace import Trace
 from verl.config.load import load_config
 from verl.errors import DataError
 from verl.tracking.samples import SampleFiles, StepSamples, kept_steps, read_samples, samples_path
-from verl.trainer.kept import choose_rollouts, step_samples
+from verl.trainer.kept import choose_rollouts, loss_scale, step_samples
 from verl.trainer.learner import Learned
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
@@ -103,6 +103,20 @@ def test_a_step_with_one_update_traces_the_policy_that_sampled() -> None:
     for sample in traced:
         assert sample.columns["logprobs"] == pytest.approx(sample.columns["rollout_logprobs"], abs=1e-4)
         assert sample.columns["loss"].sum() == pytest.approx(result.samples.loss[sample.row], abs=1e-7)
+        assert set(sample.columns["ratio"]) == {1.0} and set(sample.columns["clipped"]) == {0.0}
+
+
+def test_the_shares_follow_from_what_the_denominators_count() -> None:
+    """Two mini-batches of half of the groups: a token weighs 1 over its response's tokens and the responses there."""
+    learning = trainer(PLAIN, minibatches=2)
+    learning.learner.config = with_epochs(learning.learner.config, 2)
+    kept = asyncio.run(learning.train_step()).samples
+    assert kept.scale is not None and (kept.scale.aggregation, kept.scale.minibatches) == ("seq-mean-token-mean", 2)
+    half = kept.scale.groups < np.median(np.unique(kept.scale.groups))
+    assert half.sum() == len(half) / 2
+    for row, sums in kept.sums.items():
+        weight = 1 / kept.scale.num_trained[row] / half.sum()
+        assert len(sums) == 2 and kept.loss[row] == pytest.approx(sum(sums) * weight / 4, abs=1e-8)
 
 
 def test_nothing_is_kept_on_request() -> None:
@@ -118,11 +132,13 @@ def long_step(lengths: Sequence[int]) -> StepSamples:
     groups = [group([float(number)], turn(9, length)) for number, length in enumerate(lengths)]
     chosen, batch = choose_rollouts(groups, len(groups)), to_batch(groups)
     batch = replace(batch, token_ids=random.integers(0, 150_000, len(batch.token_ids)), advantages=batch.rewards)
-    names = ("logprobs", "entropy", "loss")
+    names = ("logprobs", "entropy", "ratio", "loss")
     tokens = {row: {name: random.normal(size=length) for name in names} for row, length in enumerate(lengths)}
     batch = replace(batch, rollout_logprobs=random.normal(size=sum(lengths)))
-    trace = Trace(dict.fromkeys(range(len(lengths)), 0.25), tokens)
-    return step_samples(groups, groups, chosen, Learned({}, np.arange(len(lengths)), batch, trace))
+    rows = range(len(lengths))
+    trace = Trace(dict.fromkeys(rows, 0.25), {row: [0.5, -0.5] for row in rows}, tokens)
+    scale = loss_scale(batch, replace(PLAIN, aggregation_length=7.0), 2)
+    return step_samples(groups, groups, chosen, Learned({}, np.arange(len(lengths)), batch, trace), scale)
 
 
 def test_a_file_has_what_was_kept_and_less_than_a_megabyte(tmp_path: Path) -> None:
@@ -133,6 +149,10 @@ def test_a_file_has_what_was_kept_and_less_than_a_megabyte(tmp_path: Path) -> No
         assert samples_path(tmp_path, step).stat().st_size < 1_000_000
         found = read_samples(samples_path(tmp_path, step))
         assert (found.left_out, found.loss, len(found.samples)) == (kept.left_out, kept.loss, len(kept.samples))
+        assert found.sums == kept.sums and kept.scale and found.scale
+        assert (found.scale.aggregation, found.scale.length, found.scale.minibatches) == ("seq-mean-token-mean", 7.0, 2)
+        counted = (found.scale.num_trained.tolist(), found.scale.groups.tolist(), found.scale.episodes.tolist())
+        assert counted == (lengths, list(range(len(lengths))), list(range(len(lengths))))
         for one, two in zip(kept.samples, found.samples, strict=True):
             assert (one.task_id, one.index, list(one.group_returns)) == (two.task_id, two.index, two.group_returns)
             for name in ("token_ids", "mask", "versions"):

@@ -5,8 +5,9 @@ Shape legend: A trained tokens of a pack or a sample, B samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from verl.batch.packed import PackedBatch
 from verl.batch.token_batch import Floats, TokenBatch
 
 LOSS = "loss"  # the column of a token's share of the loss
+UNWEIGHTED = "unweighted"  # the same without the token's weight; only its sums are kept
 TraceTokens = Callable[[PackedBatch, Mapping[str, Tensor]], None]
 
 
@@ -24,10 +26,12 @@ class Trace:
     """Of samples by their number in the step (`TokenBatch.numbers`).
 
     loss: the share of every computed sample in the loss; together they are the loss
+    sums: the token losses of every computed sample added up without their weights, once per update with the sample
     tokens: the columns of the chosen samples: name -> [A]
     """
 
     loss: Mapping[int, float] = field(default_factory=dict)
+    sums: Mapping[int, Sequence[float]] = field(default_factory=dict)
     tokens: Mapping[int, Mapping[str, Floats]] = field(default_factory=dict)
 
 
@@ -47,8 +51,12 @@ class Tracer:
 
     def trace(self) -> Trace:
         samples = [sample for pack in self._packs for sample in self._samples(*pack)]
-        tokens = {number: columns for number, columns in samples if number in self._chosen}
-        return Trace({number: float(columns[LOSS].sum(dtype=np.float64)) for number, columns in samples}, tokens)
+        totals = {number: [_sum(columns[name]) for name in (LOSS, UNWEIGHTED)] for number, columns in samples}
+        return Trace(
+            loss={number: share for number, (share, _) in totals.items()},
+            sums={number: [plain] for number, (_, plain) in totals.items()},
+            tokens={number: _kept(columns) for number, columns in samples if number in self._chosen},
+        )
 
     def _samples(self, sample_A: Tensor, columns: Mapping[str, Tensor]) -> Iterator[tuple[int, Mapping[str, Floats]]]:
         rows, counts = torch.unique_consecutive(sample_A.cpu(), return_counts=True)
@@ -57,14 +65,21 @@ class Tracer:
             yield self._numbers[row], {name: parts[place].numpy() for name, parts in split.items()}
 
 
+def _sum(column_A: Floats) -> float:
+    return float(column_A.sum(dtype=np.float64))
+
+
+def _kept(columns: Mapping[str, Floats]) -> Mapping[str, Floats]:
+    return {name: values for name, values in columns.items() if name != UNWEIGHTED}
+
+
 def joined_ranks(traces: Iterable[Trace]) -> Trace:
     """The trace of an update from those of its ranks, which have different samples."""
-    loss: dict[int, float] = {}
-    tokens: dict[int, Mapping[str, Floats]] = {}
+    joined: tuple[dict[int, Any], ...] = ({}, {}, {})
     for trace in traces:
-        loss.update(trace.loss)
-        tokens.update(trace.tokens)
-    return Trace(loss, tokens)
+        for one, part in zip(joined, (trace.loss, trace.sums, trace.tokens), strict=True):
+            one.update(part)
+    return Trace(*joined)
 
 
 def joined_updates(traces: Iterable[Trace]) -> Trace:
@@ -74,9 +89,11 @@ def joined_updates(traces: Iterable[Trace]) -> Trace:
     """
     every = list(traces)
     loss: dict[int, float] = {}
+    sums: dict[int, list[float]] = {}
     tokens: dict[int, Mapping[str, Floats]] = {}
     for trace in every:
         for number, share in trace.loss.items():
             loss[number] = loss.get(number, 0.0) + share / len(every)
+            sums.setdefault(number, []).extend(trace.sums[number])
         tokens = {**trace.tokens, **tokens}
-    return Trace(loss, tokens)
+    return Trace(loss, sums, tokens)

@@ -32,8 +32,12 @@ COLUMNS = (  # of the trained tokens
     "returns",
     "values",
     "importance",  # weight of the off-policy correction
+    "ratio",  # the importance ratio in the loss: of the token, or of its sequence (GSPO)
+    "clipped",  # 1 where the clip is active
     "loss",  # share of the loss of its update
 )
+_SETTINGS = ("aggregation", "length", "minibatches")  # of `LossScale`, in the header
+_COUNTS = ("num_trained", "groups", "episodes")  # of it, as arrays
 _HEADER = "header"
 _DAMAGES = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 _Array = npt.NDArray[Any]
@@ -43,8 +47,8 @@ _Array = npt.NDArray[Any]
 class KeptSample:
     """One token sequence: a rollout, or a segment of one.
 
-    columns: [A] each; those that the step does not have are missing. `logprobs`, `entropy` and `loss` are also missing
-        where the update did not compute a sample, because its advantage is zero
+    columns: [A] each; those that the step does not have are missing. `logprobs`, `entropy`, `ratio`, `clipped` and
+        `loss` are of the first update with the sample, and missing where its advantage is zero: no update computes it
     """
 
     row: int  # in the batch of the step
@@ -62,12 +66,29 @@ class KeptSample:
     columns: Mapping[str, _Array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossScale:
+    """What determines the weight of a token in the loss, of all samples of a step."""
+
+    aggregation: str  # of token losses
+    length: float | None  # divisor of seq-mean-token-sum-norm, in tokens
+    minibatches: int  # parts of the step, of whole groups
+    num_trained: _Array  # [B]
+    groups: _Array  # [B]
+    episodes: _Array  # [B] their segments are neighbors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
-    """The kept samples of a step, and the share of every sample in the loss."""
+    """The kept samples of a step, and the share of every sample in the loss.
+
+    loss, sums: by row; samples that the update did not compute are missing
+    """
 
     samples: Sequence[KeptSample]
-    loss: Mapping[int, float] = field(default_factory=dict)  # by row; those that the update did not compute are missing
+    loss: Mapping[int, float] = field(default_factory=dict)
+    sums: Mapping[int, Sequence[float]] = field(default_factory=dict)  # of token losses without weight, one per epoch
+    scale: LossScale | None = None  # None: not recorded
     left_out: int = 0  # chosen samples that exceed the limit of a file
     texts: Mapping[int, str] = field(default_factory=dict)  # of the tokens, by id; set by the file
 
@@ -94,10 +115,14 @@ class SampleFiles:
                 arrays[name] = np.concatenate(parts)
         arrays["loss_rows"] = np.array(list(kept.loss), dtype=np.int64)
         arrays["loss_shares"] = np.array(list(kept.loss.values()), dtype=np.float64)
+        if kept.scale is not None:
+            arrays["loss_sums"] = np.array([kept.sums[row] for row in kept.loss], dtype=np.float64)
+            arrays |= {name: getattr(kept.scale, name).astype(np.int32) for name in _COUNTS}
         header = {
             "format": FORMAT,
             "step": step,
             "left_out": kept.left_out,
+            "scale": kept.scale and {name: getattr(kept.scale, name) for name in _SETTINGS},
             "texts": {token: self._texts[token] for token in used},
             "samples": [_described(sample) for sample in kept.samples],
         }
@@ -134,9 +159,12 @@ def read_samples(path: Path) -> StepSamples:
         header = json.loads(arrays.pop(_HEADER).tobytes())
         if header["format"] != FORMAT:
             raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
+        rows, scale = arrays["loss_rows"].tolist(), header.get("scale")
         return StepSamples(
             samples=list(_samples(header["samples"], arrays)),
-            loss=dict(zip(arrays["loss_rows"].tolist(), arrays["loss_shares"].tolist(), strict=True)),
+            loss=dict(zip(rows, arrays["loss_shares"].tolist(), strict=True)),
+            sums=dict(zip(rows, arrays["loss_sums"].tolist(), strict=True)) if scale else {},
+            scale=LossScale(**scale, **{name: arrays[name] for name in _COUNTS}) if scale else None,
             left_out=header["left_out"],
             texts={int(token): text for token, text in header["texts"].items()},
         )

@@ -12,14 +12,15 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from verl.batch.token_batch import Floats
-from verl.tracking.samples import COLUMNS, KeptSample, StepSamples
+from verl.algorithms.algorithm import Algorithm
+from verl.batch.token_batch import Floats, TokenBatch
+from verl.tracking.samples import COLUMNS, KeptSample, LossScale, StepSamples
 from verl.trainer.learner import Learned
 from verl.types import Trajectory, TrajectoryGroup, Turn
 
-# A step's file stays below 1 MB: compressed, a token takes up to 4 bytes, and a trained one up to 16 more.
+# A step's file stays below 1 MB: compressed, a token takes up to 4 bytes, and a trained one up to 20 more.
 _MAX_BYTES = 900_000
-_TOKEN_BYTES, _TRAINED_BYTES = 4, 16
+_TOKEN_BYTES, _TRAINED_BYTES = 4, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def step_samples(
     logged: Sequence[TrajectoryGroup],
     chosen: Sequence[ChosenSample],
     outcome: Learned,
+    scale: LossScale | None = None,
 ) -> StepSamples:
     """groups: those of the batch; logged: those of the step's transcript, which filters may have dropped in part"""
     lines = {id(trajectory): line for line, trajectory in enumerate(_trajectories(logged))}
@@ -104,7 +106,21 @@ def step_samples(
                 columns={**_columns(outcome, actions), **outcome.trace.tokens.get(each.row, {})},
             )
         )
-    return StepSamples(samples=samples, loss=outcome.trace.loss, left_out=len(chosen) - len(samples))
+    trace = outcome.trace
+    left_out = len(chosen) - len(samples)
+    return StepSamples(samples=samples, loss=trace.loss, sums=trace.sums, scale=scale, left_out=left_out)
+
+
+def loss_scale(batch: TokenBatch, algorithm: Algorithm, minibatches: int) -> LossScale:
+    """batch: of the step, with the samples that the updates do not compute, but count"""
+    return LossScale(
+        aggregation=algorithm.aggregation.value,
+        length=algorithm.aggregation_length,
+        minibatches=minibatches,
+        num_trained=batch.num_trained,
+        groups=batch.groups,
+        episodes=np.arange(len(batch)) if batch.episodes is None else batch.episodes,
+    )
 
 
 def _trajectories(groups: Sequence[TrajectoryGroup]) -> Iterator[Trajectory]:

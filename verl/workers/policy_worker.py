@@ -17,7 +17,7 @@ from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
-from verl.batch.trace import LOSS, Tracer, TraceTokens
+from verl.batch.trace import LOSS, UNWEIGHTED, Tracer, TraceTokens
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
@@ -144,8 +144,10 @@ def policy_loss(
         metrics |= _engine_metrics(weights, rollout_A, trainer_A, packed.sampled_weight)
     weighted_A = loss_A * weight_A
     if trace is not None:
-        values = {"logprobs": output.logprobs, "entropy": output.entropy, LOSS: weighted_A}
-        trace(packed, {**values, **({} if correction is None else {"importance": weights.weight_T})})
+        values = {"logprobs": output.logprobs, "entropy": output.entropy, LOSS: weighted_A, UNWEIGHTED: loss_A}
+        importance_A = None if correction is None else weights.weight_T
+        some = {"ratio": token.ratio_T, "clipped": token.metrics_T.get("clip_fraction"), "importance": importance_A}
+        trace(packed, {**values, **{name: each for name, each in some.items() if each is not None}})
     return weighted_A.sum(), metrics
 
 

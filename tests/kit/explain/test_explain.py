@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from tests.support.local_run import local_fit, local_trainer
 from tests.support.report_run import save_report_run
 from tests.support.tiny import run_words, save_tiny_model
 from tests.trainer.test_recipes import HalfScripted
+from verl.batch.experience import with_loss_weights
+from verl.batch.token_batch import TokenBatch
 from verl.config.commands import TRAIN
 from verl.config.load import load_config
 from verl.config.show import as_yaml
@@ -23,9 +28,11 @@ from verl.kit.collapse.collapse import CollapseWatch
 from verl.kit.explain.__main__ import main
 from verl.kit.explain.explanation import Explanation, explain, read_step
 from verl.kit.report.folder import read_run
+from verl.rollout.engine import RolloutEngine, Sampling
 from verl.tracking.jsonl import append_jsonl
-from verl.tracking.samples import SampleFiles, StepSamples
-from verl.types import Message, Score, Task
+from verl.tracking.samples import LossScale, SampleFiles, StepSamples
+from verl.trainer import policy
+from verl.types import Completion, Message, Score, Task
 
 
 def lively(response: str, answer: str) -> float:
@@ -66,6 +73,20 @@ class PaidTurns(TwoTurns):
         return replace(result, reward=paid)
 
 
+class OtherLogprobs:
+    """An engine that reports other log-probs than the trainer computes, as one of lower precision does."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        own = await self._engine.generate(prompt_ids, sampling)
+        return tuple(replace(each, logprobs=[p - 0.4 * (n % 3) for n, p in enumerate(each.logprobs)]) for each in own)
+
+
 TWO_TURNS = (f"env.name={__file__}:TwoTurns", "env.tool_call_format=hermes", "data.max_response_length=64")
 
 
@@ -80,9 +101,10 @@ def trained_folder(model: Path, out: Path, *words: str) -> Path:
     config = load_config([*own, *words])
     with local_trainer(config) as trained:
         rollout = trained.rollouts.rollout
+        engine: Any = OtherLogprobs(rollout.engine) if config.algorithm.correction.is_level else rollout.engine
         if config.reward.name == "env":  # an untrained policy ends no turn
-            engine = HalfScripted(rollout.engine, rollout.episode_runner.chat, ["one", "two, three"])
-            object.__setattr__(rollout, "engine", engine)
+            engine = HalfScripted(engine, rollout.episode_runner.chat, ["one", "two, three"])
+        object.__setattr__(rollout, "engine", engine)
         asyncio.run(local_fit(trained, config, CollapseWatch()).run())
     (out / "run" / "config.yaml").write_text(as_yaml(config, TRAIN))
     return out / "run"
@@ -96,40 +118,105 @@ def section(explanation: Explanation, title: str) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        ["algorithm.name=grpo"],
+        ["algorithm.name=grpo", KL],
         ["algorithm.name=toolrl_grpo"],
         ["algorithm.name=ppo"],
         ["algorithm.name=gspo", "actor.ppo_epochs=2"],
-        ["algorithm.name=rloo", "algorithm.kl_placement=none", "algorithm.correction.is_level=token"],
+        ["algorithm.name=grpo", KL, "algorithm.entropy_coefficient=0.01", "algorithm.correction.is_level=token"],
+        ["algorithm.name=grpo", KL, "algorithm.aggregation=token-mean", "algorithm.correction.is_level=sequence"],
         ["algorithm.name=dr_grpo", "reward.name=env", *TWO_TURNS],
     ],
-    ids=["KL in the loss", "KL in the reward", "critic", "sequences", "importance weights", "several turns"],
+    ids=["KL in the loss", "KL in the reward", "critic", "sequences", "token IS", "sequence IS", "several turns"],
 )
 def test_the_record_of_a_step_agrees_with_the_arithmetic(words: list[str], model: Path, tmp_path: Path) -> None:
     run = read_run(trained_folder(model, tmp_path, *words))
     turns: list[int] = []
+    weighted: list[Any] = []
     for step in (1, 2):
         kept = read_step(run, step)
         assert len(kept.samples) == 8
         for number, sample in enumerate(kept.samples):
             explanation = explain(run, step, number)
             assert explanation.failed == []
-            assert "sum check" in section(explanation, "Share of the loss")
+            assert "they agree within 1e-05" in section(explanation, "Share of the loss")
             if sample.row in kept.loss:
-                assert "computed again" in section(explanation, "Tokens")
+                shown = section(explanation, "Tokens")
+                assert "computed again" in shown and ("k3(p, p_ref)" in shown) is (KL in words)
+                assert ("importance weight * " in shown) is ("is_level" in words[-1])
+                weighted.append(sample.columns.get("importance", np.ones(1)))
             if (np.diff(sample.mask.astype(int)) == 1).sum() == 2:
                 assert section(explanation, "Texts").count("assistant:") == 2
                 turns.append(number)
     assert bool(turns) is ("reward.name=env" in words)
-    # the checks can fail: a share, an advantage and a token's loss are changed
+    assert bool((np.concatenate(weighted) != 1).any()) is ("is_level" in words[-1])
+    # the checks can fail: a token's loss, a sum and a share are changed
     sample = next(each for each in kept.samples if each.row in kept.loss and each.columns["advantages"].any())
     number, files = kept.samples.index(sample), SampleFiles(run.folder, lambda ids: "w")
     changed = replace(
         sample, columns={**sample.columns, "loss": sample.columns["loss"] * np.arange(len(sample.columns["loss"]))}
     )
     samples = [changed if each is sample else each for each in kept.samples]
-    files.write(2, StepSamples(samples=samples, loss={**kept.loss, sample.row: kept.loss[sample.row] + 1e-4}))
-    assert {"token losses", "sum of the shares"} <= set(explain(run, 2, number).failed)
+    sums = {**kept.sums, sample.row: [each + 1.0 for each in kept.sums[sample.row]]}
+    loss = {**kept.loss, sample.row: kept.loss[sample.row] + 1e-4}
+    for change, names in (
+        ({"samples": samples}, ["token losses"]),
+        ({"loss": loss}, ["share"]),
+        ({"sums": sums}, ["token losses", "share", "sum of the shares"]),
+    ):
+        files.write(2, replace(kept, **change))
+        assert explain(run, 2, number).failed == names
+
+
+@pytest.mark.long
+def test_a_sequence_has_one_ratio_and_two_epochs_one_share(model: Path, tmp_path: Path) -> None:
+    run = read_run(trained_folder(model, tmp_path, "algorithm.name=gspo", "actor.ppo_epochs=2"))
+    kept, clipped, others = read_step(run, 1), [0, 0], 0
+    for number, sample in enumerate(kept.samples):
+        if sample.row not in kept.loss:
+            continue
+        log_ratio_A = (sample.columns["logprobs"] - sample.columns["old_logprobs"]).astype(np.float64)
+        ratio = np.exp(log_ratio_A.mean())
+        others += not np.allclose(np.exp(log_ratio_A), ratio, atol=1e-5)
+        assert sample.columns["ratio"] == pytest.approx(ratio, abs=1e-6)
+        shown = section(explain(run, 1, number), "Tokens")
+        found = re.search(r"ratio in the loss: (\S+) on every token", shown)
+        assert found is not None and float(found[1]) == pytest.approx(ratio, abs=1e-6)
+        advantage = sample.columns["advantages"][0]
+        is_clipped = bool(advantage * ratio > advantage * np.clip(ratio, 1 - 3e-4, 1 + 4e-4))
+        assert set(sample.columns["clipped"]) == {float(is_clipped)}
+        assert f"clipped: {len(log_ratio_A) * is_clipped} of {len(log_ratio_A)} tokens" in shown
+        clipped[is_clipped] += 1
+        assert "of the first of 2 epochs" in shown
+        share = section(explain(run, 1, number), "Share of the loss")
+        first, second = (float(each) for each in re.findall(r"weight \* \((\S+) \+ (\S+)\) / 4 updates", share)[0])
+        weight = float(re.findall(r" = (\S+);", share)[0])
+        assert sample.columns["loss"].sum() == pytest.approx(weight * first, rel=1e-4)
+        assert kept.loss[sample.row] == pytest.approx(weight * (first + second) / 4, rel=1e-4, abs=1e-6)
+    assert others and all(clipped)
+
+
+@pytest.mark.long
+def test_a_wrong_scale_in_the_trainer_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer whose weights are twice what they should be: its own shares still add up to its loss."""
+
+    def doubled(*given: Any) -> TokenBatch:
+        weighted = with_loss_weights(*given)
+        assert weighted.loss_weights is not None
+        return replace(weighted, loss_weights=2 * weighted.loss_weights)
+
+    monkeypatch.setattr(policy, "with_loss_weights", doubled)
+    run = read_run(trained_folder(model, tmp_path, "algorithm.name=grpo", KL))
+    kept = read_step(run, 2)
+    logged = next(row["actor/loss"] for row in run.rows if row["step"] == 2)
+    assert sum(kept.loss.values()) == pytest.approx(logged, abs=1e-6)
+    number = next(number for number, each in enumerate(kept.samples) if each.row in kept.loss)
+    explanation = explain(run, 2, number)
+    assert explanation.failed == ["token losses", "share", "sum of the shares"]
+    assert "they differ by " in section(explanation, "Share of the loss")
+    SampleFiles(run.folder, str).write(2, replace(kept, scale=None, sums={}))
+    explanation = explain(run, 2, number)
+    assert explanation.failed == [] and "the weight is not known" in section(explanation, "Tokens")
+    assert "sum check: not possible: " in section(explanation, "Share of the loss")
 
 
 @pytest.mark.long
@@ -169,7 +256,7 @@ def test_every_estimator_has_its_formula_with_numbers(words: list[str], model: P
     values = sample.columns["advantages"] * np.linspace(1.0, 1.5, len(sample.columns["advantages"]))
     changed = replace(sample, columns={**sample.columns, "advantages": values.astype(np.float32)})
     samples = [changed if each is sample else each for each in kept.samples]
-    SampleFiles(run.folder, lambda ids: "w").write(2, StepSamples(samples=samples, loss=kept.loss))
+    SampleFiles(run.folder, lambda ids: "w").write(2, replace(kept, samples=samples))
     assert "advantage" in explain(run, 2, kept.samples.index(sample)).failed
 
 
@@ -195,7 +282,7 @@ def test_gigpo_adds_the_advantages_of_turns(model: Path, tmp_path: Path) -> None
     sample = next(each for each in kept.samples if each.columns["advantages"].any())
     changed = replace(sample, columns={**sample.columns, "advantages": -sample.columns["advantages"]})
     samples = [changed if each is sample else each for each in kept.samples]
-    SampleFiles(run.folder, lambda ids: "w").write(1, StepSamples(samples=samples, loss=kept.loss))
+    SampleFiles(run.folder, lambda ids: "w").write(1, replace(kept, samples=samples))
     assert "advantage" in explain(run, 1, kept.samples.index(sample)).failed
 
 
@@ -214,7 +301,16 @@ def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         sample, line=7, row=3, reward=6.0, group_returns=[1.0, 2.0, 3.0, 6.0], columns=columns, num_segments=1
     )
     files = SampleFiles(run, lambda ids: f"w{ids[0]}")
-    files.write(1, StepSamples(samples=[made], loss={3: -0.04166, 4: 0.02}))
+    scale = LossScale(
+        aggregation="token-mean",
+        length=None,
+        minibatches=1,
+        num_trained=np.array([20, 20, 37, 3, 20]),
+        groups=np.zeros(5),
+        episodes=np.arange(5),
+    )
+    written = StepSamples(samples=[made], loss={3: -0.0416619, 4: 0.02}, sums={3: [-4.16619], 4: [2.0]}, scale=scale)
+    files.write(1, written)
     append_jsonl(run / "metrics.jsonl", {"step": 1, "actor/loss": -0.02166})
     config = load_config(["algorithm.name=grpo", "algorithm.kl_placement=none", "model.path=a", "rollout.n=4"])
     (run / "config.yaml").write_text(as_yaml(config, TRAIN))
@@ -226,12 +322,14 @@ def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "mean 3, std 2.16025 (n - 1)" in advantage
     assert "A = (r - mean) / (std + 1e-6) = (6 - 3) / (2.16025 + 1e-6) = 1.38873" in advantage
     assert "The record agrees." in advantage
-    assert "weight of this sample's tokens is 0.01 " in section(explanation, "Tokens")
+    weight = "token-mean: 1 / 100 trained tokens of mini-batch 1 of 1 = 0.01"
+    assert f"weight = {weight}" in section(explanation, "Tokens")
+    assert "ratio in the loss: 1 on every token" in section(explanation, "Tokens")
     share = section(explanation, "Share of the loss")
-    assert "share of this sample: -0.04166" in share and "67.56%" in share
-    assert "add up to -0.02166; actor/loss is -0.02166" in share
+    assert f"share of this sample: -0.0416619 = weight * (-4.16619) / 1 update, with weight = {weight}" in share
+    assert "67.57%" in share and "2 samples add up to -0.0216619, actor/loss is -0.02166: they agree" in share
     assert "not known: it needs the weights" in section(explanation, "Share of the gradient norm")
-    files.write(1, StepSamples(samples=[replace(made, reward=5.0)], loss={3: -0.04166}))
+    files.write(1, replace(written, samples=[replace(made, reward=5.0)], loss={3: -0.0416619}, sums={3: [-4.16619]}))
     assert explain(read_run(run), 1, 0).failed == ["advantage", "sum of the shares"]
     assert main([str(run), "--step", "1", "--sample", "0"]) == 1
     assert "checks that fail: advantage, sum of the shares" in capsys.readouterr().out

@@ -188,8 +188,9 @@ def test_the_token_view_marks_what_is_trained_in_every_segment(driver: Any, file
     press(driver, "t")
     until(driver, "document.querySelectorAll('.segment').length === 2")
     first, second = texts(driver, ".segment > p")
-    (checked, *_) = texts(driver, ".explained .good")
-    assert checked == "the shares of all samples add up to 1.25, actor/loss is 1.25: they agree"
+    share, checked, *_ = texts(driver, ".explained .good")
+    assert share.startswith("0.25 = weight * (3.75)")
+    assert checked == "the computed shares of 5 samples add up to 1.25, actor/loss is 1.25: they agree within 1.3e-05"
     assert first.startswith("segment 1 of 2: 3 of 5 tokens are trained") and second.startswith("segment 2 of 2")
     marks = driver.execute_script("return [...document.querySelector('.tokens').children].map((e) => e.className)")
     assert marks == ["", "", "trained", "trained", "trained"]

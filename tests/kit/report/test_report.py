@@ -91,7 +91,9 @@ def test_tokens_lie_with_their_rollout_a_sample_per_segment(folder: Path) -> Non
     view = views[0]
     assert view["texts"] == ["w4 ", "w5 ", "w1 ", f"{HOSTILE}9 ", "w3 "] and view["mask"] == [0, 0, 1, 1, 1]
     assert view["columns"]["rollout_logprobs"] == [-0.5, -1.0, -1.5] and view["versions"] == [-1, -1, 0, 0, 1]
-    assert (view["loss_share"], view["loss"]) == (0.25, 1.25)
+    assert view["share"]["agrees"] is view["total"]["agrees"] is True
+    assert view["share"]["text"].startswith("0.25 = weight * (3.75) / 1 update, with weight = token-mean: 1 / 15 ")
+    assert "5 samples add up to 1.25, actor/loss is 1.25: they agree" in view["total"]["text"]
 
 
 def test_a_reused_rollout_lies_where_it_was_generated(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def weight_clipped(inputs: LossInputs, clip_low: float = 1.0, clip_high: float =
     ratio_T = log_ratio_T.detach().exp()
     weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_T = -weight_T * inputs.advantages_T * inputs.logprobs_T
-    return token_loss(loss_T, clip_fraction=ratio_T != weight_T, ppo_kl=-log_ratio_T)
+    return token_loss(loss_T, ratio_T, clip_fraction=ratio_T != weight_T, ppo_kl=-log_ratio_T)
 
 
 CISPO = Algorithm(

@@ -42,7 +42,8 @@ def clipped_unless_selected(inputs: LossInputs, clip_low: float = 0.2, clip_high
     """PPO's clip; selected tokens get loss 0, but still count in the mean's denominator."""
     assert inputs.selected_T is not None
     token = clipped(inputs, clip_low, clip_high)
-    return token_loss(token.loss_T * (1.0 - inputs.selected_T), **token.metrics_T, selected_fraction=inputs.selected_T)
+    loss_T = token.loss_T * (1.0 - inputs.selected_T)
+    return token_loss(loss_T, token.ratio_T, **token.metrics_T, selected_fraction=inputs.selected_T)
 
 
 CLIP_COV = Algorithm(

@@ -23,8 +23,9 @@ def geometric_mean(inputs: LossInputs, clip_low: float = 0.4, clip_high: float =
     bounded_T = log_ratio_T.clamp(-clip_low, clip_high)
     low_T, high_T = torch.minimum(log_ratio_T, bounded_T), torch.maximum(log_ratio_T, bounded_T)
     pessimistic_T = torch.where(advantages_T > 0, low_T, high_T)
-    loss_T = -advantages_T * sample_means(pessimistic_T, inputs.sample_T).exp()
-    return token_loss(loss_T, clip_fraction=log_ratio_T != pessimistic_T, ppo_kl=-log_ratio_T)
+    ratio_T = sample_means(pessimistic_T, inputs.sample_T).exp()
+    loss_T = -advantages_T * ratio_T
+    return token_loss(loss_T, ratio_T, clip_fraction=log_ratio_T != pessimistic_T, ppo_kl=-log_ratio_T)
 
 
 GMPO = Algorithm(

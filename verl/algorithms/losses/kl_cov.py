@@ -32,8 +32,9 @@ def penalty_where_selected(inputs: LossInputs, beta: float = 1.0) -> TokenLoss:
     """The unclipped surrogate, plus beta * |log ratio| on the selected tokens."""
     assert inputs.selected_T is not None
     log_ratio_T = log_ratios(inputs)
-    loss_T = -inputs.advantages_T * log_ratio_T.exp() + beta * inputs.selected_T * log_ratio_T.abs()
-    return token_loss(loss_T, ppo_kl=-log_ratio_T, selected_fraction=inputs.selected_T)
+    ratio_T = log_ratio_T.exp()
+    loss_T = -inputs.advantages_T * ratio_T + beta * inputs.selected_T * log_ratio_T.abs()
+    return token_loss(loss_T, ratio_T, ppo_kl=-log_ratio_T, selected_fraction=inputs.selected_T)
 
 
 KL_COV = Algorithm(

@@ -26,10 +26,14 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Token losses, and per-token values whose means are logged as metrics."""
+    """Token losses, and per-token values whose means are logged as metrics.
+
+    ratio_T: the importance ratio that the loss clips or weights with, for a report; None if it uses none
+    """
 
     loss_T: Tensor
     metrics_T: Mapping[str, Tensor]
+    ratio_T: Tensor | None = None
 
 
 # Must have zero gradient where all advantages of a sample are zero: such samples may be skipped.
@@ -52,14 +56,14 @@ def clipped(
     ceiling_T = -inputs.advantages_T * dual_clip
     bounded_T = (token.loss_T > ceiling_T) & (inputs.advantages_T < 0)
     loss_T = torch.where(bounded_T, ceiling_T, token.loss_T)
-    return token_loss(loss_T, **token.metrics_T, dual_clip_fraction=bounded_T)
+    return token_loss(loss_T, token.ratio_T, **token.metrics_T, dual_clip_fraction=bounded_T)
 
 
 def surrogate(inputs: LossInputs, ratio_T: Tensor, clip_low: float, clip_high: float, **metrics_T: Tensor) -> TokenLoss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) for any ratio r, with the clip fraction as a metric."""
     plain_T = -inputs.advantages_T * ratio_T
     bounded_T = -inputs.advantages_T * ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return token_loss(torch.maximum(plain_T, bounded_T), clip_fraction=bounded_T > plain_T, **metrics_T)
+    return token_loss(torch.maximum(plain_T, bounded_T), ratio_T, clip_fraction=bounded_T > plain_T, **metrics_T)
 
 
 def policy_gradient(inputs: LossInputs) -> TokenLoss:
@@ -85,6 +89,7 @@ def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
     return (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
 
 
-def token_loss(loss_T: Tensor, **metrics_T: Tensor) -> TokenLoss:
-    """The loss with detached metrics."""
-    return TokenLoss(loss_T, {name: value_T.detach().to(loss_T.dtype) for name, value_T in metrics_T.items()})
+def token_loss(loss_T: Tensor, ratio_T: Tensor | None = None, **metrics_T: Tensor) -> TokenLoss:
+    """The loss with detached metrics, and the detached ratio that it uses, if any."""
+    metrics = {name: value_T.detach().to(loss_T.dtype) for name, value_T in metrics_T.items()}
+    return TokenLoss(loss_T, metrics, None if ratio_T is None else ratio_T.detach())

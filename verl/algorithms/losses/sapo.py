@@ -22,8 +22,9 @@ def soft_gated(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) 
     """The ratio through a sigmoid whose temperature depends on the advantage's sign."""
     log_ratio_T = log_ratios(inputs)
     tau_T = torch.where(inputs.advantages_T > 0, tau_pos, tau_neg)
-    gate_T = torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0)) * 4.0 / tau_T
-    return token_loss(-gate_T * inputs.advantages_T, ppo_kl=-log_ratio_T)
+    ratio_T = log_ratio_T.exp()
+    gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * 4.0 / tau_T
+    return token_loss(-gate_T * inputs.advantages_T, ratio_T, ppo_kl=-log_ratio_T)
 
 
 SAPO = Algorithm(

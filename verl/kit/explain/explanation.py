@@ -17,18 +17,18 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KL_ESTIMATORS
-from verl.algorithms.losses.policy_loss import LossInputs
+from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.config.load import restored_config
 from verl.errors import ConfigError, DataError
 from verl.kit.explain.formulas import Known, advantage_formula
 from verl.kit.explain.penalty import is_penalized, kl_of_tokens
 from verl.kit.report.folder import RunFolder, parsed
+from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check
 from verl.kit.report.reasons import Reasons, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
 
-TOLERANCE = 1e-5  # of the sum of the shares
 _RELATIVE = 1e-3  # of the largest token loss
 _SHOWN_TOKENS = 8
 _SHOWN_CHARS = 600
@@ -79,13 +79,13 @@ def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> E
     algorithm = _algorithm(run)
     logged = next((row.get("actor/loss") for row in run.rows if row["step"] == step), None)
     beta = next((row.get("kl/coefficient") or 0.0 for row in run.rows if row["step"] == step), 0.0)
-    failed: list[str] = []
+    computed, failed = computed_loss(kept), list[str]()
     sections = [
         ("Texts", _texts(rollout, sample)),
         ("Reward", _reward(rollout, sample, reasons_of(run))),
         ("Group and advantage", _advantage(sample, rollout, kept, rollouts, algorithm, beta, failed)),
-        ("Tokens", _tokens(sample, kept.texts, algorithm, failed)),
-        ("Share of the loss", _loss(sample, kept, logged, failed)),
+        ("Tokens", _tokens(sample, kept, algorithm, computed, failed)),
+        ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
         ("Share of the gradient norm", _gradient(run, step, sample, gradient)),
     ]
     if unknown := _unknown(sample):
@@ -204,7 +204,9 @@ def _penalty(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm,
     return lines
 
 
-def _tokens(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, failed: list[str]) -> list[str]:
+def _tokens(
+    sample: KeptSample, kept: StepSamples, algorithm: Algorithm, computed: ComputedLoss | None, failed: list[str]
+) -> list[str]:
     """The loss of every token again from the recorded log-probs, and the tokens with the largest shares."""
     columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
     if "loss" not in columns:
@@ -215,29 +217,49 @@ def _tokens(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, 
     token = algorithm.policy_loss(
         LossInputs(columns["logprobs"], old_A, columns["advantages"], torch.zeros(len(old_A), dtype=torch.long))
     )
-    unweighted_A = token.loss_T * columns.get("importance", torch.ones(()))
-    unweighted_A = unweighted_A - algorithm.entropy_coefficient * columns["entropy"]
+    unweighted_A, terms = _unweighted(token, columns, algorithm)
+    sums = kept.sums.get(sample.row, ())
+    lines = [f"loss of a token = weight * ({' '.join(terms)})"]
+    if len(sums) > 1:
+        lines.append(f"of the first of {len(sums)} epochs, as are all values of tokens; the others are not kept")
+    if computed is None:
+        lines.append("the weight is not known: the step was recorded without the settings and token counts of its loss")
+    else:
+        lines.append(f"weight = {computed.formulas[sample.row]}")
+        off_A = float(computed.weights_B[sample.row]) * unweighted_A - columns["loss"]
+        off, largest = float(off_A.abs().max()), float(columns["loss"].abs().max())
+        if off > _RELATIVE * largest or not math.isclose(float(unweighted_A.double().sum()), sums[0], abs_tol=1e-3):
+            failed.append("token losses")
+        lines.append(f"computed again so, every token differs by at most {off:.2g}; the largest is {largest:.2g}")
+    clipped = token.metrics_T.get("clip_fraction")
+    if clipped is not None:
+        lines.append(f"clipped: {int(clipped.sum())} of {len(old_A)} tokens")
+    ratio = _ratios(token, algorithm)
+    return [*lines, *ratio, *_token_table(sample, kept.texts, columns, token)]
+
+
+def _unweighted(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, list[str]]:
+    """([A] token losses without weight, their terms), as in `policy_loss` of the policy worker."""
+    loss_A = token.loss_T * columns.get("importance", torch.ones(()))
+    loss_A = loss_A - algorithm.entropy_coefficient * columns["entropy"]
     terms = ["importance weight * policy loss" if "importance" in columns else "policy loss"]
     if algorithm.entropy_coefficient:
         terms.append(f"- {algorithm.entropy_coefficient:g} * entropy")
     if algorithm.kl.placement is KLPlacement.LOSS:
         kl_A = KL_ESTIMATORS[algorithm.kl.estimator](columns["logprobs"], columns["ref_logprobs"])
-        unweighted_A = unweighted_A + algorithm.kl.coefficient * kl_A
+        loss_A = loss_A + algorithm.kl.coefficient * kl_A
         terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
-    norm = float(unweighted_A.square().sum())
-    weight = float((unweighted_A * columns["loss"]).sum()) / norm if norm else 0.0
-    off, largest = (float(each.abs().max()) for each in (weight * unweighted_A - columns["loss"], columns["loss"]))
-    if off > _RELATIVE * largest:
-        failed.append("token losses")
-    clipped = token.metrics_T.get("clip_fraction")
-    lines = [
-        f"loss of a token = weight * ({' '.join(terms)}); the weight of this sample's tokens is {weight:.6g} "
-        f"({algorithm.aggregation}, from the record)",
-        f"computed again from the log-probs, every token differs by at most {off:.2g}; the largest is {largest:.2g}",
-    ]
-    if clipped is not None:
-        lines.append(f"clipped: {int(clipped.sum())} of {len(old_A)} tokens")
-    return [*lines, *_token_table(sample, texts, columns, old_A, clipped)]
+    return loss_A, terms
+
+
+def _ratios(token: TokenLoss, algorithm: Algorithm) -> list[str]:
+    ratio_A = token.ratio_T
+    if ratio_A is None:
+        return [f"{algorithm.name} uses no importance ratio"]
+    low, high = float(ratio_A.min()), float(ratio_A.max())
+    if len(ratio_A) > 1 and math.isclose(low, high, rel_tol=1e-6):
+        return [f"ratio in the loss: {low:.8g} on every token"]
+    return [f"ratio in the loss: from {low:.6g} to {high:.6g}"]
 
 
 def _old_logprobs(columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
@@ -248,49 +270,42 @@ def _old_logprobs(columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor
 
 
 def _token_table(
-    sample: KeptSample,
-    texts: Mapping[int, str],
-    columns: Mapping[str, Tensor],
-    old_A: Tensor,
-    clipped: Tensor | None,
+    sample: KeptSample, texts: Mapping[int, str], columns: Mapping[str, Tensor], token: TokenLoss
 ) -> list[str]:
     places = np.flatnonzero(sample.mask)
     largest = sorted(columns["loss"].abs().argsort(descending=True)[:_SHOWN_TOKENS].tolist())
+    clipped = token.metrics_T.get("clip_fraction")
+    shown = {
+        "log p engine": columns["rollout_logprobs"],
+        "trainer": columns["logprobs"],
+        "ratio": token.ratio_T,
+        "advantage": columns["advantages"],
+        "importance": columns.get("importance"),
+        "loss": columns["loss"],
+    }
+    digits = {"ratio": 8}  # GSPO clips at 1.0004
     lines = [f"the {len(largest)} tokens with the largest shares:"]
     for at in largest:
-        ratio = float((columns["logprobs"][at] - old_A[at]).exp())
-        values = {
-            "log p engine": float(columns["rollout_logprobs"][at]),
-            "trainer": float(columns["logprobs"][at]),
-            "ratio": ratio,
-            "advantage": float(columns["advantages"][at]),
-            **({"importance": float(columns["importance"][at])} if "importance" in columns else {}),
-            "loss": float(columns["loss"][at]),
-        }
-        token = texts.get(int(sample.token_ids[places[at]]), "")
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        lines.append(
-            f"  {places[at]:5} {token!r}: {shown}" + (", clipped" if clipped is not None and clipped[at] else "")
+        values = ", ".join(
+            f"{name} {float(each[at]):.{digits.get(name, 4)}g}" for name, each in shown.items() if each is not None
         )
+        text = texts.get(int(sample.token_ids[places[at]]), "")
+        lines.append(f"  {places[at]:5} {text!r}: {values}{', clipped' if clipped is not None and clipped[at] else ''}")
     return lines
 
 
-def _loss(sample: KeptSample, kept: StepSamples, logged: float | None, failed: list[str]) -> list[str]:
-    share, total = kept.loss.get(sample.row), math.fsum(kept.loss.values())
+def _loss(
+    sample: KeptSample, kept: StepSamples, computed: ComputedLoss | None, logged: float | None, failed: list[str]
+) -> list[str]:
+    share, total = share_of(kept, computed, sample.row), sum_check(kept, computed, logged)
+    failed += [name for name, check in (("share", share), ("sum of the shares", total)) if check.agrees is False]
+    lines = [f"share of this sample: {share.text}"]
     absolute = math.fsum(map(abs, kept.loss.values()))
-    lines = [f"share of this sample: {_share(share)}"]
-    if share is not None and absolute:
-        lines.append(f"that is {abs(share) / absolute:.2%} of the sum of all shares without their signs")
-    if logged is None:
-        return [*lines, f"the shares of all {len(kept.loss)} samples add up to {total:.6g}; no loss is logged"]
-    off = abs(total - logged)
-    if off > TOLERANCE:
-        failed.append("sum of the shares")
-    lines.append(
-        f"sum check: the shares of all {len(kept.loss)} computed samples add up to {total:.8g}; actor/loss is "
-        f"{logged:.8g}; difference {off:.2g} (limit {TOLERANCE:g})"
-    )
-    return lines
+    if sample.row in kept.loss and absolute:
+        lines.append(
+            f"that is {abs(kept.loss[sample.row]) / absolute:.2%} of the sum of all shares without their signs"
+        )
+    return [*lines, f"sum check: {total.text}"]
 
 
 def _gradient(run: RunFolder, step: int, sample: KeptSample, wanted: bool) -> list[str]:

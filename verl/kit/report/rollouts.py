@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from verl.kit.report.chunks import Chunks, encoded, spread_order
 from verl.kit.report.folder import RunFolder, parsed
+from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
 from verl.kit.report.reasons import Reasons, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples
 
@@ -22,6 +23,7 @@ MAX_ROLLOUTS = 20_000  # of a page
 _CHUNK = 32  # rollouts
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _DIGITS = 4
+_RATIO_DIGITS = 7  # GSPO clips ratios at 1.0004
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
 _TYPES: Mapping[str, Any] = {
@@ -76,7 +78,8 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     for step in steps:
         for name in quantiles:
             quantiles[name].append(_quantiles([each[name] for each in found[step].values()]))
-    num_samples, reused = _embed_tokens(samples, result.meta, chunks, start + max_chars)
+    logged = {row["step"]: row["actor/loss"] for row in run.rows if isinstance(row.get("actor/loss"), int | float)}
+    num_samples, reused = _embed_tokens(samples, logged, result.meta, chunks, start + max_chars)
     rules = []
     if cut:
         rules.append(f"of every step the first {per_step} rollouts are read, and those whose tokens are kept")
@@ -191,21 +194,27 @@ def _groups_without_spread(rows: Iterable[Mapping[str, Any]]) -> set[Any]:
 
 
 def _embed_tokens(
-    samples: Mapping[int, StepSamples], meta: Mapping[str, list[Any]], chunks: Chunks, room: int
+    samples: Mapping[int, StepSamples],
+    logged: Mapping[int, float],
+    meta: Mapping[str, list[Any]],
+    chunks: Chunks,
+    room: int,
 ) -> tuple[int, list[list[int]]]:
     """Add the samples of embedded rollouts, and their chunks to `meta["tokens"]`.
 
+    logged: the loss, by step
     Returns their number, and those of rollouts that were generated for an earlier step (`Rollouts.reused`).
     """
     place = {key: number for number, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
     made = _made(meta)
     added, reused = 0, []
     for step, kept in sorted(samples.items()):
-        total = sum(kept.loss.values())
+        computed = computed_loss(kept)
+        total = sum_check(kept, computed, logged.get(step))
         for sample in kept.samples:
             number = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
             if number is not None and chunks.size < room:
-                value = token_view(sample, kept.texts, kept.loss.get(sample.row), total)
+                value = token_view(sample, kept.texts, share_of(kept, computed, sample.row), total)
                 meta["tokens"][number].append(chunks.add(encoded({**value, "step": step})))
                 added += 1
                 if sample.line is None and sample.segment == 0:
@@ -231,23 +240,26 @@ def _origin(sample: KeptSample, step: int, made: _Made) -> int | None:
     return max(same)[2] if same else None
 
 
-def token_view(sample: KeptSample, texts: Mapping[int, str], share: float | None, total: float) -> dict[str, Any]:
-    """A sample for the page. share: of the loss; total: the loss"""
+def token_view(sample: KeptSample, texts: Mapping[int, str], share: Check, total: Check) -> dict[str, Any]:
+    """A sample for the page. share: of the loss; total: of the step's shares"""
     return {
         "segment": sample.segment,
         "num_segments": sample.num_segments,
         "reward": sample.reward,
         "group_returns": sample.group_returns,
-        "loss_share": share,
-        "loss": total,
+        "share": asdict(share),
+        "total": asdict(total),
         "ids": sample.token_ids.tolist(),
         "texts": [texts.get(token, "") for token in sample.token_ids.tolist()],
         "mask": sample.mask.astype(int).tolist(),
         "versions": sample.versions.tolist(),
-        "columns": {name: _rounded(values.tolist()) for name, values in sample.columns.items()},
+        "columns": {
+            name: _rounded(values.tolist(), _RATIO_DIGITS if name == "ratio" else _DIGITS)
+            for name, values in sample.columns.items()
+        },
     }
 
 
-def _rounded(values: Sequence[float]) -> list[float | None]:
-    """With four significant digits; None if not finite."""
-    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
+def _rounded(values: Sequence[float], digits: int) -> list[float | None]:
+    """With as many significant digits; None if not finite."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

@@ -81,11 +81,10 @@ async function rolloutBox(row) {
     table(["part of the reward", "points"], [...Object.entries(parts).map(([name, value]) => [name, shown(value)]), ["total, before shaping in the group", shown(one.score?.total)]], 1));
   if (one.reasons?.length) box.append(element("details", { class: "reasons", open: true }, element("summary", {}, "why this score"), element("ul", {}, one.reasons.map((line) => element("li", {}, line)))));
   if (found.tokens && m.tokens[row].length) {
-    const { metrics } = report.data.runs[found.run];
     for (const number of m.tokens[row]) {
       const sample = await chunk(number);
       if (sample.step !== m.step[row]) box.append(element("h3", {}, `trained again in step ${sample.step}`));
-      box.append(tokenView(sample, one.score, metrics["actor/loss"]?.[metrics.step.indexOf(sample.step)]));
+      box.append(tokenView(sample, one.score));
     }
     return box;
   }

@@ -2,9 +2,10 @@
 // The token view: each token with what training knew about it.
 const SHADES = {
   advantages: "advantage", difference: "log p of engine - trainer", rollout_logprobs: "log p of the engine", logprobs: "log p of the trainer",
-  entropy: "entropy", ratio: "ratio to the old policy", importance: "importance weight", loss: "share of the loss", versions: "weight version", returns: "return", values: "value",
+  entropy: "entropy", ratio: "ratio in the loss", clipped: "clipped", importance: "importance weight", loss: "share of the loss", versions: "weight version", returns: "return", values: "value",
 };
 const SIGNED = new Set(["advantages", "difference", "loss", "returns", "values"]);
+const DIGITS = { ratio: 7 }; // of 4: sequence ratios are clipped at 1.0004
 const LONG_CONTEXT = 40; // tokens; a longer one is folded
 const tokenState = { shade: "advantages" };
 
@@ -12,7 +13,6 @@ function tokenColumns(sample) {
   const trained = { ...sample.columns };
   const trainer = trained.logprobs ?? trained.old_logprobs;
   if (trainer && trained.rollout_logprobs) trained.difference = trained.rollout_logprobs.map((value, place) => (value === null ? null : value - trainer[place]));
-  if (trained.logprobs && trained.old_logprobs) trained.ratio = trained.logprobs.map((value, place) => Math.exp(value - trained.old_logprobs[place]));
   trained.versions = sample.versions.filter((_, place) => sample.mask[place]);
   return trained;
 }
@@ -47,26 +47,30 @@ function hideTip() { document.querySelectorAll(".tip").forEach((box) => box.remo
 
 const visible = (text) => (text === "" ? "∅" : text.replace(/\n/g, "⏎\n").replace(/\t/g, "⇥"));
 
+const checked = ({ text, agrees }) => element("span", { class: agrees === null ? "" : agrees ? "good" : "bad" }, text);
+
+function fromTo(values, digits) {
+  const { low, high } = limitsOf(values);
+  return low === high ? `${shown(low, digits)} on every token` : `from ${shown(low, digits)} to ${shown(high, digits)}`;
+}
+
 // From the reward to the share of the loss, and whether the shares of all samples add up to the logged loss.
-function explanation(sample, score, logged) {
+function explanation(sample, score) {
   const mean = (values) => values.reduce((one, two) => one + two, 0) / values.length;
   const returns = sample.group_returns, centre = mean(returns), parts = Object.entries(score?.parts ?? {});
   const std = Math.sqrt(returns.reduce((sum, each) => sum + (each - centre) ** 2, 0) / Math.max(1, returns.length - 1));
-  const { advantages = [], loss = [] } = sample.columns, limits = limitsOf(advantages);
+  const { advantages = [], ratio, clipped } = sample.columns;
   const rows = [
     ["reward", `${parts.map(([name, value]) => `${name} ${shown(value)}`).join(" + ")}${parts.length ? " = " : ""}${shown(parts.length ? parts.reduce((sum, [, value]) => sum + value, 0) : score?.total)}; for training ${shown(sample.reward)}`],
     ["group", `mean ${shown(centre)}, std ${shown(std)} (n - 1); (r - mean) / std = ${std ? shown((sample.reward - centre) / std) : "0, as all are equal"}`],
-    ["advantage", limits.low === limits.high ? `${shown(limits.low)} on every token` : `from ${shown(limits.low)} to ${shown(limits.high)}`],
-    ["share of the loss", sample.loss_share === null ? "none: not computed" : `${shown(sample.loss_share)}; its tokens in the first update: ${shown(loss.reduce((one, two) => one + two, 0))}`],
+    ["advantage", advantages.length ? fromTo(advantages) : "no token is trained"],
   ];
-  if (logged !== null && logged !== undefined) {
-    const off = Math.abs(sample.loss - logged), good = off <= 1e-5;
-    rows.push(["sum check", element("span", { class: good ? "good" : "bad" }, `the shares of all samples add up to ${shown(sample.loss)}, actor/loss is ${shown(logged)}: ${good ? "they agree" : "they differ"}`)]);
-  }
+  if (ratio) rows.push(["ratio, first epoch", `${fromTo(ratio, DIGITS.ratio)}${clipped ? `; clipped: ${clipped.filter(Boolean).length} of ${clipped.length} tokens` : ""}`]);
+  rows.push(["share of the loss", checked(sample.share)], ["sum check", checked(sample.total)]);
   return element("details", { class: "explained" }, element("summary", {}, "from the reward to the loss"), table(["", ""], rows));
 }
 
-function tokenView(sample, score = null, logged = null) {
+function tokenView(sample, score = null) {
   const columns = tokenColumns(sample);
   const names = Object.keys(SHADES).filter((name) => columns[name]);
   if (!names.includes(tokenState.shade)) tokenState.shade = names[0];
@@ -78,7 +82,7 @@ function tokenView(sample, score = null, logged = null) {
   const describe = (place) => {
     const rank = ranks[place], rows = [["token", `${sample.ids[place]} ${JSON.stringify(sample.texts[place])}`], ["place", String(place)]];
     if (rank < 0) return [...rows, ["", sample.versions[place] < 0 ? "not trained: prompt or observation" : "not trained"]];
-    return [...rows, ...names.map((name) => [SHADES[name], shown(columns[name][rank])])];
+    return [...rows, ...names.map((name) => [SHADES[name], shown(columns[name][rank], DIGITS[name])])];
   };
   const spans = sample.texts.map((letters, place) => element("span", { class: ranks[place] < 0 ? "" : "trained", "data-place": place }, visible(letters)));
   const paint = () => {
@@ -88,7 +92,7 @@ function tokenView(sample, score = null, logged = null) {
       span.style.background = back;
       if (back) span.dataset.shade = ""; else delete span.dataset.shade;
     });
-    legend.textContent = values.length ? `from ${shown(limits.low)} to ${shown(limits.high)}` : "";
+    legend.textContent = values.length ? fromTo(values, DIGITS[tokenState.shade]) : "";
   };
   const leading = sample.mask.indexOf(1) < 0 ? spans.length : sample.mask.indexOf(1);
   const folded = leading > LONG_CONTEXT;
@@ -100,9 +104,8 @@ function tokenView(sample, score = null, logged = null) {
     names.map((name) => element("option", { value: name, selected: name === tokenState.shade }, SHADES[name])));
   paint();
   const segment = sample.num_segments > 1 ? `segment ${sample.segment + 1} of ${sample.num_segments}: ` : "";
-  const share = sample.loss_share === null ? "not computed in the update: its advantage is zero" : `its share of the loss is ${shown(sample.loss_share)}, and that of all samples ${shown(sample.loss)}`;
   return element("section", { class: "segment" },
-    element("p", {}, `${segment}${count} of ${sample.ids.length} tokens are trained (underlined); ${share}. Returns of the group: ${sample.group_returns.map((value) => shown(value, 3)).join(", ")}`),
-    explanation(sample, score, logged), element("div", { class: "bar" }, select, legend), text);
+    element("p", {}, `${segment}${count} of ${sample.ids.length} tokens are trained (underlined). Returns of the group: ${sample.group_returns.map((value) => shown(value, 3)).join(", ")}`),
+    explanation(sample, score), element("div", { class: "bar" }, select, legend), text);
 }
 

@@ -1,0 +1,133 @@
+"""The weight of every token in the loss of a step, and the loss that follows: computed apart from the trainer.
+
+The weights come from the recorded settings and from what the denominators count, never from the recorded losses, so a
+wrong scale in the trainer is found. The denominators count the samples of a mini-batch on all ranks: neither the number
+of ranks nor the split into packs enters.
+
+Shape legend: B samples of a step, M its mini-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.tracking.samples import LossScale, StepSamples
+
+TOLERANCE = 1e-5  # of the loss; relative above 1
+_SHARE = 1e-4  # of a sample's share, relative: the trainer's weights have 32 bits
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedLoss:
+    """weights_B: of a sample's tokens; formulas: how each follows; shares: of the loss, by row; updates: of the step"""
+
+    weights_B: _Array
+    formulas: Mapping[int, str]
+    shares: Mapping[int, float]
+    updates: int
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.shares.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """agrees: None where the record lacks what it needs"""
+
+    text: str
+    agrees: bool | None
+
+
+def computed_loss(kept: StepSamples) -> ComputedLoss | None:
+    """None if the record lacks the scale."""
+    if kept.scale is None:
+        return None
+    minibatch_B, parts = _minibatches(kept.scale)
+    weights_B, formulas = _weights(kept.scale, minibatch_B, parts, list(kept.sums))
+    updates = parts * max((len(sums) for sums in kept.sums.values()), default=1)
+    shares = {row: float(weights_B[row]) * math.fsum(sums) / updates for row, sums in kept.sums.items()}
+    return ComputedLoss(weights_B=weights_B, formulas=formulas, shares=shares, updates=updates)
+
+
+def _minibatches(scale: LossScale) -> tuple[_Array, int]:
+    """[B] the mini-batch of every sample, and their number: whole groups in their order, as equal as possible."""
+    _, first, group_B = np.unique(scale.groups, return_index=True, return_inverse=True)
+    place_B = first.argsort().argsort()[group_B]
+    ends = [(part + 1) * len(first) // scale.minibatches for part in range(scale.minibatches)]
+    filled, minibatch_B = np.unique(np.searchsorted(ends, place_B, side="right"), return_inverse=True)
+    return minibatch_B, len(filled)
+
+
+def _weights(scale: LossScale, minibatch_B: _Array, parts: int, rows: list[int]) -> tuple[_Array, dict[int, str]]:
+    _, first, episode_B = np.unique(scale.episodes, return_index=True, return_inverse=True)
+    length_E = np.bincount(episode_B, scale.num_trained)
+    tokens_M = np.bincount(minibatch_B, scale.num_trained)
+    episodes_M = np.bincount(minibatch_B[first][length_E > 0], minlength=parts)
+    own_B, tokens_B, episodes_B = length_E[episode_B], tokens_M[minibatch_B], episodes_M[minibatch_B]
+    factors: list[tuple[_Array, str]] = {
+        "token-mean": [(tokens_B, "trained tokens of mini-batch")],
+        "token-sum": [],
+        "seq-mean-token-sum": [(episodes_B, "sequences of mini-batch")],
+        "seq-mean-token-mean": [(own_B, "trained tokens of the sequence"), (episodes_B, "sequences of mini-batch")],
+        "seq-mean-token-sum-norm": [
+            (np.full(len(own_B), scale.length), "tokens (algorithm.aggregation_length)"),
+            (episodes_B, "sequences of mini-batch"),
+        ],
+    }[scale.aggregation]
+    product_B = np.prod([np.maximum(1, counts) for counts, _ in factors], axis=0) * np.ones(len(own_B))
+    formulas = {
+        row: f"{scale.aggregation}: 1"
+        + "".join(
+            f" / {counts[row]:g} {name}" + (f" {minibatch_B[row] + 1} of {parts}" if name.endswith("batch") else "")
+            for counts, name in factors
+        )
+        + f" = {1 / product_B[row]:.6g}"
+        for row in rows
+    }
+    return 1 / product_B, formulas
+
+
+def share_of(kept: StepSamples, computed: ComputedLoss | None, row: int) -> Check:
+    """A sample's share of the loss by its weight and its token losses."""
+    if row not in kept.loss:
+        return Check("none: no update computed it, because its advantage is zero or the critic warms up", None)
+    recorded = kept.loss[row]
+    if computed is None:
+        return Check(f"{recorded:.6g}, as recorded; the weight of its tokens is not known: {_LACKS}", None)
+    share, sums = computed.shares[row], kept.sums[row]
+    epochs = " + ".join(f"{each:.6g}" for each in sums)
+    text = (
+        f"{share:.6g} = weight * ({epochs}) / {_counted(computed.updates)}, with weight = {computed.formulas[row]}; in "
+        f"brackets the sum of its token losses without the weight{' in each epoch' if len(sums) > 1 else ''}"
+    )
+    if math.isclose(share, recorded, rel_tol=_SHARE, abs_tol=1e-9):
+        return Check(text, True)
+    return Check(f"{text}. It differs from the trainer's share, {recorded:.6g}", False)
+
+
+def _counted(updates: int) -> str:
+    return "1 update" if updates == 1 else f"{updates} updates"
+
+
+_LACKS = "the step was recorded without the settings and token counts of its loss"
+
+
+def sum_check(kept: StepSamples, computed: ComputedLoss | None, logged: float | None) -> Check:
+    """Whether the computed shares add up to the logged loss."""
+    if computed is None:
+        total = f"the recorded shares add up to {math.fsum(kept.loss.values()):.8g}"
+        return Check(f"not possible: {_LACKS}, so the scale cannot be known; {total}, actor/loss is {logged}", None)
+    shares = f"the computed shares of {len(computed.shares)} samples add up to {computed.total:.8g}"
+    if logged is None:
+        return Check(f"not possible: {shares}, and no loss is logged", None)
+    off, limit = abs(computed.total - logged), TOLERANCE * max(1.0, abs(logged))
+    verdict = f"they agree within {limit:.2g}" if off <= limit else f"they differ by {off:.3g}, over {limit:.2g}"
+    return Check(f"{shares}, actor/loss is {logged:.8g}: {verdict}", off <= limit)
