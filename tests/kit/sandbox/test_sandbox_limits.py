@@ -65,7 +65,7 @@ for number in range(448):
 BESIDE = """
 import os, select, time
 def beside(count, fill):
-    # Steps of fill in so many processes at once. They end when one process was killed, because its memory is free again:
+    # Steps of fill in as many processes. They end when one process was killed, because its memory is free again:
     # its pipe, opened first, closes before its other files.
     pipes, start = [os.pipe() for _ in range(count)], os.pipe()
     for own in range(count):
