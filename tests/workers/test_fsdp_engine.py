@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,48 @@ def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=2e-5)
     assert one["policy"][1].loss < one["policy"][0].loss
     assert one["critic"][1].loss < one["critic"][0].loss == pytest.approx(1.0)  # values start at zero
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_rank_gathers_and_reduces_once_an_update_with_equal_gradients(dtype: torch.dtype, group: None) -> None:
+    """Bit for bit those of a reduction after every pack."""
+    batch = with_loss_weights(batch_of(random_samples(5)), Aggregation.TOKEN_SUM)
+    packs = [pack([unit], batch) for unit in make_units(batch, True, MAX_TOKENS)]
+    gathered: list[bool] = []
+
+    def loss(module: Any, packed: Any) -> Any:
+        gathered.append(not every(isinstance(each, DTensor) for each in module.parameters()))
+        return policy_loss(module, packed)
+
+    def build() -> FSDPEngine:
+        module = PackedPolicy(tiny_model("qwen2", True, torch.float32))
+        mesh = init_device_mesh("cpu", (1,))
+        return FSDPEngine(module, decoder_layers(module), mesh, OptimizerSettings(), compute_dtype=dtype)
+
+    together, one_by_one = build(), build()
+    for _ in range(2):  # a second update starts from sharded parameters again
+        together.backward(packs, loss)
+        for each in packs:
+            one_by_one.backward([each], policy_loss)
+        assert gathered == [False, *[True] * (len(packs) - 1)]
+        gathered.clear()
+        pairs = zip(together.module.parameters(), one_by_one.module.parameters(), strict=True)
+        for found, expected in pairs:
+            assert isinstance(found.grad, DTensor) and isinstance(expected.grad, DTensor)
+            assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+        for engine in (together, one_by_one):
+            engine.module.zero_grad()
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(0.9)
 
 
 def test_exported_weights_name_the_tied_head() -> None:

@@ -185,6 +185,8 @@ def by_varlen(
 ) -> Tensor:
     """All segments in one kernel call; causal mask and window are aligned with the ends of queries and keys."""
     plan = varlen_plan(segments, query.device)
-    keys_UKD, values_UKD = (each[0].transpose(0, 1)[plan.gathered] for each in (key, value))
-    query_THD = query[0].transpose(0, 1).contiguous()
+    # squeeze, not [0], whose backward would copy the gradient into a tensor of zeros
+    query_HTD, key_KTD, value_KTD = (each.squeeze(0) for each in (query, key, value))
+    keys_UKD, values_UKD = (each.transpose(0, 1)[plan.gathered] for each in (key_KTD, value_KTD))
+    query_THD = query_HTD.transpose(0, 1).contiguous()
     return kernel(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]

@@ -186,13 +186,23 @@ class FSDPEngine:
         self._params.load()
         self.module.train()
         totals: dict[str, PackMetric] = {}
-        for packed in packs:
+        for packed, is_last in _with_last(packs):
+            self._keep_gathered(self.unsharded and not is_last)
             value, metrics = loss(self.module, packed.to(self._device))
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
             for name, metric in {_LOSS: PackMetric((value,)), **metrics}.items():
                 part = metric.detached()
                 totals[name] = totals[name].combined(part) if name in totals else part
         return totals
+
+    def _keep_gathered(self, wanted: bool) -> None:
+        """Whether the next backward leaves parameters gathered, and their gradients, summed in float32, unreduced.
+
+        Where nothing is sharded this costs no memory, and parameters are cast and gradients reduced once an update.
+        """
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_reshard_after_backward(not wanted)
+        self.module.set_requires_gradient_sync(not wanted)
 
     def offload_optimizer(self) -> None:
         """Offload the optimizer state, which `update` loads again, and free cached memory for a colocated engine."""
@@ -326,6 +336,16 @@ def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         reason = f"rank {rank}: {type(cause).__name__}: {cause}"
         raise DataError(f"{problem} ({reason})", hint=hint, file=str(folder)) from error
+
+
+def _with_last(packs: Iterable[PackedBatch]) -> Iterator[tuple[PackedBatch, bool]]:
+    """(pack, whether it is the last), each built one ahead."""
+    remaining = iter(packs)
+    packed = next(remaining, None)
+    while packed is not None:
+        following = next(remaining, None)
+        yield packed, following is None
+        packed = following
 
 
 def _over_ranks(totals: Mapping[str, PackMetric]) -> dict[str, PackMetric]:

@@ -37,7 +37,7 @@ def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
         use_cache=False,  # with a cache, transformers would treat the pack as one sequence
         segments=packed.segments,
     )
-    states_TE: Tensor = output.last_hidden_state[0]
+    states_TE: Tensor = output.last_hidden_state.squeeze(0)
     return states_TE[packed.source]
 
 

@@ -42,8 +42,12 @@ def test_packs_hold_whole_groups_up_to_their_limit_and_a_rank_its_share() -> Non
 
 
 def test_what_sharding_moves_by_hand() -> None:
-    """Alone: cast 4 + 2, two copies of 2 + 2; gradients 2 + 4, reduced 4 + 4, accumulated 4 + 4 + 4: 40 a parameter."""
-    assert sharding_traffic(SEVEN, RankSettings(compute=2, shards=1)) == SEVEN.parameters * (6 + 8 + 6 + 8 + 12)
+    """Alone: gradients added to a float32 sum, 2 + 4 + 4; once an update, parameters cast 4 + 2 and copied twice
+    2 + 2, gradients copied and reduced, each 4 + 4. Of four ranks: cast (4 + 2) / 4, copied 8, gradients cast 2 + 4,
+    reduced (4 + 4) / 4, accumulated (4 + 4 + 4) / 4."""
+    alone = RankSettings(compute=2, shards=1)
+    assert sharding_traffic(SEVEN, alone) == SEVEN.parameters * (10 + 6 + 8 + 16)
+    assert sharding_traffic(SEVEN, alone, packs=10) == SEVEN.parameters * (10 + 3)
     assert sharding_traffic(SEVEN, RankSettings(compute=2, shards=4)) == SEVEN.parameters * (1.5 + 8 + 6 + 2 + 3)
 
 
@@ -51,13 +55,15 @@ def test_passes_of_a_step_are_added_up() -> None:
     plain, recipe = plan_of(ONE_UPDATE), plan_of(["model.enable_gradient_checkpointing=true"])
     packed, rates = pack_of_groups(8, 900, 250, 4), Rates.of(DEVICES["H200"])
     found, more = counted_seconds(plain, SMALL), counted_seconds(recipe, SMALL)
-    sharding = sharding_traffic(SEVEN, plain.rank) / rates.traffic
+    sharding = sharding_traffic(SEVEN, plain.rank, packs=64) / rates.traffic
     assert found["score"] == 0.0
     assert found["update"] == pytest.approx(64 * (rates.seconds(policy_pass(SMALL, packed).total) + sharding))
     assert more["score"] == pytest.approx(64 * 2 * rates.seconds(score_pass(SMALL, packed).forward))
     assert more["update"] > found["update"] and more["step"] == pytest.approx(4 * found["step"])
     two = counted_seconds(plan_of([*ONE_UPDATE, "trainer.n_gpus_per_node=2"]), SMALL)
-    assert two["step"] == found["step"] / 2 and two["update"] < found["update"]
+    sharding = sharding_traffic(SEVEN, RankSettings(compute=2, shards=2)) / rates.traffic
+    assert two["step"] == found["step"] / 2
+    assert two["update"] == pytest.approx(32 * (rates.seconds(policy_pass(SMALL, packed).total) + sharding))
 
 
 def test_decoding_by_hand() -> None:

@@ -75,10 +75,15 @@ class Packing:
         return cls(packs, groups, responses, prompt, response)
 
 
-def sharding_traffic(shape: ModelShape, settings: RankSettings) -> float:
-    """Bytes that FSDP moves on a rank per pack, beside communication: parameters cast and gathered, in two copies,
-    gradients cast, reduced, and added to those of earlier packs."""
+def sharding_traffic(shape: ModelShape, settings: RankSettings, packs: float = 1.0) -> float:
+    """Bytes that FSDP moves on a rank per pack, beside communication. packs: of an update
+
+    Parameters are cast and gathered, in two copies, gradients cast, reduced, and added to those of earlier packs. Where
+    nothing is sharded, only the last happens in every pack, the rest once an update.
+    """
     c, shards = settings.compute, settings.shards
+    if shards == 1:
+        return shape.parameters * (c + 2 * MASTER + 5 * (MASTER + c) / packs)
     gathering = (MASTER + c) / shards + 4 * c
     reducing = c + MASTER + 2 * MASTER / shards + 3 * MASTER / shards
     return shape.parameters * (gathering + reducing)
@@ -118,7 +123,8 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     scoring = rates.seconds(score_pass(policy, packed, fused).forward)
     scores = plan.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(plan.algorithm)
     values = sum(rates.seconds(cost.forward) for _, cost in models[1:])
-    sharding = sum(sharding_traffic(shape, plan.rank) for shape, _ in models) / rates.traffic
+    together = max(1.0, packing.packs / config.minibatches_per_step)
+    sharding = sum(sharding_traffic(shape, plan.rank, together) for shape, _ in models) / rates.traffic
     update = sum(rates.seconds(cost.total) for _, cost in models) + sharding
     stepping = (_CLIPPING_BYTES + _ADAMW_BYTES) * sum(shape.parameters for shape, _ in models) / plan.rank.shards
     return {
