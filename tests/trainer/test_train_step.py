@@ -287,15 +287,16 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
     assert "actor/loss" in stepped(learning)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("correction", [None, Correction(Level.SEQUENCE, is_cap=1.0)])
-def test_one_optimizer_step_needs_no_pass_for_old_logprobs(correction: Correction | None) -> None:
+def test_a_first_update_needs_no_pass_for_old_logprobs(correction: Correction | None, minibatches: int) -> None:
     """The update with the policy's own log-probs is the update with those of a pass before it."""
     algorithm = replace(PLAIN, correction=correction)
 
     def pay(learner: Learner, batch: TokenBatch) -> TokenBatch:
         return replace(batch, old_logprobs=learner.policy.score(learner.policy.shard_for_scoring(batch)))
 
-    free, paid = trainer(algorithm, minibatches=1), trainer(algorithm, minibatches=1)
+    free, paid = (trainer(algorithm, minibatches=minibatches) for _ in range(2))
     paid.learner.__class__ = type("Paid", (Learner,), {"_with_old_logprobs": pay})
     one, two = stepped(free), stepped(paid)
     assert one["actor/loss"] == pytest.approx(two["actor/loss"], rel=1e-6, abs=1e-7)
@@ -454,9 +455,33 @@ def test_samples_without_a_signal_are_not_computed_and_nothing_changes(
 
 def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[tuple[str, int]]) -> None:
     learning = trainer(PLAIN, OnlyTheFirstTaskDiffers(), minibatches=2)
+    learning.learner.config = with_epochs(learning.learner.config, 2)
     stepped(learning)
     scored = next(tokens for name, tokens in passes if name == "score")
-    assert scored == sum(tokens for name, tokens in passes if name == "update")
+    assert 2 * scored == sum(tokens for name, tokens in passes if name == "update")
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_old_logprobs_of_the_first_minibatch_cost_no_pass(
+    passes: list[tuple[str, int]], minibatches: int, epochs: int
+) -> None:
+    """Unless a later epoch needs them, too."""
+    learning = trainer(replace(PLAIN, entropy_coefficient=1e-3), minibatches=minibatches)  # computes all samples
+    learning.learner.config = with_epochs(learning.learner.config, epochs)
+    stepped(learning)
+    names, tokens = [name for name, _ in passes], [number for _, number in passes]
+    scores = names.index("update")  # the canary scores after the updates
+    updates = slice(scores, scores + minibatches * epochs)
+    expected = sum(tokens[updates][epochs == 1 :]) / epochs
+    assert names[updates] == ["update"] * minibatches * epochs and sum(tokens[:scores]) == expected
+    assert scores == (minibatches * epochs > 1)
+    share = learning.learner.algorithm.old_pass_share(minibatches, epochs)
+    assert share == (1.0 if epochs > 1 else 1.0 - 1.0 / minibatches)
+
+
+def test_a_step_without_advantages_has_no_pass(passes: list[tuple[str, int]]) -> None:
+    stepped(trainer(PLAIN, AlwaysOne(), minibatches=2))
+    assert [name for name, _ in passes] == ["update", "update", "score"]  # the canary's
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

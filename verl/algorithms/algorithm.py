@@ -61,16 +61,16 @@ class Algorithm:
     max_resample_rounds: int = 1  # rounds of prompts that a step may draw until enough groups pass the filters
     overlong: Overlong | None = None  # length penalty, applied after the filters
 
-    def needs_old_pass(self, updates_per_step: int) -> bool:
-        """Whether the trainer computes the old log-probs in a pass of its own.
+    def old_pass_share(self, minibatches: int, epochs: int) -> float:
+        """Share of a step's samples whose old log-probs the trainer computes in a pass of its own.
 
-        With one optimizer step per batch they are those of the update itself, unless the KL penalty in the reward or
-        token selection needs them before it. With ROLLOUT they are the engine's.
+        Those of the first mini-batch are the log-probs of its update, unless a later epoch needs them again, or the KL
+        penalty in the reward or token selection needs them before. With ROLLOUT all are the engine's.
         """
         if self.old_logprobs is OldLogprobs.ROLLOUT:
-            return False
+            return 0.0
         before_update = self.kl.placement is KLPlacement.REWARD or self.selection is not None
-        return before_update or updates_per_step > 1
+        return 1.0 if before_update or epochs > 1 else 1.0 - 1.0 / minibatches
 
     def __post_init__(self) -> None:
         assert self.correction is None or self.old_logprobs is OldLogprobs.TRAINER, "rollout ratio corrects already"

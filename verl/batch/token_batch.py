@@ -49,7 +49,7 @@ class TokenBatch:
     baselines: Floats | None = None  # [B] reward of the greedy response to each sample's prompt
 
     # From the models, before the update.
-    old_logprobs: Floats | None = None  # [A] of the policy
+    old_logprobs: Floats | None = None  # [A] of the policy; NaN where the update computes them
     ref_logprobs: Floats | None = None  # [A] of the reference
     values: Floats | None = None  # [A] of the critic
 
@@ -108,9 +108,9 @@ class TokenBatch:
         )
 
     def spread(self, parts: Iterable[tuple[Ints, Floats]]) -> Floats:
-        """[A] values given for some of the samples, as (rows, their values in that order); zero elsewhere."""
+        """[A] values given for some of the samples, as (rows, their values in that order); NaN elsewhere."""
         bounds = self.bounds.trained
-        flat = np.zeros(bounds[-1], dtype=np.float32)
+        flat = np.full(bounds[-1], np.nan, dtype=np.float32)
         for rows, values in parts:
             start = 0
             for low, high in _ranges(_runs(rows), bounds):
@@ -120,12 +120,16 @@ class TokenBatch:
 
     def split(self, num_parts: int) -> Iterator[TokenBatch]:
         """Mini-batches of whole groups, as equal in groups as possible, in the order of the groups."""
+        return (self.rows(rows) for rows in self.minibatch_rows(num_parts))
+
+    def minibatch_rows(self, num_parts: int) -> Iterator[Ints]:
+        """The rows of each mini-batch of `split`, none of which is empty."""
         _, first, group_B = np.unique(self.groups, return_index=True, return_inverse=True)
         number_B = first.argsort().argsort()[group_B]  # by first appearance
         for low, high in pairwise(part * len(first) // num_parts for part in range(num_parts + 1)):
             rows = np.flatnonzero((low <= number_B) & (number_B < high))
             if len(rows):
-                yield self.rows(rows)
+                yield rows
 
     def tokens_alone(self) -> TokenBatch:
         """The tokens and what is trained of them: all that scoring needs."""

@@ -24,7 +24,7 @@ from verl.system.files import replacing
 FORMAT = 1
 COLUMNS = (  # of the trained tokens
     "rollout_logprobs",  # the engine's
-    "old_logprobs",  # the trainer's before the step's first update, if the algorithm needs them
+    "old_logprobs",  # the trainer's before the step's first update, where a pass of their own computes them
     "logprobs",  # the trainer's in the first update with the sample
     "ref_logprobs",  # the reference's
     "entropy",  # nats

@@ -136,4 +136,7 @@ def _versions(turns: Sequence[Turn]) -> np.ndarray[tuple[int], np.dtype[np.int64
 def _columns(outcome: Learned, actions: slice) -> dict[str, Floats]:
     names = [each.name for each in fields(outcome.batch) if each.name in COLUMNS]
     columns = {name: getattr(outcome.batch, name) for name in names}
-    return {name: each[actions] for name, each in columns.items() if each is not None}
+    found = {name: each[actions] for name, each in columns.items() if each is not None}
+    if np.isnan(found.get("old_logprobs", 0.0)).any():  # those of the update, which its trace has
+        del found["old_logprobs"]
+    return found

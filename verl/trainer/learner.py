@@ -67,7 +67,7 @@ class Learner:
 
     def _with_scores(self, batch: TokenBatch) -> TokenBatch:
         """With old and reference log-probs and values, if the advantages need them, all on the same packs."""
-        needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._needs_old_pass
+        needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._old_pass_share > 0.0
         models = (self.policy if needs_old else None, self.reference, self.critic)
         if not any(models):
             return batch
@@ -76,16 +76,23 @@ class Learner:
         return replace(batch, old_logprobs=old, ref_logprobs=ref, values=values)
 
     def _with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
-        """With the policy's log-probs before the first update, for the samples with nonzero advantage, if needed."""
-        if batch.old_logprobs is not None or not self._needs_old_pass:
+        """With the policy's log-probs before the first update, for the samples with nonzero advantage, if needed.
+
+        NaN where they are not computed: in the first mini-batch, if its update computes them.
+        """
+        if batch.old_logprobs is not None or not self._old_pass_share:
             return batch
         rows = nonzero_advantage_rows(batch, self.algorithm)
+        if self._old_pass_share < 1.0:
+            rows = np.setdiff1d(rows, next(batch.minibatch_rows(self.config.minibatches_per_step)))
+        if not len(rows):
+            return batch
         scored = self.policy.score(self.policy.shard_for_scoring(batch.rows(rows)))
         return replace(batch, old_logprobs=batch.spread([(rows, scored)]))
 
     @property
-    def _needs_old_pass(self) -> bool:
-        return self.algorithm.needs_old_pass(self.config.updates_per_step)
+    def _old_pass_share(self) -> float:
+        return self.algorithm.old_pass_share(self.config.minibatches_per_step, self.config.actor.ppo_epochs)
 
     def _update(self, batch: TokenBatch, step: int, traced: Container[int] | None) -> tuple[Metrics, Trace]:
         """Update critic and policy on every mini-batch in every epoch."""

@@ -43,8 +43,8 @@ class PolicyWorker:
     ) -> UpdateResult:
         """One optimizer step.
 
-        The shard has advantages, rollout log-probs and weights. old_logprobs default to the policy's current ones,
-        detached; ref_logprobs and selected are there if the algorithm uses them.
+        The shard has advantages, rollout log-probs and weights. old_logprobs, where missing or NaN, are the policy's
+        current ones, detached; ref_logprobs and selected are there if the algorithm uses them.
         compare_engine: whether to measure the difference between engine and trainer
         traced: numbers of the samples whose tokens are traced; None: no trace
         """
@@ -118,13 +118,15 @@ def policy_loss(
 
     loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy)
 
-    Without old log-probs the trainer's are the current ones, so a step with a single update is corrected without an
-    extra forward pass.
+    Without old log-probs (or where they are NaN) the trainer's are the current ones, so a step's first update is
+    corrected without an extra forward pass.
     """
     advantages_A, rollout_A, weight_A = packed.advantages, packed.rollout_logprobs, packed.loss_weights
     assert advantages_A is not None and rollout_A is not None and weight_A is not None
     output = policy(packed, temperature, True)
-    trainer_A = output.logprobs.detach() if packed.old_logprobs is None else packed.old_logprobs
+    trainer_A = output.logprobs.detach()
+    if packed.old_logprobs is not None:
+        trainer_A = torch.where(packed.old_logprobs.isnan(), trainer_A, packed.old_logprobs)
     old_A = rollout_A if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
     token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, advantages_A, packed.sample, packed.selected))
     correction = algorithm.correction

@@ -58,7 +58,10 @@ def test_passes_of_a_step_are_added_up() -> None:
     sharding = sharding_traffic(SEVEN, plain.rank, packs=64) / rates.traffic
     assert found["score"] == 0.0
     assert found["update"] == pytest.approx(64 * (rates.seconds(policy_pass(SMALL, packed).total) + sharding))
+    # the reference's pass, and that of the old log-probs, which the KL penalty in the reward needs
     assert more["score"] == pytest.approx(64 * 2 * rates.seconds(score_pass(SMALL, packed).forward))
+    in_loss = counted_seconds(plan_of(["algorithm.kl_placement=loss"]), SMALL)  # for three of four mini-batches
+    assert in_loss["score"] == pytest.approx(more["score"] * 1.75 / 2)
     assert more["update"] > found["update"] and more["step"] == pytest.approx(4 * found["step"])
     two = counted_seconds(plan_of([*ONE_UPDATE, "trainer.n_gpus_per_node=2"]), SMALL)
     sharding = sharding_traffic(SEVEN, RankSettings(compute=2, shards=2)) / rates.traffic

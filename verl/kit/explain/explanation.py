@@ -329,7 +329,7 @@ def _gradient(run: RunFolder, step: int, sample: KeptSample, wanted: bool) -> li
 def _unknown(sample: KeptSample) -> list[str]:
     if "old_logprobs" in sample.columns:
         return []
-    return ["log-probs before the update: it is the step's only one, or the ratio uses the engine's"]
+    return ["log-probs before the update: they are the update's own, or the ratio uses the engine's"]
 
 
 def _listed(values: Sequence[float]) -> str:

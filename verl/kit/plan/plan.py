@@ -325,7 +325,7 @@ class Plan:
         engines = config.num_engines * config.rollout.tensor_model_parallel_size
         policy = self._forward(self.policy)
         critic = self._forward(self.critic) if self.critic else 0.0
-        passes = self.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(self.algorithm)
+        passes = self.score_passes
         epochs = config.actor.ppo_epochs * (TRAINING + checkpointed)
         parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
@@ -333,7 +333,7 @@ class Plan:
             "rollout": self._rollout(engines, speed),
             "score": (
                 (passes * policy + critic) / ranks / speed.flops,
-                f"{passes + bool(self.critic):d} forwards: FLOP / F",
+                f"{passes + bool(self.critic):g} forwards: FLOP / F",
             ),
             "update": (
                 epochs * (policy + critic) / ranks / speed.flops,
@@ -342,6 +342,12 @@ class Plan:
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
             "weight_sync": (_SYNC_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_SYNC_BYTES} N bytes / W"),
         }
+
+    @property
+    def score_passes(self) -> float:
+        """Passes without gradients over a step's samples: old log-probs, and the reference's."""
+        old = self.algorithm.old_pass_share(self.config.minibatches_per_step, self.config.actor.ppo_epochs)
+        return old + needs_reference(self.algorithm)
 
     def step_seconds(self) -> float:
         """Lower bound of all phases together."""

@@ -18,7 +18,6 @@ from verl.kit.plan.memory import MASTER, ModelShape, RankSettings, cache_per_tok
 from verl.kit.plan.plan import Plan, decoder_of
 from verl.pretrained import in_short, read_model_config
 from verl.tracking.flops import Device, forward_flops
-from verl.trainer.builders.algorithm import needs_reference
 from verl.trainer.builders.workers import engine_dtype
 
 # Shares of the data sheet: on an H200 620 and 190 TFLOP/s, 3.3 and 4.3 TB/s
@@ -121,7 +120,6 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     if plan.critic and critic:
         models.append((plan.critic, critic_pass(critic, packed, checkpointing, fused)))
     scoring = rates.seconds(score_pass(policy, packed, fused).forward)
-    scores = plan.algorithm.needs_old_pass(config.updates_per_step) + needs_reference(plan.algorithm)
     values = sum(rates.seconds(cost.forward) for _, cost in models[1:])
     together = max(1.0, packing.packs / config.minibatches_per_step)
     sharding = sum(sharding_traffic(shape, plan.rank, together) for shape, _ in models) / rates.traffic
@@ -129,7 +127,7 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     stepping = (_CLIPPING_BYTES + _ADAMW_BYTES) * sum(shape.parameters for shape, _ in models) / plan.rank.shards
     return {
         "rollout": rollout_seconds(plan, rates),
-        "score": packing.packs * (scores * scoring + values),
+        "score": packing.packs * (plan.score_passes * scoring + values),
         "update": packing.packs * config.actor.ppo_epochs * update,
         "step": config.updates_per_step * stepping / rates.traffic,
         "weight_sync": (_SWITCH_S + 2 * _CACHE_S) * config.rollout.colocated,
