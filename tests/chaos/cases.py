@@ -108,12 +108,14 @@ CASES = (
     Case("controller", "KILL", "shutdown"),
     Case("controller", "KILL", "tool call", "tools"),
     Case("controller", "KILL", "tool call", "env"),
+    Case("controller", "KILL", "tool call", "agent"),  # the gateway's process
     Case("controller", "KILL", "rollout", "vllm"),  # and resume with vLLM
     Case("controller", "TERM", "start"),
     Case("controller", "TERM", "rollout"),
     Case("controller", "TERM", "checkpoint write"),
     Case("controller", "TERM", "update", "vllm"),
     Case("controller", "TERM", "tool call", "tools"),
+    Case("controller", "TERM", "tool call", "agent"),
     Case("controller", "HUP", "rollout"),
     Case("controller", "HUP", "update"),
     Case("controller", "INT", "rollout"),

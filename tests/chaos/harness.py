@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from tests.chaos import agent
 from tests.chaos.cases import TARGETS, WATCHED, Case, End
 from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.parts import points
@@ -57,6 +58,12 @@ SETUPS: Mapping[str, Sequence[str]] = {
         "env.name=remote",
         "env.tool_call_format=tests.chaos.parts:AlwaysCalls",
         "env.max_tool_calls=1",
+    ),
+    "agent": (
+        "rollout.name=hf",
+        "env.name=agent",
+        f"env.agent={agent.__file__}:run",
+        "env.tool_call_format=toolrl",
     ),
 }
 

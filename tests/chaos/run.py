@@ -110,6 +110,7 @@ def wrap(stop: Stop) -> None:
     """Find the points in the command."""
     from verl.checkpoint import checkpoint
     from verl.envs.tools.runner import ToolRunner
+    from verl.kit.agent.launcher import FunctionLauncher
     from verl.kit.env_server.client import RemoteEnv
     from verl.rollout.pool import EnginePool
     from verl.scoring.pool import ScoringPool
@@ -136,6 +137,7 @@ def wrap(stop: Stop) -> None:
     during(stop, EnginePool, "generate", "rollout", 0.05)
     during(stop, ToolRunner, "run", "tool call", 0.15)
     during(stop, RemoteEnv, "step", "tool call", 0.15)
+    during(stop, FunctionLauncher, "run", "tool call", 0.15)
     during(stop, ScoringPool, "score", "score", 0.02)
     before(stop, Learner, "learn", "update")
     before(stop, EnginePool, "load_bucket", "weight sync")

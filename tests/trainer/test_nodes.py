@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from rich.console import Console
 
+from tests.kit.agent.test_agent import ASK
+from tests.kit.agent.test_pull import WRITTEN
+from tests.support.service import free_port
 from tests.support.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
+from verl.kit.agent.inside import puller
+from verl.net.services import TOKEN_VARIABLE
 from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import RayGroup
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer.builders.run import built, load_inputs
 
 pytestmark = pytest.mark.slow
@@ -51,6 +60,34 @@ def test_two_steps_on_two_nodes(
         assert fit.trainer.step == 2
         assert trainer.call(_switch) == ["1", "1"]
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "hf" / "model.safetensors").is_file()
+
+
+def test_agents_elsewhere_reach_a_run_on_two_nodes(
+    two_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the address that the run advertises, with its token."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "a-token")
+    port = free_port()
+    url = f"http://{ray.util.get_node_ip_address()}:{port}"
+    words = [
+        *run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=2),
+        *("env.name=agent", "env.tool_call_format=toolrl", "reward.name=env", "data.max_response_length=64"),
+        f"env.options={{pull: true, host: 0.0.0.0, port: {port}, url: '{url}'}}",
+        *("trainer.nnodes=2", "rollout.placement=separate", "rollout.num_engines=2"),
+    ]
+    config = load_config(words)
+    command = [sys.executable, "-I", "-S", puller.__file__, url, sys.executable, "-I", "-c", ASK + WRITTEN]
+    with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
+        agents = [subprocess.Popen([*command, "{task_json}"]) for _ in range(2)]
+        try:
+            asyncio.run(fit.run())
+        finally:
+            for each in agents:
+                each.kill()
+                each.wait()
+        assert fit.trainer.step == 2
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["agent/requests"] for row in rows if "agent/requests" in row] == [1.0, 1.0]
 
 
 def _switch(worker: object) -> str:

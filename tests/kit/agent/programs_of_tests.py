@@ -97,6 +97,18 @@ async def gold_lines(base_url, task):
     return sum(line in text.splitlines() for line in lines) / len(lines) - len(text) / 1000
 
 
+async def short_turns(base_url, task):
+    """Three short responses; the number of different letters is the reward."""
+    client = AsyncOpenAI(base_url=base_url)
+    messages, written = list(task["prompt"]), ""
+    for _ in range(3):
+        done = await client.chat.completions.create(model="any", messages=messages, max_tokens=6)
+        text = done.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on"}]
+        written += text
+    return len(set(written)) / 10
+
+
 async def best_of_two(base_url, task):
     """Two parallel requests with the same messages."""
     client = AsyncOpenAI(base_url=base_url)

@@ -1,15 +1,20 @@
-"""Weight syncs while agents play: versions per token within a request."""
+"""Weight syncs while agents play: versions per token within a request, and runs that are ahead of their learner."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from tests.kit.agent.play import observations
+from tests.kit.agent.test_agent import PROGRAMS
 from tests.rollout.test_pool import Writes
+from tests.support.local_run import local_trainer
+from tests.support.tiny import run_words, save_tiny_model
+from verl.config.load import load_config
 from verl.episodes.episode import EpisodeLimits
 from verl.episodes.program import ProgramPolicy
 from verl.kit.agent.gateway import Gateway
@@ -63,3 +68,31 @@ def test_every_token_of_a_request_has_the_version_that_wrote_it(on_weight_sync: 
         assert segment.token_ids.tolist() == [7, 7, *one.token_ids, 7, *two.token_ids]
 
     asyncio.run(test())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("on_weight_sync", ["continue", "finish", "abort_and_retry"])
+def test_agents_play_while_the_run_learns(on_weight_sync: str, tmp_path: Path) -> None:
+    words = [
+        *run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 1),
+        *("env.name=agent", f"env.agent={PROGRAMS}:short_turns", "env.tool_call_format=toolrl", "reward.name=env"),
+        *("data.train_batch_size=2", "data.max_response_length=128"),
+        *("rollout.max_staleness=1", f"rollout.on_weight_sync={on_weight_sync}"),
+    ]
+
+    async def train(trained: Any) -> list[Any]:
+        await trained.weight_sync.sync(0)
+        try:
+            return [await trained.train_step() for _ in range(4)]
+        finally:
+            await trained.rollouts.close()
+
+    with local_trainer(load_config(words)) as trained:
+        results = asyncio.run(train(trained))
+    assert [each.metrics["staleness/max"] for each in results] == [0, 1, 1, 1]
+    for result in results:
+        assert (result.metrics["agent/requests"], result.metrics["agent/segments"]) == (3.0, 1.0)
+    for group in results[-1].groups:
+        for trajectory in group.trajectories:
+            versions = [version for turn in trajectory.turns for version in turn.completion.versions]
+            assert versions == sorted(versions) and versions[0] >= 2
