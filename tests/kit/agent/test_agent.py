@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,43 @@ def test_the_death_of_the_agents_interpreter_is_a_fault_and_the_next_episode_sta
 
     lost, _ = asyncio.run(run())
     assert isinstance(lost, Fault) and "the agent's interpreter ended with signal SIGKILL" in lost.problem
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_run_that_a_signal_ends_leaves_no_agent_behind_and_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """The event loop cancels everything at once: episodes, the reader of the agent's interpreter, open requests."""
+    pids: list[int] = []
+
+    class Stuck(TextEngine):
+        async def generate(self, prompt_ids: Any, sampling: Sampling) -> tuple[Completion, ...]:
+            self.asked.append(tuple(prompt_ids))
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    async def ended() -> None:
+        factory, engine = AgentFactory(agent=f"{PROGRAMS}:two_turns"), Stuck()
+        setting = runner(factory)
+        playing = asyncio.create_task(setting.run(engine, Sampling(1), TASK, 0, None))
+        while not engine.asked:
+            await asyncio.sleep(0.05)
+        assert isinstance(factory.launcher, FunctionLauncher) and factory.launcher.pid is not None
+        pids.extend([factory.launcher.pid, *(each.pid for each in psutil.Process(factory.launcher.pid).children())])
+        assert not playing.done()
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(ended())
+    assert time.monotonic() - began < 20 and len(pids) == 2
+    while any(map(_runs, pids)):
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_programs_wait_for_a_slot_without_time_limit() -> None:

@@ -122,6 +122,7 @@ class Gateway:
             log_level="warning",
             timeout_graceful_shutdown=_GRACE_S,
         )
+        logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
         self._server = _Server(settings)
         self._serving = asyncio.create_task(self._server.serve(sockets=listening))
 
@@ -180,6 +181,11 @@ class Gateway:
         if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
             raise ApiError(401, "invalid_api_key", "the session is over, or this is not its key")
         return session
+
+
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """When a signal ends the run, its event loop cancels the open requests: uvicorn would log a traceback of each."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 async def _respond(api: Api, session: Session, request: Request) -> Response:

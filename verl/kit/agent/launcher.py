@@ -205,15 +205,20 @@ class FunctionLauncher:
         raise ConfigError(f"env.agent={self._agent} cannot be used: {problem}")
 
     async def _read(self, server: asyncio.subprocess.Process) -> None:
-        """Pass on the ends of episodes; those that run when the interpreter dies have failed with it."""
+        """Pass on the ends of episodes; those that run when the interpreter dies, or the event loop ends, fail."""
         assert server.stdout is not None
-        while line := await server.stdout.readline():
-            answer = json.loads(line)
-            self._running.pop(answer["ended"]).set_result(answer)
-        code = await server.wait()
-        for ended in self._running.values():
-            ended.set_result({"code": code, "problem": f"the agent's interpreter ended with {_status(code)}"})
-        self._running.clear()
+        try:
+            while line := await server.stdout.readline():
+                answer = json.loads(line)
+                self._running.pop(answer["ended"]).set_result(answer)
+            await server.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                server.kill()  # its children end with it
+            code = await server.wait()
+            for ended in self._running.values():
+                ended.set_result({"code": code, "problem": f"the agent's interpreter ended with {_status(code)}"})
+            self._running.clear()
 
 
 def _send(server: asyncio.subprocess.Process, command: Mapping[str, Any]) -> None:
