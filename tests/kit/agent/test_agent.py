@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from verl.config.load import load_config
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError
 from verl.kit.agent.agent import AgentFactory
-from verl.kit.agent.launcher import FunctionLauncher
+from verl.kit.agent.launcher import FunctionLauncher, ProgramFailedError
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.scoring.pool import DirectScorer, Fault
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory
@@ -165,6 +165,19 @@ def test_the_death_of_the_agents_interpreter_is_a_fault_and_the_next_episode_sta
 
     lost, _ = asyncio.run(run())
     assert isinstance(lost, Fault) and "the agent's interpreter ended with signal SIGKILL" in lost.problem
+
+
+def test_an_episode_whose_folder_is_gone_ends_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        launcher = FunctionLauncher(f"{PROGRAMS}:never_calls", None)
+        with pytest.raises(ProgramFailedError, match="No such file"):
+            await launcher.run(tmp_path / "gone", {}, nullcontext)
+        await launcher.close()
+
+    asyncio.run(test())
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def _runs(pid: int) -> bool:

@@ -61,8 +61,8 @@ def run(function: Agent, folder: Path, variables: dict[str, str]) -> None:
         new.replace(folder / "reward.json")
 
 
-def fork(function: Agent, folder: Path, variables: dict[str, str]) -> int:
-    """The process id of a new episode, the leader of a process group."""
+def fork(function: Agent, folder: Path, variables: dict[str, str], output: int) -> int:
+    """The process id of a new episode, the leader of a process group. output: descriptor of its output's file"""
     pid = os.fork()
     if pid:
         with suppress(OSError):
@@ -76,7 +76,6 @@ def fork(function: Agent, folder: Path, variables: dict[str, str]) -> int:
             os.setpgid(0, 0)
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
             os.dup2(descriptor, target)
         os.closerange(3, 256)
@@ -113,8 +112,10 @@ class Programs:
             if given["kill"] in self.pids:
                 kill_group(self.pids[given["kill"]])
             return
+        folder = Path(given["folder"])
         try:
-            self.pids[given["run"]] = fork(self.function, Path(given["folder"]), given["variables"])
+            with (folder / "output.txt").open("ab") as output:
+                self.pids[given["run"]] = fork(self.function, folder, given["variables"], output.fileno())
         except OSError as error:
             self.answer(ended=given["run"], code=None, problem=str(error))
 
