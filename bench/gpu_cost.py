@@ -33,7 +33,9 @@ from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, polic
 from verl.kit.plan.memory import GIB
 from verl.kit.plan.plan import Lengths, Plan, find_hardware, shape_of
 from verl.kit.plan.seconds import Rates, counted_seconds, sharding_traffic
+from verl.tracking.flops import Device
 from verl.trainer.builders.algorithm import build_algorithm
+from verl.workers.logprobs import max_kept_bytes
 from verl.workers.model import PackedPolicy, PolicyOutput, hidden_states
 
 SIZES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary, tied head
@@ -122,13 +124,15 @@ def pack_rows(model: PretrainedConfig) -> Iterator[tuple[str, PassCost]]:
         pack_of_groups(8, PROMPT, RESPONSE, RESPONSES),
         pack_of_groups(8, PROMPT, RESPONSE, RESPONSES, False),
     )
-    yield "update", policy_pass(model, shared)
+    kept = max_kept_bytes(_device("h200").memory_gib * GIB)
+    yield "update", policy_pass(model, shared, kept_bytes=kept)
+    yield "update, logits computed again in the backward", policy_pass(model, shared)
     yield "update, model.fused_kernels=none", policy_pass(model, shared, fused=False)
-    yield "update, with checkpointing", policy_pass(model, shared, checkpointing=True)
-    yield "update, with an entropy term", policy_pass(model, shared, entropy=True)
+    yield "update, with checkpointing", policy_pass(model, shared, checkpointing=True, kept_bytes=kept)
+    yield "update, with an entropy term", policy_pass(model, shared, entropy=True, kept_bytes=kept)
     yield "score", score_pass(model, shared)
     yield "score, model.fused_kernels=none", score_pass(model, shared, fused=False)
-    yield "update, prompts not shared (36,800 tokens)", policy_pass(model, plain)
+    yield "update, prompts not shared (36,800 tokens)", policy_pass(model, plain, kept_bytes=kept)
     for name, rows in {"padded": PADDED, "not padded": UNPADDED}.items():
         found = policy_pass(model, rows_apart(*rows), checkpointing=True, fused=False, wrapper=FullLogits)
         yield f"peer's update, {name} ({(rows[0] + rows[1]) * rows[2]:,} tokens)", found
@@ -137,13 +141,18 @@ def pack_rows(model: PretrainedConfig) -> Iterator[tuple[str, PassCost]]:
 def print_packs(rows: dict[str, PassCost]) -> None:
     print("| pass over one pack | kernels | GEMM TFLOP | attention TFLOP | other GB | saved GiB | peak GiB | H200 ms |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    h200 = find_hardware(load_config(list(ALWAYS)), "h200").device
-    assert h200 is not None
+    rates = Rates.of(_device("h200"))
     for name, cost in rows.items():
         values = [_both(cost, "kernels", 1, ".0f"), _both(cost, "gemm_flops", 1e12, ".1f")]
         values += [_both(cost, "attention_flops", 1e12, ".1f"), _both(cost, "traffic", 1e9, ".0f")]
-        milliseconds = " + ".join(f"{1e3 * Rates.of(h200).seconds(each):.0f}" for each in _halves(cost))
+        milliseconds = " + ".join(f"{1e3 * rates.seconds(each):.0f}" for each in _halves(cost))
         print(f"| {name} | {' | '.join(values)} | {cost.saved / GIB:.1f} | {cost.peak / GIB:.1f} | {milliseconds} |")
+
+
+def _device(gpu: str) -> Device:
+    device = find_hardware(load_config(list(ALWAYS)), gpu).device
+    assert device is not None
+    return device
 
 
 def _halves(cost: PassCost) -> list[Cost]:

@@ -29,6 +29,8 @@ from verl.batch.packing import make_units, pack
 from verl.kit.plan.cost import pack_of_groups, policy_pass
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine, Offload
+from verl.workers.fused import fuse, is_wanted
+from verl.workers.logprobs import max_kept_bytes
 from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import policy_loss
@@ -49,9 +51,20 @@ def build(piece: Piece, size: str) -> FSDPEngine:
     with torch.device(piece.device):
         model = AutoModelForCausalLM.from_config(shape(size), attn_implementation=attention.PACKED, dtype=torch.float32)
     module = PackedPolicy(model)
+    if _is_fused(piece):
+        fuse(model)
+        module.kept_bytes = _kept_bytes(piece)
     mesh = init_device_mesh(piece.device.type, (1,))
     settings, offload = OptimizerSettings(), Offload(params=True, optimizer=True)
     return FSDPEngine(module, decoder_layers(module), mesh, settings, torch.bfloat16, offload)
+
+
+def _is_fused(piece: Piece) -> bool:
+    return piece.device.type == "cuda" and is_wanted("auto")
+
+
+def _kept_bytes(piece: Piece) -> int:
+    return max_kept_bytes(torch.cuda.mem_get_info()[1]) if _is_fused(piece) else 0
 
 
 def real_pack(groups: int, lengths: tuple[int, int, int], vocabulary: int) -> PackedBatch:
@@ -80,7 +93,8 @@ def measure(piece: Piece, size: str) -> dict[str, float]:
     config = shape(size)
     engine, packed = build(piece, size), real_pack(groups, lengths, config.vocab_size)
     loss = partial(policy_loss, algorithm=PLAIN_GRPO, temperature=1.0)
-    counted = policy_pass(config, pack_of_groups(groups, lengths[0], lengths[1], lengths[2]))
+    packs = pack_of_groups(groups, lengths[0], lengths[1], lengths[2])
+    counted = policy_pass(config, packs, fused=_is_fused(piece), kept_bytes=_kept_bytes(piece))
     three = seconds(lambda: engine.update([packed] * 3, loss), piece.device, 3)
     one = seconds(lambda: engine.update([packed], loss), piece.device, 3)
     forward = partial(engine.score, [packed], lambda policy, each: policy(each, 1.0, False).logprobs)

@@ -65,7 +65,7 @@ def test_models_with_kernels_of_liger_equal_float64(
 
 
 def with_gradients(
-    hidden: Tensor, head: Tensor, target: Tensor, temperature: float, of_entropy: bool, **options: bool
+    hidden: Tensor, head: Tensor, target: Tensor, temperature: float, of_entropy: bool, **options: int
 ) -> list[Tensor]:
     inputs = [each.detach().requires_grad_() for each in (hidden, head)]
     values, entropy = token_logprobs(*inputs, target, temperature, True, **options)
@@ -78,9 +78,16 @@ def with_gradients(
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("of_entropy", [False, True])
 @pytest.mark.parametrize("at_once", [40, 10**6])  # chunks of a token and slices of 8 entries; everything at once
+@pytest.mark.parametrize("kept_bytes", [0, 4 * 5 * 45])  # logits computed again in the backward, or kept
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_logprobs_equal_float64(
-    dtype: torch.dtype, rel: float, at_once: int, of_entropy: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    rel: float,
+    at_once: int,
+    kept_bytes: int,
+    of_entropy: bool,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In bfloat16 logits are rounded by the matrix product, so values are compared with those of rounded logits."""
     monkeypatch.setattr(pytest.importorskip("verl.workers.loss_kernels"), "_BLOCK", 16)
@@ -88,7 +95,7 @@ def test_logprobs_equal_float64(
     torch.manual_seed(0)
     hidden, head = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((5, 12), (45, 12)))
     target = torch.tensor([0, 9, 44, 30, 8], device=DEVICE)
-    found = with_gradients(hidden, head, target, temperature, of_entropy, fused=True)
+    found = with_gradients(hidden, head, target, temperature, of_entropy, fused=True, kept_bytes=kept_bytes)
     eager = with_gradients(hidden, head, target, temperature, of_entropy)
     exact = with_gradients(hidden.double(), head.double(), target, temperature, of_entropy)
     assert [each.dtype for each in found] == [torch.float32, torch.float32, dtype, dtype]

@@ -2,7 +2,8 @@
 
 The forward iterates over chunks of tokens and keeps one number per token, the log-normalizer of the softmax. With it
 the backward can iterate over slices of the vocabulary: each slice's gradient of the head is written exactly once, and
-only the small gradient of the hidden states is accumulated.
+only the small gradient of the hidden states is accumulated. Logits that a GPU has room for are kept instead, so that
+the backward does not compute them again.
 
 Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S vocabulary entries of a slice.
 """
@@ -15,6 +16,12 @@ from torch import Tensor
 
 # Elements: to fit a CPU's cache, to need few launches on a GPU (and on meta tensors, which stand for one).
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28, "meta": 2**28}
+_KEPT_SHARE = 1 / 32  # of a GPU's memory: 8,700 tokens of a vocabulary of 152,000 in bf16 on 80 GiB
+
+
+def max_kept_bytes(device_bytes: float) -> int:
+    """Bytes of logits that a pass may keep for its backward, on a GPU of that size."""
+    return int(_KEPT_SHARE * device_bytes)
 
 
 def token_logprobs(
@@ -24,13 +31,15 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     fused: bool = False,
+    kept_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """([A] log p(target), [A] entropy or None) of softmax(hidden @ head^T / temperature), in float32 or better.
 
     fused: whether each pass over the logits is one Triton kernel (`loss_kernels.py`), which needs a GPU
+    kept_bytes: fused logits of at most this size are kept for the backward
     """
     apply: Any = _TokenLogprobs.apply
-    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused)
+    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused, kept_bytes)
     return logprobs_A, entropy_A if with_entropy else None
 
 
@@ -49,13 +58,18 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         fused: bool,
+        kept_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_AE.dtype, torch.float32)
         logprobs_A = hidden_AE.new_empty(len(hidden_AE), dtype=dtype)
         entropy_A, normalizer_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
-        for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device):
+        size = len(hidden_AE) * len(head_VE) * hidden_AE.element_size()
+        keep = fused and any(ctx.needs_input_grad) and size <= kept_bytes
+        ctx.logits_AV = hidden_AE @ head_VE.T if keep else None
+        for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device, whole=keep):
             if fused:
-                found = logit_statistics(hidden_AE[rows] @ head_VE.T, target_A[rows], temperature)
+                logits_CV = hidden_AE[rows] @ head_VE.T if ctx.logits_AV is None else ctx.logits_AV
+                found = logit_statistics(logits_CV, target_A[rows], temperature)
                 logprobs_A[rows], normalizer_A[rows], entropy_A[rows] = found
                 continue
             logits_CV = (hidden_AE[rows] @ head_VE.T).to(dtype).div_(temperature)
@@ -78,8 +92,9 @@ class _TokenLogprobs(torch.autograd.Function):
             of_logprobs_A = torch.zeros_like(normalizer_A)
         grad_hidden_AE = torch.zeros_like(hidden_AE, dtype=normalizer_A.dtype)
         grad_head_VE = torch.empty_like(head_VE)
-        for entries in _slices(len(head_VE), len(hidden_AE), hidden_AE.device):
-            logits_AS = hidden_AE @ head_VE[entries].T
+        kept_AV, ctx.logits_AV = ctx.logits_AV, None  # overwritten below
+        for entries in _slices(len(head_VE), len(hidden_AE), hidden_AE.device, whole=kept_AV is not None):
+            logits_AS = hidden_AE @ head_VE[entries].T if kept_AV is None else kept_AV
             columns = (target_A, normalizer_A, entropy_A, of_logprobs_A, of_entropy_A)
             if ctx.fused:
                 logit_gradient_(logits_AS, *columns, entries.start, ctx.temperature)
@@ -88,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 narrow_AS = _logit_gradient(logits_AS, *columns, entries.start, ctx.temperature).to(hidden_AE.dtype)
             grad_hidden_AE += narrow_AS @ head_VE[entries]
             torch.mm(narrow_AS.T, hidden_AE, out=grad_head_VE[entries])
-        return grad_hidden_AE.to(hidden_AE.dtype), grad_head_VE, None, None, None, None
+        return grad_hidden_AE.to(hidden_AE.dtype), grad_head_VE, None, None, None, None, None
 
 
 def _logit_gradient(
@@ -147,7 +162,8 @@ def logit_gradient_(
     importlib.import_module("verl.workers.loss_kernels").gradient(logits, *columns, first, temperature)
 
 
-def _slices(length: int, width: int, device: torch.device) -> list[slice]:
-    """Slices of `length` such that slice * `width` is at most LOGITS_AT_ONCE."""
-    size = max(1, LOGITS_AT_ONCE[device.type] // max(1, width))
+def _slices(length: int, width: int, device: torch.device, whole: bool) -> list[slice]:
+    """Slices of `length` such that slice * `width` is at most LOGITS_AT_ONCE; whole: a single one"""
+    size = length if whole else LOGITS_AT_ONCE[device.type] // max(1, width)
+    size = max(1, size)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -45,18 +45,21 @@ class PackedPolicy(nn.Module):
     """A causal language model that scores the trained tokens of a pack.
 
     fused: whether log-probs use Triton kernels where the model is on a GPU
+    kept_bytes: then, logits of at most this size are kept for the backward
     """
 
-    def __init__(self, model: PreTrainedModel, fused: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, fused: bool = True, kept_bytes: int = 0) -> None:
         super().__init__()
         self.model = model
         self.fused = fused
+        self.kept_bytes = kept_bytes
 
     def forward(self, packed: PackedBatch, temperature: float, with_entropy: bool) -> PolicyOutput:
         hidden_AE = hidden_states(self.model.get_decoder(), packed)
         head_VE = self.model.get_output_embeddings().weight
         fused = self.fused and hidden_AE.device.type != "cpu"
-        return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, temperature, with_entropy, fused))
+        options = temperature, with_entropy, fused, self.kept_bytes
+        return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, *options))
 
 
 class PackedCritic(nn.Module):

@@ -20,6 +20,7 @@ from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
+from verl.workers.logprobs import max_kept_bytes
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size, load_causal_lm
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -215,5 +216,7 @@ def _engine(
     module = wrapper(model).to(spec.device)
     if isinstance(module, PackedPolicy):
         module.fused = spec.fused_kernels != "none"
+        if spec.device == "cuda":
+            module.kept_bytes = max_kept_bytes(torch.cuda.mem_get_info()[1])
     layers = decoder_layers(module)
     return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device)

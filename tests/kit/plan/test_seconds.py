@@ -56,8 +56,9 @@ def test_passes_of_a_step_are_added_up() -> None:
     packed, rates = pack_of_groups(8, 900, 250, 4), Rates.of(DEVICES["H200"])
     found, more = counted_seconds(plain, SMALL), counted_seconds(recipe, SMALL)
     sharding = sharding_traffic(SEVEN, plain.rank, packs=64) / rates.traffic
+    kept = policy_pass(SMALL, packed, kept_bytes=plain.rank.kept_bytes)
     assert found["score"] == 0.0
-    assert found["update"] == pytest.approx(64 * (rates.seconds(policy_pass(SMALL, packed).total) + sharding))
+    assert found["update"] == pytest.approx(64 * (rates.seconds(kept.total) + sharding))
     # the reference's pass, and that of the old log-probs, which the KL penalty in the reward needs
     assert more["score"] == pytest.approx(64 * 2 * rates.seconds(score_pass(SMALL, packed).forward))
     in_loss = counted_seconds(plan_of(["algorithm.kl_placement=loss"]), SMALL)  # for three of four mini-batches
@@ -66,7 +67,7 @@ def test_passes_of_a_step_are_added_up() -> None:
     two = counted_seconds(plan_of([*ONE_UPDATE, "trainer.n_gpus_per_node=2"]), SMALL)
     sharding = sharding_traffic(SEVEN, RankSettings(compute=2, shards=2)) / rates.traffic
     assert two["step"] == found["step"] / 2
-    assert two["update"] == pytest.approx(32 * (rates.seconds(policy_pass(SMALL, packed).total) + sharding))
+    assert two["update"] == pytest.approx(32 * (rates.seconds(kept.total) + sharding))
 
 
 def test_decoding_by_hand() -> None:

@@ -282,6 +282,7 @@ def policy_pass(
     entropy: bool = False,
     fused: bool = True,
     wrapper: Wrapper = PackedPolicy,
+    kept_bytes: int = 0,
 ) -> PassCost:
     """An update's pass of the policy over a pack.
 
@@ -289,6 +290,7 @@ def policy_pass(
     thousandth of the whole.
     entropy: whether the loss has an entropy term, whose gradient passes through all logits
     fused: model.fused_kernels, with liger-kernel installed
+    kept_bytes: of logits that may be kept for the backward
     """
     algorithm = replace(GRPO, kl=KLTerm(KLPlacement.LOSS, coefficient=1.0), entropy_coefficient=float(entropy))
 
@@ -296,7 +298,9 @@ def policy_pass(
         return policy_loss(policy, packed, algorithm, 1.0)[0]
 
     def count(layers: int) -> PassCost:
-        return count_update(wrapper(meta_model(config, layers, checkpointing, fused), fused), loss, packed)
+        policy = wrapper(meta_model(config, layers, checkpointing, fused), fused)
+        policy.kept_bytes = kept_bytes
+        return count_update(policy, loss, packed)
 
     return over_layers(count, config.num_hidden_layers)
 

@@ -9,7 +9,7 @@ saves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.workers.logprobs import LOGITS_AT_ONCE
 
@@ -72,6 +72,7 @@ class RankSettings:
     checkpointing: bool = False
     on_cpu: bool = False
     fused: bool = False  # model.fused_kernels, with liger-kernel installed
+    kept_bytes: int = 0  # of fused logits that may be kept for the backward
 
 
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
@@ -111,7 +112,9 @@ def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> f
 
 
 def loss_chunk(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
-    """The materialized logits and the values derived from them (fused: written over the logits)."""
+    """The materialized logits and the values derived from them (fused: written over the logits, which may be kept)."""
+    if (whole := pack.trained * shape.vocabulary * settings.compute) <= settings.kept_bytes:
+        return whole
     at_once = min(LOGITS_AT_ONCE["cpu" if settings.on_cpu else "cuda"], pack.trained * shape.vocabulary)
     return at_once * (settings.compute if settings.fused else _LOGIT_BYTES)
 
@@ -134,7 +137,8 @@ def gathered(shape: ModelShape, settings: RankSettings) -> float:
 
 
 def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
-    """A forward without gradients: gathered parameters, one layer's intermediates."""
+    """A forward without gradients: gathered parameters, one layer's intermediates, no kept logits."""
+    settings = replace(settings, kept_bytes=0)
     return {
         "gathered": gathered(shape, settings),
         "activations": _layer(shape, pack, settings),

@@ -53,6 +53,7 @@ from verl.trainer.builders.env import prompt_fn
 from verl.trainer.builders.run import Inputs
 from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, sees_gpu, sequence_length
 from verl.types import Task
+from verl.workers.logprobs import max_kept_bytes
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -106,7 +107,8 @@ class Plan:
         checkpointing = config.model.enable_gradient_checkpointing
         compute = _BYTES[config.model.compute_dtype]
         fused = config.model.fused_kernels != "none" and not on_cpu
-        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, on_cpu, fused)
+        kept = max_kept_bytes(self.hardware.memory_gib * GIB) if fused else 0
+        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, on_cpu, fused, kept)
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""

@@ -116,7 +116,8 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     packed = pack_of_groups(packing.groups, packing.prompt, packing.response, packing.responses)
     checkpointing, fused = plan.rank.checkpointing, plan.rank.fused
     entropy = bool(plan.algorithm.entropy_coefficient)
-    models = [(plan.policy, policy_pass(policy, packed, checkpointing, entropy, fused))]
+    kept = plan.rank.kept_bytes
+    models = [(plan.policy, policy_pass(policy, packed, checkpointing, entropy, fused, kept_bytes=kept))]
     if plan.critic and critic:
         models.append((plan.critic, critic_pass(critic, packed, checkpointing, fused)))
     scoring = rates.seconds(score_pass(policy, packed, fused).forward)
