@@ -28,7 +28,14 @@ from verl.algorithms.losses.clip_cov import clipped_unless_selected, within_boun
 from verl.algorithms.losses.gmpo import geometric_mean
 from verl.algorithms.losses.gspo import sequence_clipped
 from verl.algorithms.losses.kl_cov import largest, penalty_where_selected
-from verl.algorithms.losses.policy_loss import LossInputs, PolicyLoss, covariances, policy_gradient, sample_means
+from verl.algorithms.losses.policy_loss import (
+    LossInputs,
+    PolicyLoss,
+    covariances,
+    policy_gradient,
+    sample_means,
+    sample_sums,
+)
 from verl.algorithms.losses.sapo import soft_gated
 from verl.algorithms.overlong import Overlong
 from verl.algorithms.table import presets, row
@@ -130,6 +137,33 @@ def test_sample_means_by_hand() -> None:
     assert sample_means(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([9, 9, 4])).tolist() == [2.0, 2.0, 5.0]
     empty = torch.zeros(0)
     assert sample_means(empty, empty.long()).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_and_means_of_samples_equal_those_by_counting(seed: int) -> None:
+    """Of tokens in any order, with their gradients; by torch's bincount and unique, which wait for a GPU."""
+    generator = torch.Generator().manual_seed(seed)
+    sample_T = torch.randint(0, 9, (40,), generator=generator)
+    values_T = torch.randn(40, generator=generator, dtype=torch.float64, requires_grad=True)
+    counted_T = torch.bincount(sample_T, values_T.detach())[sample_T]
+    torch.testing.assert_close(sample_sums(values_T.detach(), sample_T), counted_T)
+    _, index_T, count_S = sample_T.unique(return_inverse=True, return_counts=True)
+    expected_T = (values_T.new_zeros(len(count_S)).index_add(0, index_T, values_T) / count_S)[index_T]
+    weight_T = torch.randn(40, generator=generator, dtype=torch.float64)
+    found_T = sample_means(values_T, sample_T)
+    torch.testing.assert_close(found_T, expected_T)
+    gradients = [torch.autograd.grad((weight_T * each).sum(), values_T) for each in (found_T, expected_T)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("loss", [sequence_clipped, geometric_mean])
+def test_losses_of_sequences_never_read_from_the_device(loss: PolicyLoss) -> None:
+    """They run on tensors without data."""
+    values_T = torch.empty(6, device="meta", requires_grad=True)
+    places_T = torch.empty(6, device="meta", dtype=torch.long)
+    token = loss(LossInputs(values_T, values_T.detach(), values_T.detach(), places_T))
+    token.loss_T.sum().backward()
+    assert values_T.grad is not None
 
 
 def test_policy_gradient_by_hand() -> None:

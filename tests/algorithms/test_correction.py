@@ -59,6 +59,16 @@ def test_weights_by_hand(correction: Correction, expected: list[float]) -> None:
     assert weights.masked_T.tolist() == [each == 0.0 for each in expected]
 
 
+@pytest.mark.parametrize("level", Level)
+def test_weights_never_read_from_the_device(level: Level) -> None:
+    """They are computed on tensors without data."""
+    values_T, sample_T = torch.empty(5, device="meta"), torch.empty(5, device="meta", dtype=torch.long)
+    correction = only(rejection_level=level, token_veto=0.1)
+    if level is not Level.GEOMETRIC:
+        correction = replace(correction, is_level=level)
+    assert token_weights(correction, values_T, values_T, sample_T).weight_T.shape == (5,)
+
+
 def test_truncated_are_those_above_the_bound() -> None:
     assert weighed(Correction(is_cap=2.5)).truncated_T.tolist() == [False, True, False, False, True]
 

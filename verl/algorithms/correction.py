@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import MAX_LOG_RATIO, k3
+from verl.algorithms.losses.policy_loss import sample_sums
 from verl.algorithms.names import Level
 
 
@@ -74,14 +75,13 @@ def token_weights(
     sampled_T = ~rollout_logprobs_T.isnan()
     token_T = torch.where(sampled_T, logprobs_T - rollout_logprobs_T, 0.0)
 
-    def sample_sums(values_T: Tensor) -> Tensor:
-        sums_T: Tensor = torch.bincount(sample_T, values_T.double())[sample_T]
-        return sums_T
+    def sums(values_T: Tensor) -> Tensor:
+        return sample_sums(values_T.double(), sample_T)
 
     def ratios(level: Level) -> Tensor:
-        log_T = token_T if level is Level.TOKEN else sample_sums(token_T)
+        log_T = token_T if level is Level.TOKEN else sums(token_T)
         if level is Level.GEOMETRIC:
-            log_T = log_T / sample_sums(sampled_T).clamp(min=1.0)
+            log_T = log_T / sums(sampled_T).clamp(min=1.0)
         return log_T.to(logprobs_T.dtype).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     ratio_T = torch.ones_like(logprobs_T) if correction.is_level is None else ratios(correction.is_level)
@@ -90,7 +90,7 @@ def token_weights(
         bounded_T = ratios(correction.rejection_level)
         masked_T = (bounded_T < correction.rejection_lower) | (bounded_T > correction.rejection_upper)
     if correction.token_veto is not None:
-        masked_T = masked_T | (sample_sums(token_T < math.log(correction.token_veto)) > 0)
+        masked_T = masked_T | (sums(token_T < math.log(correction.token_veto)) > 0)
     weight_T = ratio_T.clamp(max=correction.is_cap).masked_fill(masked_T, 0.0)
     return TokenWeights(weight_T, ratio_T > correction.is_cap, masked_T)
 

@@ -76,12 +76,21 @@ def log_ratios(inputs: LossInputs) -> Tensor:
     return (inputs.logprobs_T - inputs.old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def sample_sums(values_T: Tensor, sample_T: Tensor) -> Tensor:
+    """[T] the sum over each token's sample.
+
+    There is room for T samples, so that the host need not wait for a GPU to learn how many there are.
+    """
+    sorted_T, order_T = sample_T.sort()
+    place_T = torch.zeros_like(sample_T)
+    place_T[1:] = (sorted_T[1:] != sorted_T[:-1]).cumsum(0)
+    place_T = torch.empty_like(place_T).scatter(0, order_T, place_T)
+    return torch.zeros_like(values_T).index_add(0, place_T, values_T)[place_T]
+
+
 def sample_means(values_T: Tensor, sample_T: Tensor) -> Tensor:
     """[T] the mean over each token's sample."""
-    _, index_T, count_S = sample_T.unique(return_inverse=True, return_counts=True)
-    sums_S = values_T.new_zeros(len(count_S)).index_add(0, index_T, values_T)
-    means_S: Tensor = sums_S / count_S
-    return means_S[index_T]
+    return sample_sums(values_T, sample_T) / sample_sums(torch.ones_like(values_T), sample_T)
 
 
 def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
