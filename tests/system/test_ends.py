@@ -265,6 +265,7 @@ def test_a_crash_is_a_paragraph_and_a_file(tmp_path: Path, capsys: pytest.Captur
     assert len(said.splitlines()) <= 25 and "Traceback (" not in said
     assert said.startswith("WorkerError: trainer rank 0 of 1 died during save\n") and "more lines" in said
     assert said.endswith(f"It failed in step 3, update.\nTracebacks and the ends of the workers' logs: {path}\n")
+    assert path.read_text().startswith("WorkerError: trainer rank 0 of 1 died during save\n\ncommand: ")
     assert "LookupError: 0\n1\n" in path.read_text() and "\n99\n" in path.read_text()
 
 

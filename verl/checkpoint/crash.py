@@ -1,4 +1,4 @@
-"""Crash reports: a paragraph on the console, and a file with tracebacks and worker logs."""
+"""Crash reports: a paragraph on the console, and a file with the error (its first line), tracebacks and worker logs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from verl.checkpoint.deadline import start_shutdown_timer
 from verl.errors import ConfigError, DataError, ServiceDownError
 
 LOGS = "logs"
+CRASH_FILES = f"{LOGS}/crash-*.txt"  # in the folder of the run, in the order of time
 
 
 class _Note(str):
@@ -65,7 +66,8 @@ def _write_report(folder: Path, error: Exception) -> str:
     from verl.single_controller.ray import log_tails  # imports Ray
 
     path = folder / LOGS / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-    parts = [f"command: {' '.join(sys.argv)}", *getattr(error, "__notes__", ())]
+    (first, *_) = f"{type(error).__name__}: {error}".splitlines()
+    parts = [first, f"command: {' '.join(sys.argv)}", *getattr(error, "__notes__", ())]
     parts += ["".join(traceback.format_exception(error)), log_tails(str(error))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

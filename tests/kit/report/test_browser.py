@@ -247,6 +247,26 @@ def test_curves_over_steps_hours_and_tokens(driver: Any, files: tuple[Path, Path
     assert driver.get_log("browser") == []
 
 
+@pytest.mark.parametrize(
+    ("steps", "values"),
+    [([1, 2, 3, 4], [0.1, 0.3, 0.2, 0.4]), ([1, 2], [12345678.0, 98765432.0]), ([7], [1.0]), ([1, 9], [1e-7, 3e-7])],
+    ids=str,
+)
+def test_ticks_are_steps_and_labels_have_room(driver: Any, files: tuple[Path, Path], steps: Any, values: Any) -> None:
+    load(driver, files[0].as_uri())
+    ticks, labels, widths, room = driver.execute_script(
+        "view.axis = 'step'; const box = document.querySelector('main').appendChild(element('div', {}));"
+        "const plot = draw(box, arguments[0], [{ label: 'a', color: '#000' }]);"
+        "return new Promise((done) => setTimeout(() => { const [x, y] = plot.axes; plot.ctx.font = y.font[0];"
+        "  const wide = (text) => plot.ctx.measureText(text).width / devicePixelRatio;"
+        "  done([x._values, y._values, y._values.map(wide), y._size - y.ticks.size - y.gap]) }, 300))",
+        [steps, values],
+    )
+    shown = [tick for tick in ticks if tick]
+    assert shown and all(float(tick).is_integer() for tick in shown)
+    assert len(set(labels)) == len(labels) > 1 and max(widths) <= room
+
+
 def test_a_phone_shows_every_page_without_scrolling_sideways(driver: Any, files: tuple[Path, Path]) -> None:
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
@@ -315,6 +335,10 @@ def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Pat
     for _ in range(3):
         press(driver, "j")
     until(driver, "location.hash === '#rollouts/0/5/3'")
+    driver.execute_script("document.querySelectorAll('[title=\"show beside\"]')[2].click()")
+    until(driver, "document.querySelectorAll('article').length === 2")
+    press(driver, "p")
+    until(driver, "document.getElementById('pin').getAttribute('aria-pressed') === 'true'")
     driver.execute_script("document.getElementById('search').focus()")
     time.sleep(1.5)  # the stream of events is open
     append_jsonl(run / "metrics.jsonl", {"step": 13, "time": 2000.0, "reward/total": 9.5})
@@ -323,5 +347,10 @@ def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Pat
     until(driver, "document.getElementById('count')?.textContent.startsWith('12 of')")
     assert driver.execute_script("return document.getElementById('filter-step').value") == "5"
     assert driver.execute_script("return [location.hash, document.activeElement.id]") == ["#rollouts/0/5/3", "search"]
+    until(driver, "document.querySelectorAll('article').length === 2")
+    assert [text[:17] for text in texts(driver, "article h3")] == ["step 5, rollout 3", "step 5, rollout 2"]
+    pressed = texts(driver, '[title="show beside"][aria-pressed="true"]')
+    assert [text[:2] for text in pressed] == ["#2", "#3"]
+    assert driver.execute_script("return document.getElementById('pin').getAttribute('aria-pressed')") == "true"
     assert driver.get_log("browser") == []
     driver.get("about:blank")

@@ -12,6 +12,7 @@ import sys
 import threading
 import zlib
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from verl.kit.report import rollouts
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, differences
-from verl.kit.report.curves import columns, describe, marks, validation, verdict
+from verl.kit.report.curves import columns, describe, marks, validation, verdict, welch_half
 from verl.kit.report.folder import read_run, read_runs
 from verl.kit.report.page import render
 from verl.kit.report.png import smoothed
@@ -131,7 +132,10 @@ def test_what_does_not_fit_is_left_out_evenly_and_named(folder: Path, monkeypatc
 
 
 def test_the_verdict_by_hand(tmp_path: Path) -> None:
-    """Rewards 0 and 2 in turns, then 4 and 6: means of 0.8 and 4.8, variance 1.2 in five steps each."""
+    """Rewards 0 and 2 in turns, then 4 and 6: means of 0.8 and 4.8, variance 1.2 in five steps each.
+
+    Equal variances have 8 degrees of freedom, whose quantile of 97.5 % is 2.306.
+    """
     first, last = [2.0, 0.0, 2.0, 0.0, 0.0], [4.0, 6.0, 4.0, 6.0, 4.0]
     rewards = enumerate([*first, *last], 1)
     rows: list[dict[str, Any]] = [{"step": number, "reward/total": reward} for number, reward in rewards]
@@ -139,7 +143,7 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     rows[-1] |= {"val/a/total": 0.6, "val/a/total_stderr": 0.04, "reward/zero_variance_groups": 0.9}
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     run = read_run(tmp_path)
-    change, half = sum(last) / 5 - sum(first) / 5, 1.96 * math.sqrt(1.2 / 5 + 1.2 / 5)
+    change, half = sum(last) / 5 - sum(first) / 5, 2.306 * math.sqrt(1.2 / 5 + 1.2 / 5)
     reward, validated, advice = verdict(run)
     assert reward == (
         "The mean reward rose: from 0.800 in the first 5 steps to 4.800 in the last 5, a change of +4.000 "
@@ -152,6 +156,17 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     assert advice.startswith("Look first: most groups have equal rewards") and "0.9 in the last 5 steps" in advice
     write_jsonl(tmp_path / "metrics.jsonl", rows[:3])
     assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
+
+
+def test_an_interval_of_unequal_variances_by_hand() -> None:
+    """Variances of the means 0 and 1 / 5: 4 degrees of freedom, whose quantile is 2.776, not the normal one's 1.96."""
+    assert welch_half([1.0] * 5, [0.0, 2.0, 1.0, 2.0, 0.0]) == pytest.approx(2.776 * math.sqrt(0.2), rel=1e-3)
+    # variances 0.2 and 0.5: 0.7 ** 2 / (0.2 ** 2 / 4 + 0.5 ** 2 / 4) = 6.759 degrees, between 2.447 (6) and 2.365 (7)
+    half = welch_half([0.0, 2.0, 1.0, 2.0, 0.0], [math.sqrt(2.5) * each for each in (0.0, 2.0, 1.0, 2.0, 0.0)])
+    assert 2.365 < half / math.sqrt(0.7) < 2.447
+    assert welch_half([1.0] * 5, [2.0] * 5) == 0.0
+    even = [float(number % 2) for number in range(400)]  # many values: the normal quantile
+    assert welch_half(even, even) == pytest.approx(1.96 * math.sqrt(2 * 0.25 / 400), rel=5e-3)
 
 
 def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
@@ -196,6 +211,19 @@ def test_axes_and_descriptions(folder: Path) -> None:
         and (exact.name, part.name, free.name) == ("reward/turns", "reward/<part>", "val/<set>/total")
     )
     assert describe("mine/own") is None
+    for name, entry, unit in (
+        ("time/update_s", "time/<phase>_s", "s"),
+        ("time/update_cpu_s", "time/<phase>_cpu_s", "s"),
+        ("reward/swe/running_s", "reward/swe/<stage>_s", "s"),
+        ("reward/swe/starting_wait_s", "reward/swe/<stage>_wait_s", "s"),
+        ("val/a/b/swe/engine_s", "reward/swe/engine_s", "s"),
+        ("reward/source/swe/engine_share", "reward/swe/engine_share", "share"),
+        ("reward/source/format", "reward/<data_source>/<part>", "points"),
+        ("val/a/format", "val/<set>/<part>", "points"),
+    ):
+        found = describe(name)
+        assert found is not None and (found.name, found.unit) == (entry, unit)
+    assert "CPU time" in describe("time/update_cpu_s").meaning  # type: ignore[union-attr]
 
 
 def test_damaged_files_are_notes_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -211,6 +239,58 @@ def test_damaged_files_are_notes_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert all(any(each in note for note in notes) for each in expected) and len(notes) == len(expected)
     (run,) = embedded(page, "data")["runs"]
     assert run["rollouts"]["shown"] == 11 * 3 * PER_GROUP and len(run["metrics"]["step"]) == 13
+
+
+def _without(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        path.unlink()
+
+
+def _emptied(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("")
+
+
+def _crashed(folder: Path) -> None:
+    for time, first in (("20260101-000000", "LookupError: old"), ("20260102-000000", "WorkerError: rank 0 died")):
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / f"crash-{time}.txt").write_text(f"{first}\n\ncommand: toolrl train\n")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "note"),
+    [
+        (
+            _crashed,
+            "the run has crashed 2 times, the last time: WorkerError: rank 0 died; crash report: .*-20260102-000000",
+        ),
+        (_emptied, "metrics.jsonl has no line: no step has been logged"),
+        (partial(_without, pattern="metrics.jsonl"), r"metrics\.jsonl cannot be read \(No such file or directory\)"),
+        (
+            partial(_without, pattern="transcripts/*"),
+            "transcripts/ lacks the files of all finished steps: 1, 2, 3, 4, 5, ..",
+        ),
+        (partial(_without, pattern="samples/*2.npz"), "samples/ lacks the files of 2 of 12 finished steps: 2, 12"),
+    ],
+    ids=["crash", "no metrics yet", "no metrics.jsonl", "no transcripts", "few samples"],
+)
+def test_what_a_run_has_not_left_is_one_note_each(tmp_path: Path, damaged: Any, note: str) -> None:
+    folder = save_report_run(tmp_path / "run")
+    damaged(folder)
+    page, notes = render([folder])
+    assert len(notes) == 1 and re.match(note, notes[0])
+    (run,) = embedded(page, "data")["runs"]
+    assert run["notes"] == notes
+    assert bool(run["metrics"]["step"]) is ("metrics" not in note) and run["rollouts"]["shown"] == (
+        0 if "transcripts" in note else 12 * 3 * PER_GROUP
+    )
+
+
+def test_samples_are_not_missed_where_none_are_kept(tmp_path: Path) -> None:
+    folder = save_report_run(tmp_path / "run")
+    _without(folder, "samples/*")
+    assert render([folder])[1] == ["samples/ lacks the files of all finished steps: 1, 2, 3, 4, 5, .."]
+    (folder / "config.yaml").write_text("trainer:\n  samples_kept: 0\n")
+    assert render([folder])[1] == []
 
 
 @pytest.mark.parametrize(

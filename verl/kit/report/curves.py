@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from scipy.special import stdtrit
+
 from verl.kit.report.folder import RunFolder
 from verl.tracking.names import METRICS, STDERR, Metric
 
-_Z = 1.96  # of 95 %
+_Z = 1.96  # of 95 %, for means over many tasks
+_QUANTILE = 0.975  # of the t distribution, for 95 %
 _DIGITS = 6
 _WINDOW = 5  # steps at each end of a run, at least, for a comparison
 _FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
@@ -56,9 +59,24 @@ def _tokens(row: Mapping[str, Any]) -> float:
 
 
 def describe(name: str) -> Metric | None:
-    """The entry of docs/metrics.md for a metric; None for one of the user's own."""
-    exact_first = sorted(METRICS, key=lambda metric: "<" in metric.name)
-    return next((metric for metric in exact_first if re.fullmatch(_pattern(metric.name), name)), None)
+    """The entry of docs/metrics.md for a metric, the most specific one; None for one of the user's own.
+
+    A part of a set or a data source that has an entry of its own (`swe/<stage>_s`) is described by that.
+    """
+    found = next((metric for metric in _MOST_SPECIFIC_FIRST if re.fullmatch(_pattern(metric.name), name)), None)
+    if found is None or not found.name.endswith("/<part>"):
+        return found
+    pieces = name.split("/")
+    parts = (describe("/".join(["reward", *pieces[start:]])) for start in range(2, len(pieces) - 1))
+    return next((part for part in parts if part is not None and not part.name.endswith("/<part>")), found)
+
+
+def _specificity(metric: Metric) -> tuple[int, int]:
+    """Fewer placeholders come first, then more letters."""
+    return metric.name.count("<"), -len(re.sub("<.*?>", "", metric.name))
+
+
+_MOST_SPECIFIC_FIRST = sorted(METRICS, key=_specificity)
 
 
 def _pattern(name: str) -> str:
@@ -80,12 +98,25 @@ def _reward(run: RunFolder) -> str:
         return f"Too few steps for a verdict on the reward: {len(values)}, and at least {2 * _WINDOW} are needed."
     first, last = values[:count], values[-count:]
     change = _mean(last) - _mean(first)
-    half = _Z * math.sqrt(_variance(first) / count + _variance(last) / count)
+    half = welch_half(first, last)
     verb = "rose" if change > half else "fell" if change < -half else "did not change measurably"
     return (
         f"The mean reward {verb}: from {_mean(first):.3f} in the first {count} steps to {_mean(last):.3f} in the last "
         f"{count}, a change of {change:+.3f} (95 % interval {change - half:+.3f} to {change + half:+.3f})."
     )
+
+
+def welch_half(first: Sequence[float], last: Sequence[float]) -> float:
+    """Half of the 95 % interval of the difference of two means of few values, whose variances may differ.
+
+    The t quantile has the degrees of freedom of Welch and Satterthwaite: (a + b)^2 / (a^2 / (n - 1) + b^2 / (m - 1)),
+    where a and b are the variances of the means.
+    """
+    errors = [_variance(values) / len(values) for values in (first, last)]
+    if not (total := sum(errors)):
+        return 0.0
+    squares = [error**2 / (len(values) - 1) for error, values in zip(errors, (first, last), strict=True)]
+    return float(stdtrit(total**2 / sum(squares), _QUANTILE)) * math.sqrt(total)
 
 
 def _validation(run: RunFolder) -> str:

@@ -10,16 +10,20 @@ from typing import Any
 
 import yaml
 
+from verl.checkpoint.crash import CRASH_FILES
 from verl.config.schema import Config
 from verl.data.rows import DATA_VERSIONS
 from verl.errors import ConfigError, DataError
 from verl.system.code_version import CODE_VERSION
 from verl.tracking.samples import StepSamples, kept_steps, read_samples, samples_path
 
+_LINE = 500  # characters of a crash report's first line
+_LISTED = 5  # missing steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """notes: one line per file that could not be read"""
+    """notes: one line per crash, and per file that is missing or cannot be read"""
 
     folder: Path
     name: str
@@ -68,7 +72,7 @@ def read_run(folder: Path) -> RunFolder:
     if not (folder / "metrics.jsonl").exists() and not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} is not the folder of a run: it has neither metrics.jsonl nor config.yaml")
     notes: list[str] = []
-    return RunFolder(
+    run = RunFolder(
         folder=folder,
         name=folder.resolve().name,
         settings=_settings(folder / "config.yaml", notes),
@@ -81,6 +85,39 @@ def read_run(folder: Path) -> RunFolder:
         },
         notes=notes,
     )
+    run.notes.extend([*_crashes(folder), *_missing(run)])
+    return run
+
+
+def _crashes(folder: Path) -> list[str]:
+    reports = sorted(folder.glob(CRASH_FILES))
+    if not reports:
+        return []
+    try:
+        with reports[-1].open(encoding="utf-8", errors="replace") as file:
+            first = file.readline(_LINE).strip()
+    except OSError as error:
+        first = f"cannot be read ({error.strerror})"
+    times = f" {len(reports)} times, the last time" if len(reports) > 1 else ""
+    return [f"the run has crashed{times}: {first}; crash report: {reports[-1]}"]
+
+
+def _missing(run: RunFolder) -> list[str]:
+    """What steps should have left and have not. A step that is not logged yet may be about to leave it."""
+    notes = []
+    if not run.rows and not any(note.startswith("metrics.jsonl") for note in run.notes):
+        notes.append("metrics.jsonl has no line: no step has been logged")
+    left = {"transcripts": set(run.transcript_steps()), "samples": set(run.kept_steps())}
+    found = sorted(set().union(*left.values()))
+    finished = sorted({row["step"] for row in run.rows if "reward/total" in row}.union(found[:-1]))
+    if run.settings.get("trainer.samples_kept") == 0:
+        del left["samples"]
+    for name, steps in left.items():
+        if missing := [step for step in finished if step not in steps]:
+            listed = ", ".join(map(str, missing[:_LISTED])) + (", .." if len(missing) > _LISTED else "")
+            which = "all" if len(missing) == len(finished) else f"{len(missing)} of {len(finished)}"
+            notes.append(f"{name}/ lacks the files of {which} finished steps: {listed}")
+    return notes
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFolder]:

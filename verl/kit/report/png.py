@@ -22,6 +22,7 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     """Write the curves of all metrics over the steps, raw and smoothed. Raises ConfigError."""
     try:
         from matplotlib.figure import Figure  # of the extra; without pyplot, so it needs no display
+        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise ConfigError("--png needs the package matplotlib: pip install 'toolrl[plot]'") from error
     tables = [columns(run) for run in runs]
@@ -39,6 +40,7 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
         for number, name in enumerate(names, 1):
             axes = figure.add_subplot(-(-len(names) // _ROW), min(len(names), _ROW), number)
             _draw(axes, name, runs, tables)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps
         paths.append(folder / f"{family}.png")
         figure.savefig(paths[-1], dpi=100)
     return paths

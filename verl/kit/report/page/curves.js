@@ -41,6 +41,23 @@ function range(low, high) {
   return uPlot.rangeNum(low, high, 0.1, true);
 }
 
+const STEPS = [1, 2, 5].flatMap((first) => Array.from({ length: 8 }, (_, power) => first * 10 ** power)).sort((one, two) => one - two);
+
+// As many digits as the distance of the ticks needs.
+function ticks(_, values, __, ___, distance) {
+  const digits = Math.min(100, Math.max(0, 1 - Math.floor(Math.log10(distance))));
+  return values.map((value) => (value === null ? "" : String(+value.toFixed(digits))));
+}
+
+// The width of the longest label.
+function labelWidth(plot, labels, number, cycle) {
+  const axis = plot.axes[number];
+  if (cycle > 1) return axis._size; // the layout has to come to an end
+  [plot.ctx.font] = axis.font;
+  const widest = Math.max(0, ...(labels ?? []).map((label) => plot.ctx.measureText(label).width)) / devicePixelRatio;
+  return Math.max(40, Math.ceil(axis.ticks.size + axis.gap + widest) + 4);
+}
+
 // series: [{label, color, width, fill, dash}] for data [xs, ys, ..]
 function draw(box, data, series, { height = 180, marks = [], legend = report.data.runs.length > 1, bands = [], zero = false } = {}) {
   const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { stroke: color("line") } };
@@ -48,7 +65,7 @@ function draw(box, data, series, { height = 180, marks = [], legend = report.dat
   const plot = new uPlot({
     width: Math.max(200, box.clientWidth - 20), height, bands, legend: { show: legend },
     scales: { x: { time: false }, y: { range: (_, low, high) => (zero ? [0, high * 1.05] : range(low, high)) } },
-    axes: [{ ...axis, label: AXES[view.axis], labelSize: 18, size: 34 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => shown(tick)) }],
+    axes: [{ ...axis, label: AXES[view.axis], labelSize: 18, size: 34, ...(view.axis === "step" ? { incrs: STEPS } : {}) }, { ...axis, size: labelWidth, values: ticks }],
     series: [{ label: AXES[view.axis], value: format }, ...series.map((each) => ({
       stroke: each.color, width: each.width ?? 1.5, label: each.label, fill: each.fill, dash: each.dash, value: format,
       spanGaps: true, points: { show: data[0].length < 40 && !each.quiet, size: 4 },

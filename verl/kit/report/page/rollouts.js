@@ -3,9 +3,17 @@
 const STATUS = { s: "success", u: "user error", t: "timeout", n: "unavailable" };
 const PAGE_LENGTH = 200;
 const LONG_SYSTEM = 300; // characters; a longer system message is folded
-const found = { run: 0, step: "", task: "", stop: "", status: "", low: "", high: "", text: "", equal: false, kept: false, rows: [], shown: PAGE_LENGTH, tokens: false };
+const found = { run: 0, step: "", task: "", stop: "", status: "", low: "", high: "", text: "", equal: false, kept: false, rows: [], shown: PAGE_LENGTH, tokens: false,
+  at: "", beside: [], pinned: "" }; // addresses, which stay when rows are numbered anew
 
 const meta = () => report.data.runs[found.run].rollouts.meta;
+
+const address = (row) => `${found.run}/${meta().step[row]}/${meta().line[row]}`;
+
+function rowAt(text) {
+  const [run, step, line] = text.split("/").map(Number), m = meta();
+  return run === found.run ? m.step.findIndex((each, place) => each === step && m.line[place] === line) : -1;
+}
 
 // Row numbers that pass the filters on metadata.
 function filtered() {
@@ -105,7 +113,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   const again = element("p", { class: "quiet", id: "reused" });
   const right = element("div", {});
   report.cleanups.push(hideTip);
-  let current = null, beside = [], pinned = null, turn = 0;
+  let current = null, turn = 0, opening = "";
 
   async function search() {
     const mine = ++turn, started = performance.now();
@@ -116,7 +124,10 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     found.rows = rows;
     found.shown = PAGE_LENGTH;
     fill();
-    if (!rows.includes(current) && rows.length) await select(rows[0]);
+    const wanted = opening ? rowAt(opening) : -1;
+    opening = "";
+    if (wanted >= 0) await select(wanted);
+    else if (!rows.includes(current) && rows.length) await select(rows[0]);
   }
 
   function fill() {
@@ -132,44 +143,48 @@ addPage("rollouts", "Rollouts", (main, rest) => {
 
   async function select(row) {
     current = row;
-    beside = [];
+    if (address(row) !== found.at) Object.assign(found, { at: address(row), beside: [] });
     list.querySelectorAll(".item").forEach((item) => item.setAttribute("aria-current", String(item.dataset.row === String(row))));
     list.querySelector('[aria-current="true"]')?.scrollIntoView({ block: "nearest" });
-    history.replaceState(null, "", `#rollouts/${found.run}/${meta().step[row]}/${meta().line[row]}`);
+    history.replaceState(null, "", `#rollouts/${found.at}`);
     await render();
   }
 
   async function render() {
     const m = meta(), rows = groupOf(current), row = current;
-    const pick = (other) => element("button", { "aria-pressed": String(other === current || beside.includes(other)), title: "show beside", onclick: () => {
+    const pick = (other) => element("button", { "aria-pressed": String(other === current || found.beside.includes(address(other))), title: "show beside", onclick: () => {
       if (other === current) return;
-      beside = beside.includes(other) ? beside.filter((each) => each !== other) : [...beside, other];
+      const at = address(other);
+      found.beside = found.beside.includes(at) ? found.beside.filter((each) => each !== at) : [...found.beside, at];
       render();
     } }, `#${m.index[other]}: ${shown(m.reward[other], 3)}`);
-    const kept = pinned === null || pinned === current ? [] : [pinned];
+    const shownRows = [...(found.pinned === found.at ? [] : [found.pinned]), found.at, ...found.beside].map(rowAt);
     hideTip();
-    const boxes = await Promise.all([...kept, current, ...beside].map(rolloutBox));
+    const boxes = await Promise.all(shownRows.filter((each) => each >= 0).map(rolloutBox));
     if (row !== current) return;
     right.replaceChildren(
       element("div", { class: "bar" }, element("button", { id: "tokens", "aria-pressed": String(found.tokens), onclick: toggle }, "tokens (t)"),
-        element("button", { id: "pin", "aria-pressed": String(pinned === current), title: "keep it beside those of other groups", onclick: pin }, "pin (p)"),
+        element("button", { id: "pin", "aria-pressed": String(found.pinned === found.at), title: "keep it beside those of other groups", onclick: pin }, "pin (p)"),
         element("span", { class: "quiet" }, "group: "), rows.slice(0, 64).map(pick)),
       element("div", { class: "beside" }, boxes));
   }
 
   const toggle = () => { found.tokens = !found.tokens; if (current !== null) render(); };
-  const pin = () => { pinned = pinned === current ? null : current; if (current !== null) render(); };
+  const pin = () => { found.pinned = found.pinned === found.at ? "" : found.at; if (current !== null) render(); };
   const move = (by) => { const at = found.rows.indexOf(current) + by; if (found.rows[at] !== undefined) { if (at >= found.shown) { found.shown = at + PAGE_LENGTH; fill(); } select(found.rows[at]); } };
   const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:8.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
   const choice = (name, label, options) => element("select", { title: label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
   const check = (name, label) => element("label", {}, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
 
-  if (rest.length === 3) found.run = Math.min(Number(rest[0]) || 0, report.data.runs.length - 1);
+  if (rest.length === 3) {
+    found.run = Math.min(Number(rest[0]) || 0, report.data.runs.length - 1);
+    opening = [found.run, ...rest.slice(1)].join("/");
+  }
   const build = () => {
     const m = meta();
     main.replaceChildren();
     if (!m.step.length) { main.append(element("p", {}, "There are no transcripts in this run's folder.")); return; }
-    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = pinned = null; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
+    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = null; found.pinned = ""; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
     const stops = [...new Set(m.stop_reason)].sort().map((stop) => [stop, stop]);
     const statuses = Object.entries(STATUS).filter(([letter]) => m.tool_status.some((letters) => letters.includes(letter)));
     main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
@@ -177,13 +192,10 @@ addPage("rollouts", "Rollouts", (main, rest) => {
       element("div", { class: "viewer" }, list, right));
     search();
   };
-  const wanted = (parts) => {
-    const [, step, line] = parts.map(Number), m = meta();
-    const row = m.step.findIndex((each, place) => each === step && m.line[place] === line);
-    if (row >= 0) select(row);
-  };
   report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, p: pin, "/": () => document.getElementById("search").focus() };
   build();
-  if (rest.length === 3) wanted(rest); // not the address, which the first rollout of the list has replaced by now
-  return (parts) => { if (parts.length === 3) wanted(parts); };
+  return (parts) => {
+    const row = parts.length === 3 ? rowAt(parts.join("/")) : -1;
+    if (row >= 0) select(row);
+  };
 });
