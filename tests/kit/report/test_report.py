@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.errors import ConfigError
-from verl.kit.report import rollouts
+from verl.kit.report import png, rollouts
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, differences
@@ -344,6 +344,15 @@ def test_curves_as_pictures(
     assert main([str(folder), "--png", str(tmp_path / "none")]) == 2
     assert "--png needs the package matplotlib: pip install 'toolrl[plot]'" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_picture_has_its_unit_and_whole_steps(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "time/update_cpu_s": step / 7} for step in (1, 2, 3, 4)])
+    axes, run = figure.add_subplot(), read_run(tmp_path)
+    png._draw(axes, "time/update_cpu_s", [run], [columns(run)])
+    figure.canvas.draw()
+    assert axes.get_ylabel() == "s" and all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,6 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     """Write the curves of all metrics over the steps, raw and smoothed. Raises ConfigError."""
     try:
         from matplotlib.figure import Figure  # of the extra; without pyplot, so it needs no display
-        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise ConfigError("--png needs the package matplotlib: pip install 'toolrl[plot]'") from error
     tables = [columns(run) for run in runs]
@@ -40,19 +39,21 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
         for number, name in enumerate(names, 1):
             axes = figure.add_subplot(-(-len(names) // _ROW), min(len(names), _ROW), number)
             _draw(axes, name, runs, tables)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps
         paths.append(folder / f"{family}.png")
         figure.savefig(paths[-1], dpi=100)
     return paths
 
 
 def _draw(axes: Any, name: str, runs: Sequence[RunFolder], tables: Sequence[Any]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     described = describe(name)
     unit = "" if described is None or described.unit == "1" else described.unit
     axes.set_title(name, fontsize=9, parse_math=False)
     axes.set_ylabel(unit, fontsize=8, parse_math=False)
     axes.set_xlabel("step", fontsize=8)
     axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # there is no step 2.5
     axes.grid(alpha=0.3)
     for number, (run, table) in enumerate(zip(runs, tables, strict=True)):
         hue = _HUES[number % len(_HUES)]
