@@ -19,9 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from verl.tracking.samples import SampleFiles, StepSamples, read_samples
 
 _FILTERS = 20
 _ROLLOUTS = 20_000
@@ -51,9 +58,27 @@ def enlarged(run: Path, folder: Path, steps: int, rollouts: int) -> None:
         long.append(folder / f"made-{number}")
         long[-1].write_text("".join(islice(cycle(path.read_text().splitlines(keepends=True)), rollouts)))
     samples = sorted((run / "samples").glob("step-*.npz"))
+    writer = SampleFiles(folder, str)
+    for number, path in enumerate(samples, 1):
+        writer.write(number, _counted(read_samples(path), rollouts))
+    samples = [path.rename(folder / path.name.replace("step", "made")) for path in (folder / "samples").iterdir()]
     for step in range(1, steps + 1):
         os.link(long[step % len(long)], folder / "transcripts" / f"step-{step:06d}.jsonl")
         shutil.copy(samples[step % len(samples)], folder / "samples" / f"step-{step:06d}.npz")
+
+
+def _counted(kept: StepSamples, rollouts: int) -> StepSamples:
+    """With the loss and the counts of that many rollouts."""
+    rows, scale = range(rollouts), kept.scale
+    assert scale is not None
+    counts = {name: np.resize(getattr(scale, name), rollouts) for name in ("num_trained", "groups")}
+    loss, sums = ([value[row] for row, _ in zip(cycle(value), rows, strict=False)] for value in (kept.loss, kept.sums))
+    return replace(
+        kept,
+        loss=dict(zip(rows, loss, strict=True)),
+        sums=dict(zip(rows, sums, strict=True)),
+        scale=replace(scale, episodes=np.arange(rollouts), **counts),
+    )
 
 
 def filter_ms(page: Path) -> list[float]:

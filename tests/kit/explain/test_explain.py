@@ -345,6 +345,8 @@ def test_a_reused_rollout_is_found_where_it_was_generated(tmp_path: Path) -> Non
     lost = replace(again, reward=9.0)
     SampleFiles(run, str).write(3, replace(kept, samples=[again, lost]))
     shown = section(explain(read_run(run), 3, 0), "Texts")
+    assert shown.startswith("user: question 1 ") and '  call 1: weather({"city": "Oslo"})' in shown
+    assert "outcome of a call: weather: timeout, 0.5 s" in shown
     assert "step 2 group 1" in shown and "generated for step 2, whose report shows it" in shown
     assert "not in the step's file" in section(explain(read_run(run), 3, 1), "Texts")
 

@@ -190,6 +190,8 @@ def test_the_token_view_marks_what_is_trained_in_every_segment(driver: Any, file
     first, second = texts(driver, ".segment > p")
     share, checked, *_ = texts(driver, ".explained .good")
     assert share.startswith("0.25 = weight * (3.75)")
+    assert texts(driver, ".explained code")[0].endswith("/one --step 3 --sample 0")
+    assert "0 on every token = (r - mean) / (std + 1e-6)" in texts(driver, ".explained td")
     assert checked == "the computed shares of 5 samples add up to 1.25, actor/loss is 1.25: they agree within 1.3e-05"
     assert first.startswith("segment 1 of 2: 3 of 5 tokens are trained") and second.startswith("segment 2 of 2")
     marks = driver.execute_script("return [...document.querySelector('.tokens').children].map((e) => e.className)")

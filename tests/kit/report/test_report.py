@@ -89,6 +89,7 @@ def test_tokens_lie_with_their_rollout_a_sample_per_segment(folder: Path) -> Non
     first = next(row for row in range(found.shown) if found.meta["line"][row] == 0)
     views = [decoded(chunks.texts[number]) for number in found.meta["tokens"][first]]
     assert [(view["segment"], view["num_segments"]) for view in views] == [(0, 2), (1, 2)]
+    assert [view["number"] for view in views] == [0, 1]
     view = views[0]
     assert view["texts"] == ["w4 ", "w5 ", "w1 ", f"{HOSTILE}9 ", "w3 "] and view["mask"] == [0, 0, 1, 1, 1]
     assert view["columns"]["rollout_logprobs"] == [-0.5, -1.0, -1.5] and view["versions"] == [-1, -1, 0, 0, 1]

@@ -25,7 +25,7 @@ from verl.kit.explain.formulas import Known, advantage_formula
 from verl.kit.explain.penalty import is_penalized, kl_of_tokens
 from verl.kit.report.folder import RunFolder, parsed
 from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check
-from verl.kit.report.reasons import Reasons, reasons_of
+from verl.kit.report.reasons import Reasons, call_lines, reasons_of
 from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
 
@@ -81,7 +81,7 @@ def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> E
     beta = next((row.get("kl/coefficient") or 0.0 for row in run.rows if row["step"] == step), 0.0)
     computed, failed = computed_loss(kept), list[str]()
     sections = [
-        ("Texts", _texts(rollout, sample)),
+        ("Texts", _texts(run, rollout, sample)),
         ("Reward", _reward(rollout, sample, reasons_of(run))),
         ("Group and advantage", _advantage(sample, rollout, kept, rollouts, algorithm, beta, failed)),
         ("Tokens", _tokens(sample, kept, algorithm, computed, failed)),
@@ -115,14 +115,17 @@ def _algorithm(run: RunFolder) -> Algorithm:
     return build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
 
 
-def _texts(rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
+def _texts(run: RunFolder, rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
     counts = f"{len(sample.mask)} tokens, {int(sample.mask.sum())} of them trained"
     if rollout is None:
         return [counts, "the transcript of this rollout is not in the step's file"]
-    calls = [f"{use['name']}: {use['status']}, {use['seconds']:.3g} s" for use in rollout.get("tool_uses", ())]
-    prompt, responses = rollout["prompt"][-1:], rollout["responses"]
-    lines = [f"{message['role']}: {_cut(str(message['content']))}" for message in (*prompt, *responses)]
-    lines += [f"gold answer: {_cut(str(rollout['answer']))}", *(f"tool call: {call}" for call in calls)]
+    uses = [f"{use['name']}: {use['status']}, {use['seconds']:.3g} s" for use in rollout.get("tool_uses", ())]
+    lines = []
+    for message in (*rollout["prompt"], *rollout["responses"]):
+        lines.append(f"{message['role']}: {_cut(str(message['content']))}")
+        if message["role"] == "assistant":
+            lines += [f"  {_cut(line)}" for line in call_lines(run, message)]
+    lines += [f"gold answer: {_cut(str(rollout['answer']))}", *(f"outcome of a call: {use}" for use in uses)]
     if sample.line is None:
         lines.append(f"generated for step {rollout['step']}, whose report shows it, and trained again here")
     return [*lines, counts]

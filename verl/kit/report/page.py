@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -79,6 +80,7 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
     changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
     return {
         "name": run.name,
+        "folder": shlex.quote(str(run.folder)),
         "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
         "all_settings": dict(run.settings),
         "known": {"settings": bool(run.settings), "data": bool(run.data), "code": bool(run.code)},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +90,7 @@ class Reasons:
             return [], math.nan
 
     def _called(self, turn: Mapping[str, Any]) -> list[Call]:
-        if "tool_calls" in turn:
-            return [{"name": call["name"], "parameters": call["arguments"]} for call in turn["tool_calls"]]
-        parsed = self.tool_call_format.parse(turn["content"]) if self.tool_call_format else None
-        return calls_as_json(parsed.calls) if isinstance(parsed, Calls) else []
+        return calls_of(turn, self.tool_call_format)
 
     def _matched(self, gold: list[Call], predicted: list[Any], correctness: float, step: int) -> list[str]:
         if gold == predicted:
@@ -132,6 +129,31 @@ class Reasons:
             "another value": [key for key in wanted if key in given and given[key] != wanted[key]],
         }
         return "".join(f"; {kind}: {', '.join(map(str, keys))}" for kind, keys in kinds.items() if keys)
+
+
+def calls_of(turn: Mapping[str, Any], tool_call_format: ToolCallFormat | None) -> list[Call]:
+    """The calls of an assistant turn: its native ones, or those that the format parses from its text."""
+    if "tool_calls" in turn:
+        return [{"name": call["name"], "parameters": call["arguments"]} for call in turn["tool_calls"]]
+    parsed = tool_call_format.parse(turn["content"]) if tool_call_format else None
+    return calls_as_json(parsed.calls) if isinstance(parsed, Calls) else []
+
+
+def call_lines(run: RunFolder, turn: Mapping[str, Any]) -> list[str]:
+    """The parsed calls of an assistant turn, a line each; without a format of the run, those in ToolRL's tags."""
+    env = restored_config(run.settings).env
+    name, text = env.tool_call_format, call_text(turn["content"].strip())
+    try:
+        built = build_tool_call_format(name, env.tool_call_format_options) if name else None
+    except VerlError:  # auto: a format that follows from the model
+        built = None
+    try:
+        calls: Sequence[Any] = calls_of(turn, built)
+        if not calls and name is None and text is not None:
+            calls = parse_calls(text)
+    except MALFORMED as error:
+        return [f"calls: they cannot be read ({_cut(str(error))})"]
+    return [f"call {number}: {_shown(call)}" for number, call in enumerate(calls, 1)]
 
 
 def reasons_of(run: RunFolder) -> Reasons | None:

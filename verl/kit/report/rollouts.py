@@ -63,11 +63,12 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     start, read, cut, shown_steps = chunks.size, 0, False, 0
     kept, reasons = set(run.kept_steps()), reasons_of(run)
     found: dict[int, dict[int, dict[str, Any]]] = {}
-    samples: dict[int, StepSamples] = {}
+    logged = {row["step"]: row["actor/loss"] for row in run.rows if isinstance(row.get("actor/loss"), int | float)}
+    samples: dict[int, _Kept] = {}
     for number in spread_order(len(steps)):
         step = steps[number]
         if step in kept and (opened := run.samples(step)) is not None:
-            samples[step] = opened
+            samples[step] = _kept(opened, logged.get(step))
         lines = {each.line for each in samples[step].samples} if step in samples else set()
         rows, more = _rows(run, step, per_step, lines)
         found[step], cut = {line: _summary(row) for line, row in rows.items()}, cut or more
@@ -78,8 +79,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     for step in steps:
         for name in quantiles:
             quantiles[name].append(_quantiles([each[name] for each in found[step].values()]))
-    logged = {row["step"]: row["actor/loss"] for row in run.rows if isinstance(row.get("actor/loss"), int | float)}
-    num_samples, reused = _embed_tokens(samples, logged, result.meta, chunks, start + max_chars)
+    num_samples, reused = _embed_tokens(samples, result.meta, chunks, start + max_chars)
     rules = []
     if cut:
         rules.append(f"of every step the first {per_step} rollouts are read, and those whose tokens are kept")
@@ -193,29 +193,38 @@ def _groups_without_spread(rows: Iterable[Mapping[str, Any]]) -> set[Any]:
     return {task for task, values in rewards.items() if len(values) == 1 and sizes[task] > 1}
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What is shown of a step's kept samples. shares: of the samples, in their order"""
+
+    samples: Sequence[KeptSample]
+    texts: Mapping[int, str]
+    shares: Sequence[Check]
+    total: Check
+
+
+def _kept(step: StepSamples, logged: float | None) -> _Kept:
+    computed = computed_loss(step)
+    shares = [share_of(step, computed, sample.row) for sample in step.samples]
+    return _Kept(step.samples, step.texts, shares, sum_check(step, computed, logged))
+
+
 def _embed_tokens(
-    samples: Mapping[int, StepSamples],
-    logged: Mapping[int, float],
-    meta: Mapping[str, list[Any]],
-    chunks: Chunks,
-    room: int,
+    samples: Mapping[int, _Kept], meta: Mapping[str, list[Any]], chunks: Chunks, room: int
 ) -> tuple[int, list[list[int]]]:
     """Add the samples of embedded rollouts, and their chunks to `meta["tokens"]`.
 
-    logged: the loss, by step
     Returns their number, and those of rollouts that were generated for an earlier step (`Rollouts.reused`).
     """
     place = {key: number for number, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
     made = _made(meta)
     added, reused = 0, []
     for step, kept in sorted(samples.items()):
-        computed = computed_loss(kept)
-        total = sum_check(kept, computed, logged.get(step))
-        for sample in kept.samples:
+        for rank, (sample, share) in enumerate(zip(kept.samples, kept.shares, strict=True)):
             number = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
             if number is not None and chunks.size < room:
-                value = token_view(sample, kept.texts, share_of(kept, computed, sample.row), total)
-                meta["tokens"][number].append(chunks.add(encoded({**value, "step": step})))
+                value = token_view(sample, kept.texts, share, kept.total)
+                meta["tokens"][number].append(chunks.add(encoded({**value, "step": step, "number": rank})))
                 added += 1
                 if sample.line is None and sample.segment == 0:
                     reused.append([step, meta["step"][number], meta["line"][number]])

@@ -59,14 +59,17 @@ function explanation(sample, score) {
   const mean = (values) => values.reduce((one, two) => one + two, 0) / values.length;
   const returns = sample.group_returns, centre = mean(returns), parts = Object.entries(score?.parts ?? {});
   const std = Math.sqrt(returns.reduce((sum, each) => sum + (each - centre) ** 2, 0) / Math.max(1, returns.length - 1));
-  const { advantages = [], ratio, clipped } = sample.columns;
+  const { advantages = [], ratio, clipped } = sample.columns, own = sample.reward - centre;
+  const arithmetic = [["(r - mean) / (std + 1e-6)", own / (std + 1e-6)], ["r - mean", own]].find(([, value]) => advantages.length && advantages.every((each) => Math.abs(each - value) <= 1e-3 * Math.abs(value) + 1e-6));
+  const how = arithmetic ? ` = ${arithmetic[0]}` : "";
+  const { folder } = report.data.runs[found.run], command = `toolrl explain ${folder} --step ${sample.step} --sample ${sample.number}`;
   const rows = [
     ["reward", `${parts.map(([name, value]) => `${name} ${shown(value)}`).join(" + ")}${parts.length ? " = " : ""}${shown(parts.length ? parts.reduce((sum, [, value]) => sum + value, 0) : score?.total)}; for training ${shown(sample.reward)}`],
-    ["group", `mean ${shown(centre)}, std ${shown(std)} (n - 1); (r - mean) / std = ${std ? shown((sample.reward - centre) / std) : "0, as all are equal"}`],
-    ["advantage", advantages.length ? fromTo(advantages) : "no token is trained"],
+    ["group", `mean ${shown(centre)}, std ${shown(std)} (n - 1)`],
+    ["advantage", advantages.length ? `${fromTo(advantages)}${how}` : "no token is trained"],
   ];
   if (ratio) rows.push(["ratio, first epoch", `${fromTo(ratio, DIGITS.ratio)}${clipped ? `; clipped: ${clipped.filter(Boolean).length} of ${clipped.length} tokens` : ""}`]);
-  rows.push(["share of the loss", checked(sample.share)], ["sum check", checked(sample.total)]);
+  rows.push(["share of the loss", checked(sample.share)], ["sum check", checked(sample.total)], ["every number of it", element("code", {}, command)]);
   return element("details", { class: "explained" }, element("summary", {}, "from the reward to the loss"), table(["", ""], rows));
 }
 
