@@ -213,19 +213,21 @@ def test_errors_are_those_of_the_sdks() -> None:
     run(test)
 
 
-def test_what_litellm_adds_to_a_response_is_no_edit_of_it() -> None:
+@pytest.mark.parametrize("value", [None, "no"])
+def test_what_litellm_adds_to_a_response_is_no_edit_of_it(value: str | None) -> None:
     async def test() -> None:
         async with opened("one", "two") as door:
             create, asked = door.openai().chat.completions.create, {"role": "user", "content": "Hello"}
             await create(model="any", messages=[asked])  # type: ignore[list-item]
 
-            def again(value: str | None) -> Any:
+            def again(text: str) -> Any:
                 fields = {"function_call": None, "provider_specific_fields": {"refusal": value}}
-                return create(model="any", messages=[asked, {"role": "assistant", "content": "one", **fields}, asked])  # type: ignore[list-item]
+                return create(model="any", messages=[asked, {"role": "assistant", "content": text, **fields}, asked])  # type: ignore[list-item]
 
-            with pytest.raises(openai.BadRequestError, match="provider_specific_fields"):
-                await again("no")
-            await again(None)
+            if value is not None:  # in a conversation of its own the field would be dropped
+                with pytest.raises(openai.BadRequestError, match="provider_specific_fields"):
+                    await again("edited")
+            await again("one")
             assert [len(each.turns) for each in door.session.ledger.segments] == [2]
 
     run(test)
@@ -424,6 +426,12 @@ def test_anthropics_blocks_are_read_without_what_no_model_sees() -> None:
     assert [each.role for each in read.messages] == ["system", "user", "assistant", "tool"]
 
 
+def test_a_system_message_may_stand_between_others() -> None:
+    note = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    read = read_anthropic({"messages": [note, {"role": "user", "content": "Hello"}]})
+    assert read.messages == (Message("system", "Be brief."), Message("user", "Hello"))
+
+
 def _without_unseen(block: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in block.items() if name not in ("cache_control", "citations")}
 
@@ -494,6 +502,51 @@ def test_a_key_opens_its_own_session_alone() -> None:
             with pytest.raises(openai.AuthenticationError):  # its session is over
                 await openai.AsyncOpenAI(base_url=f"{door.gateway.url(other)}/v1", api_key=other.key).models.list()
             assert door.url.startswith("http://127.0.0.1:")
+
+    run(test)
+
+
+def test_tokens_are_counted_before_a_request() -> None:
+    async def test() -> None:
+        async with opened("one", "two") as door:
+            claude, messages = door.anthropic(), [{"role": "user", "content": "Hello"}]
+            tool: Any = {"name": "weather", "description": "Of a city.", "input_schema": PARAMETERS}
+            request: Any = {"model": "any", "messages": messages, "tools": [tool], "system": "Be brief."}
+            counts = [await claude.messages.count_tokens(**request), await claude.beta.messages.count_tokens(**request)]
+            done = await claude.beta.messages.create(max_tokens=5, **request)  # with ?beta=true, as Claude Code asks
+            assert [each.input_tokens for each in counts] == [done.usage.input_tokens] * 2
+            counted = await door.openai().responses.input_tokens.count(
+                model="any", input="Hello", instructions="Be brief.", tools=[{"type": "function", **FUNCTION}]
+            )
+            assert counted.input_tokens == done.usage.input_tokens
+            with pytest.raises(anthropic.BadRequestError, match="must be a list"):
+                await claude.messages.count_tokens(model="any", messages="Hello")  # type: ignore[arg-type]
+            assert door.session.counts["requests"] == len(door.session.ledger.turns) == 1
+
+    run(test)
+
+
+def test_models_have_the_shape_of_their_sdk() -> None:
+    async def test() -> None:
+        async with opened() as door:
+            assert [each.id async for each in door.anthropic().models.list()] == ["policy"]
+            assert (await door.anthropic().models.retrieve("claude-9")).id == "claude-9"
+            assert (await door.openai().models.retrieve("org/model")).id == "org/model"
+
+    run(test)
+
+
+def test_what_is_not_served_is_refused_by_its_name() -> None:
+    async def test() -> None:
+        async with opened() as door, door.plain() as client:
+            with pytest.raises(openai.NotFoundError, match=r"POST /v1/embeddings is not served.*/v1/chat/completions"):
+                await door.openai().embeddings.create(model="any", input="Hello")
+            with pytest.raises(openai.NotFoundError, match="/v1/completions is not served"):
+                await door.openai().completions.create(model="any", prompt="Hello")
+            with pytest.raises(anthropic.NotFoundError, match=r"/v1/messages/batches is not served"):
+                await door.anthropic().messages.batches.create(requests=[])
+            assert (await client.get("/v1/messages")).status_code == 404
+            assert (await client.head("")).status_code == 404
 
     run(test)
 

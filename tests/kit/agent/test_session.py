@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable
+from copy import deepcopy
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -31,7 +32,7 @@ from verl.chat.observations import SharedPrompt
 from verl.errors import ServiceDownError
 from verl.kit.agent.launcher import episode_folder
 from verl.kit.agent.ledger import Ledger, LedgerError
-from verl.kit.agent.requests import ApiError, Finish
+from verl.kit.agent.requests import ApiError, ChatRequest, Finish
 from verl.kit.agent.session import Session
 from verl.types import Completion, Message, StopReason, ToolCall
 
@@ -112,6 +113,67 @@ def test_a_changed_history_opens_a_segment_with_its_whole_context(
         await ask(made, *history)  # the original can still be continued
         assert len(original.turns) == 2 and [turn.segment for turn in made.ledger.turns] == [0, 1, 0]
         check_exact(made, policy)
+
+    run(test)
+
+
+TEMPLATE = (
+    "{{ tools }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "FIELDS{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NAMED = {"name": "Ada"}
+RENAMED: dict[str, Callable[[tuple[Message, ...]], tuple[Message, ...]]] = {
+    "a user's name": lambda messages: (replace(messages[0], template_fields=NAMED), *messages[1:]),
+    "the policy's name": lambda messages: (
+        messages[0],
+        replace(messages[1], content=f" {messages[1].content}", template_fields=NAMED),
+        *messages[2:],
+    ),
+    "the tool's name": lambda messages: (*messages[:2], replace(messages[2], tool="weather"), *messages[3:]),
+    "other ids": lambda messages: (
+        messages[0],
+        replace(messages[1], tool_calls=tuple(replace(call, id="mine") for call in messages[1].tool_calls)),
+        replace(messages[2], tool_call_id="mine"),
+        *messages[3:],
+    ),
+}
+
+
+@pytest.mark.parametrize("shows_names", [False, True])
+@pytest.mark.parametrize("what", RENAMED)
+def test_fields_that_no_chat_template_shows_open_no_segment(what: str, shows_names: bool) -> None:
+    async def test() -> None:
+        own = observations()
+        tokenizer = deepcopy(own.chat.tokenizer)
+        shown = (
+            "{{ m.name }}{{ m.tool_call_id }}{% for c in m.tool_calls %}{{ c.id }}{% endfor %}" if shows_names else ""
+        )
+        tokenizer.chat_template = TEMPLATE.replace("FIELDS", shown)
+        own = replace(own, chat=replace(own.chat, tokenizer=tokenizer))
+        made, policy = session(CALL, "cold", "yes", observations=own)
+        first = await ask(made, HELLO, tools=(WEATHER,))
+        history = (*answered(HELLO, by=first), Message("tool", "-3", tool_call_id="call00000"))
+        second = await ask(made, *history, tools=(WEATHER,))
+        await ask(made, *RENAMED[what](answered(*history, by=second)), user("Sure?"), tools=(WEATHER,))
+        is_shown = shows_names and what != "the tool's name"  # which the ledger knows by the call
+        assert [len(each.turns) for each in made.ledger.segments] == ([2, 1] if is_shown else [3])
+        check_exact(made, policy)
+
+    run(test)
+
+
+def test_counted_tokens_are_those_that_the_policy_sees() -> None:
+    async def test() -> None:
+        made, policy = session("one", "two", "three")
+        counted = [made.count_tokens(ChatRequest((HELLO,)))]
+        first = await ask(made, HELLO)
+        for history in ((*answered(HELLO, by=first), user("go on")), (user("A summary"),)):
+            counted.append(made.count_tokens(ChatRequest(history)))
+            await ask(made, *history)
+        assert counted == [len(ids) for ids, _ in policy.saw] and made.counts["requests"] == 3
+        with pytest.raises(ApiError, match="dropped"):
+            made.count_tokens(ChatRequest((replace(HELLO, template_fields=NAMED),)))
 
     run(test)
 
@@ -294,10 +356,17 @@ class Program:
             self.histories[place] = (user(f"{history[0].content}?"), *history[1:])
         elif action == "compact":
             self.histories[place] = (user("A summary"),)
+        elif action == "rename":
+            self.histories[place] = tuple(replace(each, template_fields=NAMED) for each in history)
         elif action == "lose":
             await lost(self.session, *history)
         else:
-            response = await ask(self.session, *history, retried=action == "retry")
+            try:
+                response = await ask(self.session, *history, retried=action == "retry")
+            except ApiError as refused:  # a new segment, of which the chat template would drop the names
+                assert "name" in refused.problem and any(each.template_fields for each in history)
+                self.histories[place] = tuple(replace(each, template_fields={}) for each in history)
+                return
             if action == "retry":
                 assert response == await ask(self.session, *history, retried=True)
             more = Message("assistant", f" {response.content}\n") if action == "strip" else answered(by=response)[0]
@@ -308,7 +377,8 @@ class Program:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["ask", "ask", "strip", "retry", "branch", "edit", "compact", "lose"]), st.integers(0, 3)
+            st.sampled_from(["ask", "ask", "strip", "retry", "branch", "edit", "compact", "lose", "rename"]),
+            st.integers(0, 3),
         ),
         max_size=12,
     )

@@ -216,3 +216,8 @@ def chat_error(error: ApiError) -> dict[str, Any]:
     """The error as OpenAI's SDKs read it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": error.problem, "type": kind, "param": error.field, "code": error.code}}
+
+
+def openai_model(name: str) -> dict[str, Any]:
+    """The policy as an entry of the list of models."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "toolrl"}

@@ -26,8 +26,14 @@ from starlette.types import Receive, Scope, Send
 
 from verl.errors import ServiceDownError
 from verl.kit.agent.address import LOOPBACK, Address
-from verl.kit.agent.chat_api import MODEL, chat_chunks, chat_completion, chat_error, read_chat
-from verl.kit.agent.messages_api import anthropic_error, anthropic_events, anthropic_message, read_anthropic
+from verl.kit.agent.chat_api import MODEL, chat_chunks, chat_completion, chat_error, openai_model, read_chat
+from verl.kit.agent.messages_api import (
+    anthropic_error,
+    anthropic_events,
+    anthropic_message,
+    anthropic_model,
+    read_anthropic,
+)
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse
 from verl.kit.agent.responses_api import read_responses, response_events, response_object
 from verl.kit.agent.rewards import read_reward
@@ -37,6 +43,7 @@ from verl.kit.serving.serving import BoundedProtocol, Gate
 
 _log = logging.getLogger(__name__)
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _GRACE_S = 2
 _PING_S = 15.0  # between comments in a stream whose response is not there yet
 
@@ -157,8 +164,14 @@ class Gateway:
         return Starlette(
             routes=[
                 *(route(path, partial(_respond, api), api.error) for path, api in APIS.items()),
+                route("/v1/messages/count_tokens", partial(_count, read_anthropic, {}), anthropic_error),
+                route(
+                    "/v1/responses/input_tokens", partial(_count, read_responses, {"object": "response.input_tokens"})
+                ),
                 route("/v1/models", _models, method="GET"),
+                route("/v1/models/{model:path}", _model, method="GET"),
                 route("/reward", _reward),
+                Route("/sessions/{session}{path:path}", _not_served, methods=_METHODS),
                 *self._routes,
             ]
         )
@@ -231,10 +244,35 @@ def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> Strea
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-async def _models(_: Session, __: Request) -> Response:
-    return JSONResponse(
-        {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "toolrl"}]}
-    )
+async def _count(
+    read: Callable[[Body], ChatRequest], head: Mapping[str, str], session: Session, request: Request
+) -> Response:
+    """The tokens of a request that is not made."""
+    _, body = await _json(request)
+    return JSONResponse({**head, "input_tokens": session.count_tokens(read(body))})
+
+
+async def _models(_: Session, request: Request) -> Response:
+    if _is_anthropic(request):
+        return JSONResponse({"data": [anthropic_model(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL})
+    return JSONResponse({"object": "list", "data": [openai_model(MODEL)]})
+
+
+async def _model(_: Session, request: Request) -> Response:
+    """Any name is the policy's, as in a request."""
+    name = request.path_params["model"]
+    return JSONResponse(anthropic_model(name) if _is_anthropic(request) else openai_model(name))
+
+
+async def _not_served(request: Request) -> Response:
+    path = request.path_params["path"]
+    served = ", ".join([*APIS, "/v1/models", "/reward"])
+    error = ApiError(404, "not_found", f"{request.method} {path} is not served here; these are: {served}")
+    return JSONResponse((anthropic_error if _is_anthropic(request) else chat_error)(error), error.status)
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
 
 
 async def _reward(session: Session, request: Request) -> Response:

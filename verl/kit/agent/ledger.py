@@ -8,13 +8,16 @@ an edited message, a sub-agent, a parallel call) opens a new segment, rendered f
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from verl.chat.observations import ObservationTokenizer
 from verl.envs.base import Observation
 from verl.errors import ConfigError, DataError, VerlError
+from verl.formats.history import with_calls_written
 from verl.types import Completion, Message, ParsedResponse, ToolSpec, Turn
 
 
@@ -80,19 +83,30 @@ class Ledger:
         Raises DataError for messages that cannot be shown in full, ConfigError for tools that would not be listed.
         """
         messages, tools = tuple(messages), tuple(tools)
+        segment, context = self._continued(messages, tools)
+        if segment is not None:
+            return self._draft(segment, messages, messages[len(segment.messages) :], context)
+        segment = Segment(messages, tools, len(context), messages)
+        self._segments.append(segment)
+        return self._draft(segment, messages, messages, context)
+
+    def num_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> int:
+        """Those that such a request would show the policy. Raises like `place`."""
+        segment, context = self._continued(tuple(messages), tuple(tools))
+        return len(context) + (0 if segment is None else len(segment.token_ids))
+
+    def _continued(
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+    ) -> tuple[Segment | None, array[int]]:
+        """(the segment that the messages continue, the tokens of what is new); (None, all tokens) without one."""
         for segment in self._candidates(messages, tools):
-            added = messages[len(segment.messages) :]
             try:
-                named = _with_tool_names(segment.messages, added)
-                context = array("i", self._observations.answer_ids(named, segment.written, segment.ended))
+                named = _with_tool_names(segment.messages, messages[len(segment.messages) :])
+                return segment, array("i", self._observations.answer_ids(named, segment.written, segment.ended))
             except ConfigError:  # the chat template writes such messages only in front of the first response
                 break
-            return self._draft(segment, messages, added, context)
         ids = self._observations.prompt_ids(Observation(_with_tool_names((), messages), tools))
-        prompt = ids if isinstance(ids, array) else array("i", ids)
-        segment = Segment(messages, tools, len(prompt), messages)
-        self._segments.append(segment)
-        return self._draft(segment, messages, messages, prompt)
+        return None, ids if isinstance(ids, array) else array("i", ids)
 
     def place_tokens(self, token_ids: Sequence[int]) -> Draft:
         """Like `place`, for a request that is the tokens themselves. Raises DataError for an id without a token."""
@@ -118,9 +132,37 @@ class Ledger:
         for segment in sorted(self._segments, key=lambda each: -len(each.messages)):
             known, added = segment.messages, messages[len(segment.messages) :]
             open_for_more = bool(segment.turns and known) and not segment.busy and segment.tools == tools
-            alike = open_for_more and _is_continued(known, messages)
-            if alike and added and all(message.role != "assistant" for message in added):
+            fits = open_for_more and added and all(message.role != "assistant" for message in added)
+            if fits and self._is_repeated(known, messages[: len(known)], tools):
                 yield segment
+
+    def _is_repeated(self, known: Sequence[Message], given: Sequence[Message], tools: Sequence[ToolSpec]) -> bool:
+        """Whether a program has repeated the known messages: equal ones, or others that are rendered alike.
+
+        So `name` or another id changes nothing if no chat template shows it. The policy's text and calls must be equal
+        in any case, because templates drop parts of earlier responses.
+        """
+        one, other = ([_without_spaces(message) for message in messages] for messages in (known, given))
+        if one == other:
+            return True
+        if list(map(_own, one)) != list(map(_own, other)):
+            return False
+        with suppress(DataError, ConfigError):
+            return self._text(one, tools) == self._text(other, tools)
+        return False
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """As the policy would see the messages at the start of an episode."""
+        style, chat, named = (
+            self._observations.tool_call_format,
+            self._observations.chat,
+            _with_tool_names((), messages),
+        )
+        if style.template_tools:
+            shown, listed = style.render_prompt(named, tools), tools
+        else:
+            shown, listed = style.render_prompt(with_calls_written(style, named), tools), ()
+        return shown if isinstance(shown, str) else chat.rendered(shown, listed)
 
     def append(
         self, draft: Draft, pieces: Sequence[Completion], received: Message, parsed: ParsedResponse | None
@@ -190,18 +232,18 @@ class Ledger:
         return self._order[0][0].opening if self._order else ()
 
 
-def _is_continued(known: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Whether the messages begin with the known ones, as a program repeats them."""
-    return len(messages) > len(known) and all(map(_same, known, messages))
+def _without_spaces(message: Message) -> Message:
+    """A response without white space around it and `null` for its empty text: SDKs and frameworks change both."""
+    if message.role != "assistant":
+        return message
+    fields = {key: each for key, each in message.template_fields.items() if key != "content"}
+    return replace(message, content=message.content.strip(), template_fields=fields)
 
 
-def _same(known: Message, given: Message) -> bool:
-    """Equal, but for white space around a response and `null` for its empty text: SDKs and frameworks change both."""
-    if known.role != "assistant" or given.role != "assistant":
-        return known == given
-    fields = ({key: each for key, each in one.template_fields.items() if key != "content"} for one in (known, given))
-    same_fields = next(fields) == next(fields)
-    return same_fields and known.content.strip() == given.content.strip() and known.tool_calls == given.tool_calls
+def _own(message: Message) -> tuple[str, str | None, list[tuple[str, Mapping[str, Any]]]]:
+    """(the role, the text of a response, its calls)"""
+    calls = [(call.name, call.arguments) for call in message.tool_calls]
+    return message.role, message.content if message.role == "assistant" else None, calls
 
 
 def _with_tool_names(before: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -18,10 +18,19 @@ _SAMPLING: Mapping[str, object] = {
     "output_config": {},  # how much effort
 }
 _READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream")
-_UNSEEN = ("model", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id")
+_UNSEEN = (
+    *("model", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"),
+    "diagnostics",
+)
 _TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+_ROLES = ("user", "assistant", "system")
 _STOP_REASONS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
-_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+}
 
 
 def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
@@ -47,8 +56,8 @@ def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
 
 def _openai(message: Any, field: str) -> list[dict[str, Any]]:
     """The message in OpenAI's form: results of tools are messages of their own, in front of the user's text."""
-    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
-        raise bad_request("must be an object with the role user or assistant", field)
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        raise bad_request(f"must be an object with a role of {', '.join(_ROLES)}", field)
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(each, Mapping) for each in blocks):
@@ -140,3 +149,9 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The error as Anthropic's SDKs read it."""
     kind = _ERRORS.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error.problem}"}}
+
+
+def anthropic_model(name: str) -> dict[str, Any]:
+    """The policy as an entry of the list of models."""
+    unknown = "1970-01-01T00:00:00Z"
+    return {"type": "model", "id": name, "display_name": name, "created_at": unknown, "lifecycle": "active"}

@@ -6,7 +6,8 @@ import asyncio
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Protocol
@@ -117,6 +118,11 @@ class Session:
         finally:
             exchange.waiting -= 1
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Those that the request would show the policy. Raises ApiError."""
+        with _refusing():
+            return self.ledger.num_tokens(request.messages, request.tools)
+
     def metrics(self) -> dict[str, int]:
         """After the end, by name."""
         counted = ("requests", "retries", "undelivered", "sampling_overridden")
@@ -151,13 +157,11 @@ class Session:
             self.limit = StopReason.MAX_TURNS
             raise ApiError(400, "max_turns", f"env.max_turns={self.policy.max_turns} requests are used up")
         sampling = self._own_sampling(request)
-        try:
+        with _refusing():
             if request.token_ids:
                 draft = self.ledger.place_tokens(request.token_ids)
             else:
                 draft = self.ledger.place(request.messages, request.tools)
-        except (DataError, ConfigError) as error:
-            raise ApiError(400, "invalid_request_error", str(error)) from error
         try:
             pieces = await self._sample(draft, request, sampling)
         except BaseException:
@@ -233,6 +237,15 @@ class Session:
         """The calls with an id each: nine letters and digits, which all chat templates accept."""
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return tuple(replace(call, id=f"call{first + number:05}") for number, call in enumerate(calls))
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Messages and tools that cannot be shown to the policy are the program's error. Raises ApiError."""
+    try:
+        yield
+    except (DataError, ConfigError) as error:
+        raise ApiError(400, "invalid_request_error", str(error)) from error
 
 
 def received(response: ChatResponse) -> Message:
