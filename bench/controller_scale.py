@@ -86,12 +86,13 @@ class SimulatedRanks:
     store: npt.NDArray[np.uint8]  # as Ray's object store, memory that is used again
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Shard], *args: Any) -> list[Any]:
-        """Pickle every rank's arguments."""
-        return [self._submit(function, shard, *args) for shard in shards]
+        """Pickle the call, and every rank's shard with it, as `RayGroup` does."""
+        call = pickle.dumps((function, args))
+        return [self._submit(function, shard, call) for shard in shards]
 
-    def _submit(self, function: Callable[..., Any], shard: Shard, *args: Any) -> Any:
+    def _submit(self, function: Callable[..., Any], shard: Shard, call: bytes) -> Any:
         buffers: list[pickle.PickleBuffer] = []
-        pickle.dumps((function, shard, args), protocol=5, buffer_callback=buffers.append)
+        pickle.dumps((shard, call), protocol=5, buffer_callback=buffers.append)
         for buffer in buffers:
             array_of_bytes = np.frombuffer(buffer, np.uint8)
             self.store[: len(array_of_bytes)] = array_of_bytes

@@ -145,9 +145,39 @@ def test_a_shard_travels_as_bytes_of_its_arrays() -> None:
     batch = numbered(5, (8,) * 200)
     (shard,) = ShardedModel(Ranks(1), PackSettings()).shard(batch).shards()
     num_tokens, num_trained = int(batch.num_tokens.sum()), int(batch.num_trained.sum())
-    columns = 3 * 4 * num_trained  # rewards, log-probs of the engine, advantages
+    columns = 2 * 4 * num_trained  # log-probs of the engine, advantages; rewards stay
     rest = len(pickle.dumps(shard, protocol=5)) - 5 * num_tokens - columns
     assert 0 < rest < 50 * len(batch)
+
+
+@settings(deadline=None)
+@given(group_sizes, st.integers(0, 10**6), st.integers(1, 9), st.integers(2, 5), st.booleans())
+def test_a_shard_arrives_as_it_was_sent(
+    sizes: tuple[int, ...], seed: int, num_ranks: int, protocol: int, in_band: bool
+) -> None:
+    """Bit for bit and aligned, of any types, also where a rank has no sample."""
+    batch = replace(numbered(seed, sizes), metric_weight=0.1, sampled_weight=0.2)
+    batch = replace(
+        batch, selected=column(batch.advantages) % 3 == 0, values=column(batch.advantages).astype(np.float64)
+    )
+    for shard in ShardedModel(Ranks(num_ranks), PackSettings()).shard(batch).shards():
+        outside: list[pickle.PickleBuffer] | None = None if in_band or protocol < 5 else []
+        sent = pickle.dumps(shard, protocol, buffer_callback=None if outside is None else outside.append)
+        arrived = pickle.loads(sent, buffers=outside)
+        assert arrived.packs == shard.packs
+        for field in fields(TokenBatch):
+            before, after = getattr(shard.batch, field.name), getattr(arrived.batch, field.name)
+            assert type(before) is type(after)
+            if isinstance(before, np.ndarray):
+                assert before.dtype == after.dtype and before.tobytes() == after.tobytes() and after.flags.aligned
+            else:
+                assert before == after
+
+
+def test_ranks_do_not_receive_what_only_advantages_need() -> None:
+    batch = replace(numbered(1, (2, 2)), baselines=np.ones(4, dtype=np.float32))
+    for shard in ShardedModel(Ranks(2), PackSettings()).shard(batch).shards():
+        assert shard.batch.rewards is None and shard.batch.baselines is None
 
 
 def test_metrics_of_several_updates_are_combined_by_their_own_rule() -> None:

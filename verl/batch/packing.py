@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
@@ -180,10 +180,10 @@ class Sharding:
     num_ranks: int
 
     def shards(self) -> Iterator[Shard]:
-        """Every rank's shard in turn, each copied when it is sent."""
-        bounds = self.batch.bounds
+        """Every rank's shard in turn, each copied when it is sent, without what only the advantages needed."""
+        needed, bounds = replace(self.batch, rewards=None, baselines=None), self.batch.bounds
         for rank in range(self.num_ranks):
-            yield Shard(self.batch.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))
+            yield Shard(needed.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))
 
     def gathered(self, by_rank: Sequence[Floats]) -> Floats:
         """[A] the ranks' values of their trained tokens, in the order of the batch."""

@@ -6,7 +6,7 @@ Shape legend: B samples, N tokens of all samples, A trained tokens ("A" for acti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -131,10 +131,34 @@ class TokenBatch:
             if len(rows):
                 yield rows
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """All arrays in one buffer: a small shard costs the controller as much per pickled array as for its samples."""
+        given = {field.name: getattr(self, field.name) for field in _FIELDS}
+        arrays = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
+        widest_first = sorted(arrays.items(), key=lambda named: -named[1].itemsize)  # so that each is aligned
+        layout = tuple((name, array.dtype.char, len(array)) for name, array in widest_first)
+        flat = np.frombuffer(b"".join([array.data for _, array in widest_first]), dtype=np.uint8)
+        return _from_flat, (flat, layout, self.metric_weight, self.sampled_weight)
+
     def tokens_alone(self) -> TokenBatch:
         """The tokens and what is trained of them: all that scoring needs."""
         names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups", "episodes")
         return TokenBatch(**{name: getattr(self, name) for name in names})
+
+
+_FIELDS = fields(TokenBatch)
+
+
+def _from_flat(
+    flat: npt.NDArray[np.uint8], layout: Sequence[tuple[str, str, int]], metric_weight: float, sampled_weight: float
+) -> TokenBatch:
+    """Arrays as views of one buffer. layout: name, type and number of items of each"""
+    arrays: dict[str, Any] = {}
+    start = 0
+    for name, dtype, count in layout:
+        arrays[name] = np.frombuffer(flat, dtype, count, start)
+        start += arrays[name].nbytes
+    return TokenBatch(**arrays, metric_weight=metric_weight, sampled_weight=sampled_weight)
 
 
 def _bounds(counts: Ints) -> Ints:

@@ -31,8 +31,8 @@ class WorkerContext:
 class WorkerGroup(Protocol):
     """Runs functions whose first argument is the rank's worker object.
 
-    `call_ref` leaves results on the workers and returns references, which the other methods accept as arguments: large
-    data is transferred once, from worker to worker.
+    `call_ref` leaves results on the workers and returns references, which `call` and `submit` accept as arguments:
+    large data is transferred once, from worker to worker.
     """
 
     @property

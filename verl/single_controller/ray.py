@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import logging
 import os
+import pickle
 import re
 import secrets
 import socket
@@ -290,6 +291,12 @@ class _Worker:
         result = function(self._object, *args)
         return None, await result if inspect.isawaitable(result) else result
 
+    @ray.method(num_returns=2)
+    async def run_on(self, shard: Any, call: bytes) -> tuple[None, Any]:
+        """`run` of a call that was pickled once for all ranks. Ray pickles every argument of every task on its own."""
+        function, args = pickle.loads(call)  # noqa: S301  from the controller
+        return await self.run(function, shard, *args)
+
 
 class _NodeWatch:
     """An actor on a node other than the controller's: reports the status of processes there."""
@@ -353,8 +360,9 @@ class RayGroup:
         return self._fetch(self.call_ref(function, *args), task_name(function, args))
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
-        pairs, task = zip(self._actors, shards, strict=True), task_name(function, args)
-        started = [actor.run.remote(function, shard, *args) for actor, shard in pairs]
+        task = task_name(function, args)
+        call: bytes = ray.cloudpickle.dumps((function, args))  # type: ignore[no-untyped-call]  # Ray's
+        started = [actor.run_on.remote(shard, call) for actor, shard in zip(self._actors, shards, strict=True)]
         return self._fetch(self._wait_all(started, task), task)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
