@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from dataclasses import fields, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.batch.test_packing import random_samples
+from verl.batch import token_batch
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import batch_of, to_batch
@@ -151,9 +153,16 @@ def test_a_shard_travels_as_bytes_of_its_arrays() -> None:
 
 
 @settings(deadline=None)
-@given(group_sizes, st.integers(0, 10**6), st.integers(1, 9), st.integers(2, 5), st.booleans())
+@given(
+    group_sizes,
+    st.integers(0, 10**6),
+    st.integers(1, 9),
+    st.integers(2, 5),
+    st.booleans(),
+    st.sampled_from([0, 100, 1 << 16]),
+)
 def test_a_shard_arrives_as_it_was_sent(
-    sizes: tuple[int, ...], seed: int, num_ranks: int, protocol: int, in_band: bool
+    sizes: tuple[int, ...], seed: int, num_ranks: int, protocol: int, in_band: bool, small: int
 ) -> None:
     """Bit for bit and aligned, of any types, also where a rank has no sample."""
     batch = replace(numbered(seed, sizes), metric_weight=0.1, sampled_weight=0.2)
@@ -162,7 +171,8 @@ def test_a_shard_arrives_as_it_was_sent(
     )
     for shard in ShardedModel(Ranks(num_ranks), PackSettings()).shard(batch).shards():
         outside: list[pickle.PickleBuffer] | None = None if in_band or protocol < 5 else []
-        sent = pickle.dumps(shard, protocol, buffer_callback=None if outside is None else outside.append)
+        with patch.object(token_batch, "_SMALL", small):
+            sent = pickle.dumps(shard, protocol, buffer_callback=None if outside is None else outside.append)
         arrived = pickle.loads(sent, buffers=outside)
         assert arrived.packs == shard.packs
         for field in fields(TokenBatch):

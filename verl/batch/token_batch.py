@@ -132,13 +132,15 @@ class TokenBatch:
                 yield rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """All arrays in one buffer: a small shard costs the controller as much per pickled array as for its samples."""
+        """Small arrays in one buffer: pickled one by one, those of a few samples cost the controller as much as all the
+        rest that it does for them. Large ones are not copied."""
         given = {field.name: getattr(self, field.name) for field in _FIELDS}
-        arrays = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
-        widest_first = sorted(arrays.items(), key=lambda named: -named[1].itemsize)  # so that each is aligned
+        small = {name: each for name, each in given.items() if isinstance(each, np.ndarray) and each.nbytes <= _SMALL}
+        others = {name: each for name, each in given.items() if name not in small and each is not None}
+        widest_first = sorted(small.items(), key=lambda named: -named[1].itemsize)  # so that each is aligned
         layout = tuple((name, array.dtype.char, len(array)) for name, array in widest_first)
         flat = np.frombuffer(b"".join([array.data for _, array in widest_first]), dtype=np.uint8)
-        return _from_flat, (flat, layout, self.metric_weight, self.sampled_weight)
+        return _unpickled, (flat, layout, others)
 
     def tokens_alone(self) -> TokenBatch:
         """The tokens and what is trained of them: all that scoring needs."""
@@ -147,18 +149,18 @@ class TokenBatch:
 
 
 _FIELDS = fields(TokenBatch)
+_SMALL = 1 << 16  # bytes
 
 
-def _from_flat(
-    flat: npt.NDArray[np.uint8], layout: Sequence[tuple[str, str, int]], metric_weight: float, sampled_weight: float
+def _unpickled(
+    flat: npt.NDArray[np.uint8], layout: Sequence[tuple[str, str, int]], others: dict[str, Any]
 ) -> TokenBatch:
-    """Arrays as views of one buffer. layout: name, type and number of items of each"""
-    arrays: dict[str, Any] = {}
-    start = 0
+    """With arrays that are views of one buffer. layout: name, type and number of items of each"""
+    arrays, start = dict(others), 0
     for name, dtype, count in layout:
         arrays[name] = np.frombuffer(flat, dtype, count, start)
         start += arrays[name].nbytes
-    return TokenBatch(**arrays, metric_weight=metric_weight, sampled_weight=sampled_weight)
+    return TokenBatch(**arrays)
 
 
 def _bounds(counts: Ints) -> Ints:
