@@ -295,7 +295,8 @@ class _Worker:
     async def run_on(self, shard: Any, call: bytes) -> tuple[None, Any]:
         """`run` of a call that was pickled once for all ranks. Ray pickles every argument of every task on its own."""
         function, args = pickle.loads(call)  # noqa: S301  from the controller
-        return await self.run(function, shard, *args)
+        result: tuple[None, Any] = await self.run(function, shard, *args)
+        return result
 
 
 class _NodeWatch:
