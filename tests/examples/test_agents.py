@@ -135,14 +135,15 @@ def test_mini_swe_agent_without_a_command_repairs_nothing(sandbox_server: None) 
 @pytest.mark.long
 def test_a_loop_solves_a_task_folder_and_its_own_tests_score_it(tmp_path: Path) -> None:
     """Nothing that it writes for the verifier counts."""
-    pytest.importorskip("openai")
+    python = str(environment("openai_loop") / "bin" / "python")
     need_bubblewrap()
     folder = folder_of(tmp_path)
     (task,) = TaskSet(str(folder))
     scores = []
     for shell in ('echo "6 $UNIT" > sum.txt', "echo 1 > /logs/verifier/reward.txt; echo 5 > sum.txt"):
         engine = TextEngine(f"```bash\n{shell}\n```", "Done.")
-        (found,) = episodes(AgentFactory(agent=f"{EXAMPLES / 'harbor.py'}:run"), engine, task)
+        factory = AgentFactory(agent=f"{EXAMPLES / 'harbor.py'}:run", python=python, runtime=True)
+        (found,) = episodes(factory, engine, task)
         assert isinstance(found, Trajectory) and found.score is not None, found
         assert [shown for shown, _ in in_ledger(found)] == engine.asked
         scores.append((found.score.total, found.score.parts["swe/resolved"]))

@@ -31,6 +31,7 @@ from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.sampling import OnSampling
 from verl.kit.agent.session import Session
 from verl.kit.serving.serving import find_token
+from verl.kit.swe.harness import TaskRuntimes, TaskSession
 from verl.types import Message, Score, StopReason, Task, Turn
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class AgentFactory(EnvFactory):
     max_concurrent: programs at a time; further episodes wait
     pull: agents elsewhere pull the tasks, in place of a program; lease_s: time without heartbeat that ends a lease
     sandbox: the command runs confined, with the gateway as its only network; readable: further paths that it sees
+    runtime: rows are tasks of env.name=swe, in whose runtimes the programs' commands run; or its options (TaskRuntimes)
     host, port: where the gateway listens (port 0: a free one); url: as agents see it, if it differs
     """
 
@@ -60,6 +62,7 @@ class AgentFactory(EnvFactory):
         lease_s: float = 60.0,
         sandbox: bool = False,
         readable: Sequence[str] = (),
+        runtime: bool | Mapping[str, Any] = False,
         host: str = "127.0.0.1",
         port: int = 0,
         url: str | None = None,
@@ -76,6 +79,7 @@ class AgentFactory(EnvFactory):
         self._confinement = Confinement(readable) if sandbox else None
         self._pulls = PullLauncher(lease_s) if pull else None
         self.launcher = self._pulls or build_launcher(agent, command, python, self._confinement)
+        self.tasks = _task_runtimes(runtime)
         self.on_sampling = OnSampling(on_sampling)
         self._overridden: set[str] = set()  # named so far
         self.slots = asyncio.Semaphore(max_concurrent)
@@ -85,8 +89,14 @@ class AgentFactory(EnvFactory):
     def __call__(self, task: Task) -> AgentEnv:
         return AgentEnv(task, self)
 
+    def check_task(self, task: Task) -> None:
+        if self.tasks is not None:
+            self.tasks.read(task.extra)
+
     async def check_services(self) -> None:
         """Raises ConfigError if the program cannot be imported. The first episode waits for one that takes longer."""
+        if self.tasks is not None:
+            await self.tasks.check_services()
         try:
             async with asyncio.timeout(_CHECK_S):
                 await self.launcher.check()
@@ -120,6 +130,16 @@ class AgentFactory(EnvFactory):
             await gateway.close()
         if self._confinement is not None:
             self._confinement.close()
+        if self.tasks is not None:
+            await self.tasks.close()
+
+
+def _task_runtimes(given: bool | Mapping[str, Any]) -> TaskRuntimes | None:
+    """Raises ConfigError."""
+    options = {} if isinstance(given, bool) else dict(given)
+    if unknown := sorted(options.keys() - {"urls", "deployment", "prepared"}):
+        raise ConfigError(f"env.options.runtime.{unknown[0]} is unknown; expected urls, deployment or prepared")
+    return None if given is False else TaskRuntimes(**options)
 
 
 class AgentEnv(ProgramEnv):
@@ -128,6 +148,7 @@ class AgentEnv(ProgramEnv):
     def __init__(self, task: Task, factory: AgentFactory) -> None:
         self._task, self._factory = task, factory
         self._session: Session | None = None
+        self._work: TaskSession | None = None
         self._score: Score | None = None
 
     async def run(self, policy: ProgramPolicy) -> StopReason:
@@ -140,7 +161,10 @@ class AgentEnv(ProgramEnv):
 
     async def _run_in_slot(self, policy: ProgramPolicy) -> StopReason:
         gateway = await self._factory.gateway()
-        session = self._session = Session(policy, on_sampling=self._factory.on_sampling)
+        if self._factory.tasks is not None:
+            with policy.timer.paused():
+                self._work = await self._factory.tasks.open(self._task.extra)
+        session = self._session = Session(policy, on_sampling=self._factory.on_sampling, task=self._work)
         try:
             with gateway.serving(session), episode_folder() as folder:
                 await self._run_program(session, gateway.url(session), Path(folder), policy.timer.paused)
@@ -151,7 +175,13 @@ class AgentEnv(ProgramEnv):
 
     async def judge(self) -> Score | None:
         posted = None if self._session is None else self._session.score
-        return self._score or posted
+        if (score := self._score or posted) is not None or self._work is None:
+            return score
+        return await self._work.verdict()
+
+    async def close(self) -> None:
+        if self._work is not None:
+            await self._work.close()
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -176,6 +206,8 @@ class AgentEnv(ProgramEnv):
             "REWARD_URL": f"{url}/reward",
             "REWARD_FILE": str(folder / "reward.json"),
         }
+        if self._work is not None:
+            variables["RUNTIME_URL"] = f"{url}/runtime"
         program = asyncio.ensure_future(self._factory.launcher.run(folder, variables, waiting))
         try:
             await asyncio.wait({program, session.failure}, return_when=asyncio.FIRST_COMPLETED)

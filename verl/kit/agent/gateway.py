@@ -40,6 +40,7 @@ from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.session import Exchange, Session
 from verl.kit.agent.token_api import read_tokens, token_events, token_response
 from verl.kit.serving.serving import BoundedProtocol, Gate
+from verl.kit.swe.runtime import CommandFailedError, RuntimeLostError
 
 _log = logging.getLogger(__name__)
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
@@ -171,6 +172,7 @@ class Gateway:
                 route("/v1/models", _models, method="GET"),
                 route("/v1/models/{model:path}", _model, method="GET"),
                 route("/reward", _reward),
+                route("/runtime/run", _run_command),
                 Route("/sessions/{session}{path:path}", _not_served, methods=_METHODS),
                 *self._routes,
             ]
@@ -266,7 +268,7 @@ async def _model(_: Session, request: Request) -> Response:
 
 async def _not_served(request: Request) -> Response:
     path = request.path_params["path"]
-    served = ", ".join([*APIS, "/v1/models", "/reward"])
+    served = ", ".join([*APIS, "/v1/models", "/reward", "/runtime/run"])
     error = ApiError(404, "not_found", f"{request.method} {path} is not served here; these are: {served}")
     return JSONResponse((anthropic_error if _is_anthropic(request) else chat_error)(error), error.status)
 
@@ -282,3 +284,22 @@ async def _reward(session: Session, request: Request) -> Response:
     except ValueError as error:
         raise ApiError(400, "invalid_reward", str(error)) from error
     return JSONResponse({"reward": session.score.total})
+
+
+async def _run_command(session: Session, request: Request) -> Response:
+    """A command of the program in the runtime of its task."""
+    _, body = await _json(request)
+    command, limit_s = body.get("command"), body.get("timeout_s")
+    if session.task is None:
+        raise ApiError(404, "no_runtime", "no runtime: set env.options.runtime=true")
+    is_number = isinstance(limit_s, int | float) and not isinstance(limit_s, bool) and limit_s > 0
+    if not isinstance(command, str) or not (limit_s is None or is_number) or body.keys() - {"command", "timeout_s"}:
+        raise ApiError(400, "invalid_command", "expected {command: a text, timeout_s: a positive number, or left out}")
+    try:
+        result = await session.task.run(command, limit_s)
+    except CommandFailedError as error:
+        raise ApiError(409, "command_failed", str(error)) from error
+    except RuntimeLostError as error:
+        session.fail(error)
+        raise ApiError(503, "service_unavailable", str(error)) from error
+    return JSONResponse({"output": result.output, "exit_code": result.exit_code, "status": result.status})

@@ -20,6 +20,7 @@ from verl.kit.agent.ledger import Draft, Ledger
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request
 from verl.kit.agent.sampling import OnSampling, differing, honored
 from verl.kit.openai_server.parsing import ResponseReader
+from verl.kit.swe.harness import TaskSession
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Message, ParsedResponse, Score, StopReason, ToolCall
 
@@ -80,10 +81,11 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
     on_sampling: OnSampling = OnSampling.REPLACE
     overridden: set[str] = field(default_factory=set)  # names of settings that were replaced
+    task: TaskSession | None = None  # where the program's commands run (env.options.runtime)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.policy.observations)
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of the engine
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of the engine or the runtime
         self._reader = ResponseReader(self.policy.observations.tool_call_format)
         self._exchanges: list[Exchange] = []
         self._num_calls = 0
@@ -123,6 +125,11 @@ class Session:
         with _refusing():
             return self.ledger.num_tokens(request.messages, request.tools)
 
+    def fail(self, error: Exception) -> None:
+        """Raise it where the episode waits: a part of the machinery is lost."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
     def metrics(self) -> dict[str, int]:
         """After the end, by name."""
         counted = ("requests", "retries", "undelivered", "sampling_overridden")
@@ -146,9 +153,8 @@ class Session:
             return await self._recorded(exchange)
         except ApiError:
             raise
-        except Exception as error:  # raised where the episode waits
-            if not self.failure.done():
-                self.failure.set_exception(error)
+        except Exception as error:
+            self.fail(error)
             raise ApiError(503, "service_unavailable", str(error)) from error
 
     async def _recorded(self, exchange: Exchange) -> ChatResponse:

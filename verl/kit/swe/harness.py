@@ -1,49 +1,70 @@
-"""A task for an agent program (env.name=agent): a runtime for its commands, and the verdict on what it leaves there."""
+"""Tasks for agent programs (env.name=agent): a runtime for a program's commands, and the verdict on what it leaves."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.kit.swe.deployments import runtimes_at
-from verl.kit.swe.runtime import Runtime, Runtimes
-from verl.kit.swe.scoring import collect_patch, score_patch
+from verl.kit.swe.runtime import CommandFailedError, CommandResult, Runtime, Runtimes
+from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
 from verl.kit.swe.tasks import SweTask, read_swe_task
+from verl.net.services import check_services
+from verl.types import Score
 
 
-@dataclass(frozen=True, slots=True)
 class TaskSession:
-    """runtime: where the agent's commands run, in a fresh copy of the repository or the working folder"""
+    """One episode: a runtime with a fresh copy of the repository or the working folder."""
 
-    task: SweTask
-    runtime: Runtime
-    runtimes: Runtimes
+    def __init__(self, task: SweTask, runtime: Runtime, runtimes: Runtimes) -> None:
+        self._task, self._runtimes = task, runtimes
+        self._runtime: Runtime | None = runtime
 
-    async def reward(self) -> dict[str, Any]:
-        """{reward, parts} of the patch, scored in another runtime; this one ends. Raises RuntimeLostError: a fault."""
-        patch = await collect_patch(self.runtime, self.task)
-        await self.runtime.close()
-        score = (await score_patch(self.runtimes, self.task, patch)).score
-        return {"reward": score.total, "parts": dict(score.parts)}
+    async def run(self, command: str, timeout_s: float | None = None) -> CommandResult:
+        """A command in its shell. Raises CommandFailedError while another one runs, RuntimeLostError."""
+        if self._runtime is None:
+            raise CommandFailedError("the task is over")
+        return await self._runtime.run(command, timeout_s)
+
+    async def verdict(self) -> Score:
+        """Of the patch that the runtime holds, judged in another one; this one ends. Raises RuntimeLostError."""
+        assert self._runtime is not None
+        try:
+            patch = await collect_patch(self._runtime, self._task)
+        except CommandFailedError as error:  # the program left no work tree that git can read
+            return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error)).score
+        finally:
+            await self.close()
+        return (await score_patch(self._runtimes, self._task, patch)).score
+
+    async def close(self) -> None:
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            await runtime.close()
 
 
-@asynccontextmanager
-async def open_task(
-    row: Mapping[str, Any],
-    urls: Sequence[str] = (),
-    deployment: Mapping[str, Any] | None = None,
-    prepared: str = "",
-) -> AsyncIterator[TaskSession]:
-    """A session with a row, which an agent gets as `task["extra"]`; the options are those of `env.name=swe`.
+class TaskRuntimes:
+    """Where the tasks of all episodes run; the options are those of env.name=swe."""
 
-    Raises DataError for a row that is none, RuntimeLostError if no runtime starts.
-    """
-    task = read_swe_task(row, Path(prepared) if prepared else None, remote=bool(deployment))
-    runtimes = runtimes_at(urls, deployment)
-    try:
-        yield TaskSession(task, await runtimes.start(task), runtimes)
-    finally:
-        await runtimes.close()
+    def __init__(
+        self, urls: Sequence[str] = (), deployment: Mapping[str, Any] | None = None, prepared: str = ""
+    ) -> None:
+        """Raises ConfigError."""
+        self._prepared, self._runs_images = Path(prepared) if prepared else None, bool(deployment)
+        self._runtimes = runtimes_at(urls, deployment)
+
+    def read(self, row: Mapping[str, Any]) -> SweTask:
+        """The task of a row. Raises DataError."""
+        return read_swe_task(row, self._prepared, remote=self._runs_images)
+
+    async def open(self, row: Mapping[str, Any]) -> TaskSession:
+        """A started runtime. Raises RuntimeLostError and DataError."""
+        task = self.read(row)
+        return TaskSession(task, await self._runtimes.start(task), self._runtimes)
+
+    async def check_services(self) -> None:
+        await check_services([self._runtimes])
+
+    async def close(self) -> None:
+        await self._runtimes.close()
