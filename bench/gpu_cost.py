@@ -30,12 +30,12 @@ from transformers import PretrainedConfig, Qwen2Config
 from verl.batch.packed import PackedBatch
 from verl.config.load import load_config
 from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
-from verl.kit.plan.memory import GIB
-from verl.kit.plan.plan import Lengths, Plan, find_hardware, shape_of
+from verl.kit.plan.plan import Lengths, Plan, find_hardware
 from verl.kit.plan.seconds import Rates, counted_seconds, sharding_traffic
 from verl.tracking.flops import Device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.workers.logprobs import max_kept_bytes
+from verl.workers.memory import GIB, shape_of
 from verl.workers.model import PackedPolicy, PolicyOutput, hidden_states
 
 SIZES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary, tied head
@@ -93,9 +93,9 @@ def make_plan(model: PretrainedConfig, gpu: str, *overrides: str) -> Plan:
 
 
 def fitting_plan(model: PretrainedConfig, gpu: str, recipe: tuple[str, ...]) -> Plan | None:
-    """On the fewest GPUs; with checkpointing only if it does not fit without."""
+    """On the fewest GPUs; with checkpointing, of the layers that require it, only if it does not fit without."""
     for number in NUM_GPUS:
-        for checkpointing in (False, True):
+        for checkpointing in (False, "auto"):
             gpus = f"trainer.n_gpus_per_node={number}"
             plan = make_plan(model, gpu, *recipe, gpus, f"model.enable_gradient_checkpointing={checkpointing}")
             if not plan.violations():
@@ -176,7 +176,7 @@ def step_rows(size: str, gpu: str) -> dict[str, Any]:
 
 
 def _row(plan: Plan, seconds: dict[str, float]) -> dict[str, Any]:
-    how = {"gpus": plan.config.num_ranks, "checkpointing": plan.rank.checkpointing, "bound": plan.step_seconds()}
+    how = {"gpus": plan.config.num_ranks, "checkpointing": bool(plan.rank.checkpointed), "bound": plan.step_seconds()}
     return {**how, "seconds": sum(seconds.values()), "phases": seconds}
 
 

@@ -28,11 +28,10 @@ from verl.algorithms.estimators.grpo import GRPO
 from verl.batch.experience import with_loss_weights, with_metric_weights
 from verl.batch.packing import Shard, Sharding, assign, make_units
 from verl.batch.samples import batch_of, sample_from_completion
-from verl.kit.plan.memory import PackShape, RankSettings, resident, updating
-from verl.kit.plan.plan import shape_of
 from verl.types import Completion, FinishReason
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.memory import PackShape, RankSettings, resident, shape_of, updating
 from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker

@@ -18,8 +18,9 @@ from common import SMOLLM2, Result, alternate, median_ratio, need_smollm2, repor
 from local import PLAIN_GRPO, gradient_gap, join_alone, load_worker, made_up_groups, minibatch_of, policy_of
 
 from verl.batch.token_batch import TokenBatch
-from verl.kit.plan.plan import decoder_of, shape_of
+from verl.kit.plan.plan import decoder_of
 from verl.tracking.flops import forward_flops
+from verl.workers.memory import shape_of
 from verl.workers.policy_worker import PolicyWorker
 
 TARGETS = {4: 2.0, 8: 2.8}

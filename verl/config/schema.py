@@ -85,13 +85,16 @@ class ModelConfig:
     path: str | None = None  # a folder or a hub name
     tokenizer_path: str | None = None  # default: the model's folder
     chat_template_options: dict[str, Any] = field(default_factory=dict)  # template variables, such as enable_thinking
-    enable_gradient_checkpointing: bool = False
+    enable_gradient_checkpointing: bool | str = False  # true (all layers) | false | auto (what a GPU's memory requires)
     fused_kernels: str = "auto"  # auto (on a GPU, liger-kernel where installed) | liger (required) | none (eager)
     compute_dtype: str = "bfloat16"  # bfloat16 | float32; master weights are always float32
 
     def __post_init__(self) -> None:
         _one_of(_DTYPES, "model.compute_dtype", self.compute_dtype)
         _one_of(("auto", "liger", "none"), "model.fused_kernels", self.fused_kernels)
+        known = self.enable_gradient_checkpointing in (True, False, "auto")
+        expected = "true, false or auto"
+        _require(known, "model.enable_gradient_checkpointing", expected, self.enable_gradient_checkpointing)
 
 
 @dataclass(frozen=True, kw_only=True)

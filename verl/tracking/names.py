@@ -107,6 +107,7 @@ METRICS = (
     Metric("perf/update_tokens_per_s", "tokens/s", "tokens in the update, prompts included, per second of that phase"),
     Metric("perf/tokens_per_s", "tokens/s", "tokens of all samples, prompts included, per second of the step"),
     Metric("perf/mfu", "share", "model FLOPs utilization of the update: its FLOP/s by the devices' peak"),
+    Metric("memory/checkpointed_layers", "layers", "recomputed in an update (`model.enable_gradient_checkpointing`)"),
     Metric("memory/trainer_gib", "GiB", "peak memory of the largest training rank: device memory; resident on CPU"),
     Metric("memory/driver_gib", "GiB", "resident memory of the controller process"),
 )

@@ -249,7 +249,8 @@ class TrainingRun:
         driver = psutil.Process().memory_info().rss / 2**30
         now = {"memory/trainer_gib": max(self.workers.call(TrainingRank.memory_gib)), "memory/driver_gib": driver}
         self.peaks = {name: max(value, self.peaks.get(name, 0.0)) for name, value in now.items()}
-        return now
+        layers = self.workers.call(TrainingRank.checkpointed_layers)[0]
+        return {**now, "memory/checkpointed_layers": float(layers)}
 
     def _state(self, unlogged: Mapping[str, float] | None = None) -> dict[str, Any]:
         """The controller's state for a checkpoint. unlogged: metrics of the step, if its validation is still to come"""

@@ -134,7 +134,8 @@ class FSDPEngine:
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
-        self.unsharded = mesh.shape[-1] == 1  # then resharding would only cost another copy
+        self.num_shards = mesh.shape[-1]
+        self.unsharded = self.num_shards == 1  # then resharding would only cost another copy
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not self.unsharded)
         self.module = module

@@ -84,6 +84,15 @@ def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
     return list(decoder.layers)
 
 
+def checkpoint_layers(module: PackedPolicy | PackedCritic, number: int) -> None:
+    """Recompute the first layers in the backward instead of keeping their activations."""
+    decoder: Any = module.model if isinstance(module, PackedPolicy) else module.decoder
+    decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    layers: list[Any] = decoder_layers(module)[number:]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+
+
 def head_size(config: PretrainedConfig) -> int:
     """Width of one attention head; all heads together may be wider or narrower than the hidden states."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PretrainedConfig
 
 from verl.single_controller.group import WorkerContext
 from verl.workers import fused
@@ -21,7 +22,15 @@ from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
 from verl.workers.logprobs import max_kept_bytes
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size, load_causal_lm
+from verl.workers.memory import PackShape, RankSettings, layers_to_checkpoint, shape_of
+from verl.workers.model import (
+    PackedCritic,
+    PackedPolicy,
+    checkpoint_layers,
+    decoder_layers,
+    head_size,
+    load_causal_lm,
+)
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 
@@ -44,7 +53,8 @@ class RankSpec:
     critic_path: str | None = None  # None: no critic
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False  # of all layers; auto: of those that the GPU's memory requires
+    largest_pack: PackShape | None = None  # for auto
     fused_kernels: str = "auto"  # auto (on a GPU, those of liger-kernel where it is installed) | liger | none
     policy_offload: Offload = NO_OFFLOAD
     reference_offload: Offload = NO_OFFLOAD
@@ -133,6 +143,40 @@ class TrainingRank:
         total, layer = (sum(each.numel() for each in module.parameters()) for module in (policy, layers[0]))
         return total if self.policy.engine.unsharded else total - (len(layers) - 2) * layer
 
+    @property
+    def trained(self) -> list[FSDPEngine]:
+        return [self.policy.engine, *([] if self.critic is None else [self.critic.engine])]
+
+    def layers_to_checkpoint(self) -> int:
+        """Layers that an update recomputes: none, all, or as many as the memory of any rank's GPU requires.
+
+        Collective, if that is counted. On a CPU, whose memory has no limit of its own, auto is none.
+        """
+        spec, shapes = self.spec, [shape_of(_wrapper(each), _config(each)) for each in self.trained]
+        if spec.gradient_checkpointing != "auto" or spec.device == "cpu":
+            return max(each.layers for each in shapes) if spec.gradient_checkpointing is True else 0
+        assert spec.largest_pack is not None
+        total = self.device_bytes()
+        held = sum(each.param_bytes * (1 + _MOMENTS) for each in self.trained)
+        if self.reference is not None and not spec.reference_offload.params:
+            held += self.reference.engine.param_bytes
+        with_kernels = fused.is_wanted(spec.fused_kernels)
+        settings = RankSettings(
+            spec.compute_dtype.itemsize,
+            self.policy.engine.num_shards,
+            fused=with_kernels,
+            kept_bytes=max_kept_bytes(total) if with_kernels else 0,
+        )
+        numbers = [layers_to_checkpoint(each, spec.largest_pack, settings, total, held) for each in shapes]
+        most = torch.tensor(max(numbers))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def checkpointed_layers(self) -> int:
+        """Layers of the policy that an update recomputes."""
+        layers = decoder_layers(_wrapper(self.policy.engine))
+        return sum(bool(getattr(each, "gradient_checkpointing", False)) for each in layers)
+
     def device_bytes(self) -> int:
         """Memory of this rank's GPU."""
         return int(torch.cuda.mem_get_info()[1])
@@ -147,18 +191,26 @@ class TrainingRank:
 def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
     """Join the process group and load the models. Raises ConfigError if there is no model at the path."""
     mesh = join(spec, context)
-    checkpointing = spec.gradient_checkpointing
-    engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, checkpointing, spec.policy_offload)
+    engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, spec.policy_offload)
     policy = PolicyWorker(engine, spec.temperature)
     reference = critic = None
     if spec.with_reference:
-        engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, False, spec.reference_offload)
+        engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, spec.reference_offload)
         reference = PolicyWorker(engine, spec.temperature)
     if spec.critic_path is not None:
         settings, offload = spec.critic_optimizer, spec.critic_offload
-        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, checkpointing, offload)
+        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload)
         critic = CriticWorker(engine, spec.cliprange_value)
-    return TrainingRank(spec, policy, reference, critic)
+    rank = TrainingRank(spec, policy, reference, critic)
+    if number := rank.layers_to_checkpoint():
+        for engine in rank.trained:
+            checkpoint_layers(_wrapper(engine), number)
+    return rank
+
+
+def _wrapper(engine: FSDPEngine) -> PackedPolicy | PackedCritic:
+    assert isinstance(engine.module, PackedPolicy | PackedCritic)
+    return engine.module
 
 
 def _store(context: WorkerContext, timeout: timedelta) -> TCPStore:
@@ -197,20 +249,23 @@ def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
     return init_device_mesh(spec.device, (context.size // per_node, per_node), mesh_dim_names=names)
 
 
+def _config(engine: FSDPEngine) -> PretrainedConfig:
+    module = _wrapper(engine)
+    config = module.model.config if isinstance(module, PackedPolicy) else module.decoder.config
+    return config.get_text_config()
+
+
 def _engine(
     spec: RankSpec,
     path: str,
     wrapper: Callable[..., PackedPolicy | PackedCritic],
     mesh: DeviceMesh,
     optimizer: OptimizerSettings | None,
-    checkpointing: bool,
     offload: Offload = NO_OFFLOAD,
 ) -> FSDPEngine:
     """A sharded model; a frozen one is held in its compute dtype."""
     key = "model.path" if path == spec.model_path else "critic.path"
     model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if spec.device == "cuda" and fused.is_wanted(spec.fused_kernels):
         fused.fuse(model)
     module = wrapper(model).to(spec.device)

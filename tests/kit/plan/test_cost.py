@@ -26,10 +26,9 @@ from verl.kit.plan.cost import (
     score_pass,
 )
 from verl.kit.plan.liger_cost import LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
-from verl.kit.plan.memory import GIB, PackShape, RankSettings, activations
-from verl.kit.plan.plan import shape_of
 from verl.tracking.flops import DecoderShape, forward_flops
 from verl.workers.logprobs import max_kept_bytes
+from verl.workers.memory import GIB, PackShape, RankSettings, activations, shape_of
 from verl.workers.model import PackedPolicy
 
 SIZES: Any = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -127,7 +126,7 @@ def test_saved_memory_is_the_plans(kind: Any, shared: bool, checkpointing: bool,
     packed = pack_of_groups(4, 64, 24, 2, shared)
     tokens = packed.segments[-1].end
     shape = shape_of(PackedPolicy(meta_model(config, 5)), config)
-    settings = RankSettings(compute=2, shards=1, checkpointing=checkpointing, fused=fused)
+    settings = RankSettings(compute=2, shards=1, checkpointed=5 * checkpointing, fused=fused)
     planned = activations(shape, PackShape.of(tokens, 64, 24, 2, shared), settings)
     assert policy_pass(config, packed, checkpointing, fused=fused).saved == pytest.approx(planned, rel=0.03)
 

@@ -34,7 +34,6 @@ from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
 from verl.kit.plan.__main__ import main
-from verl.kit.plan.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, updating
 from verl.kit.plan.plan import (
     Hardware,
     Lengths,
@@ -45,7 +44,6 @@ from verl.kit.plan.plan import (
     find_hardware,
     read_lengths,
     read_shape,
-    shape_of,
 )
 from verl.kit.plan.show import format_engine, format_episode
 from verl.kit.preflight.local_group import LocalGroup
@@ -58,6 +56,7 @@ from verl.trainer.builders.run import build_meter, load_chat_template
 from verl.trainer.builders.workers import BUCKET_BYTES, rank_spec
 from verl.workers import attention
 from verl.workers.fsdp_engine import Offload
+from verl.workers.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, shape_of, updating
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -131,8 +130,9 @@ def test_activations_are_what_autograd_saves(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = PackedPolicy(model.train())
     packed, pack = one_group(shared)
-    settings = RankSettings(dtype.itemsize, shards=1, checkpointing=checkpointing, on_cpu=True)
-    expected = activations(shape_of(policy, model.config), pack, settings)
+    shape = shape_of(policy, model.config)
+    settings = RankSettings(dtype.itemsize, shards=1, checkpointed=shape.layers * checkpointing, on_cpu=True)
+    expected = activations(shape, pack, settings)
     assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.06)
 
 
@@ -168,6 +168,29 @@ def needed_gib(plan: Plan) -> float:
 
 def sums(plan: Plan) -> dict[str, float]:
     return {phase: sum(terms.values()) / GIB for phase, terms in plan.memory().items()}
+
+
+def test_auto_recomputes_only_the_layers_that_a_gpu_requires() -> None:
+    """On larger GPUs fewer; the estimate lies between none and all."""
+    words = ["algorithm.kl_placement=none", "trainer.n_gpus_per_node=4"]
+    off, auto, on = (
+        [
+            plan_of([*words, f"model.enable_gradient_checkpointing={value}"], gpu)
+            for gpu in ("h200", "h100", "a100-40gb")
+        ]
+        for value in ("false", "auto", "true")
+    )
+    assert [plan.rank.checkpointed for plan in (off[0], on[0])] == [0, SEVEN.layers]
+    numbers = [plan.rank.checkpointed for plan in auto]
+    assert 0 == numbers[0] < numbers[1] < numbers[2] == SEVEN.layers
+    some = auto[1]
+    assert not some.violations() and off[1].violations()
+    assert sums(on[1])["update"] < sums(some)["update"] < sums(off[1])["update"]
+    update = [plan.seconds()["update"][0] for plan in (off[1], some, on[1])]
+    share = numbers[1] / SEVEN.layers
+    assert update[1] == pytest.approx(update[0] + share * (update[2] - update[0]))
+    on_cpu = plan_of([*words, "model.enable_gradient_checkpointing=auto"], "cpu")
+    assert on_cpu.rank.checkpointed == 0
 
 
 def test_an_episode_of_maximum_length_is_one_pack_on_one_rank() -> None:

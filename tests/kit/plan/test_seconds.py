@@ -14,11 +14,11 @@ from tests.kit.plan.test_plan import SEVEN, model, plan_of
 from verl.config.load import load_config
 from verl.errors import ConfigError
 from verl.kit.plan.cost import Cost, pack_of_groups, policy_pass, score_pass
-from verl.kit.plan.memory import RankSettings
 from verl.kit.plan.plan import Lengths, build_plan, find_hardware
 from verl.kit.plan.seconds import Packing, Rates, counted_seconds, estimate_step, rollout_seconds, sharding_traffic
 from verl.kit.plan.show import time_table
 from verl.tracking.flops import DEVICES
+from verl.workers.memory import RankSettings
 
 __all__ = ["model"]
 ONE_UPDATE = ["algorithm.name=grpo", "algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"]

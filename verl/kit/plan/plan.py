@@ -27,22 +27,6 @@ from verl.config.schema import Config
 from verl.data.lengths import PromptIds, fitting
 from verl.data.report import RowReport
 from verl.errors import ConfigError
-from verl.kit.plan.memory import (
-    GIB,
-    ModelShape,
-    PackShape,
-    RankSettings,
-    Terms,
-    cache_per_token,
-    gathered,
-    optimizer_step,
-    pack_tokens,
-    reference_model,
-    resident,
-    scoring,
-    updating,
-    weight_export,
-)
 from verl.kit.plan.parity import check_packs
 from verl.pretrained import read_model_config
 from verl.rollout.gpu_share import CONTEXT_GIB, engine_share
@@ -51,10 +35,27 @@ from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_de
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
 from verl.trainer.builders.env import prompt_fn
 from verl.trainer.builders.run import Inputs
-from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, sees_gpu, sequence_length
+from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, largest_pack, sees_gpu, sequence_length
 from verl.types import Task
 from verl.workers.logprobs import max_kept_bytes
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
+from verl.workers.memory import (
+    GIB,
+    ModelShape,
+    PackShape,
+    RankSettings,
+    Terms,
+    cache_per_token,
+    gathered,
+    layers_to_checkpoint,
+    optimizer_step,
+    reference_model,
+    resident,
+    scoring,
+    shape_of,
+    updating,
+    weight_export,
+)
+from verl.workers.model import PackedCritic, PackedPolicy
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 _AWAKE = ("rollout", "weight_sync", "save")  # phases in which a colocated vLLM engine holds its memory
@@ -94,21 +95,29 @@ class Plan:
     @property
     def pack(self) -> PackShape:
         """The largest pack: prompts of mean length, responses of maximum length."""
-        data, actor, n = self.config.data, self.config.actor, self.config.rollout.n
-        shared = n > 1
-        group = (self.lengths.prompt if shared else n * self.lengths.prompt) + n * data.max_response_length
-        tokens = pack_tokens(actor.max_tokens_per_pack, group, self.config.prompts_per_minibatch, self.config.num_ranks)
-        return PackShape.of(tokens, self.lengths.prompt, data.max_response_length, n, shared)
+        return largest_pack(self.config, self.lengths.prompt)
 
     @property
     def rank(self) -> RankSettings:
         """States are sharded within a node and replicated across nodes; liger-kernel is assumed on GPUs."""
         config, on_cpu = self.config, self.hardware.on_cpu
-        checkpointing = config.model.enable_gradient_checkpointing
         compute = _BYTES[config.model.compute_dtype]
         fused = config.model.fused_kernels != "none" and not on_cpu
         kept = max_kept_bytes(self.hardware.memory_gib * GIB) if fused else 0
-        return RankSettings(compute, config.trainer.n_gpus_per_node, checkpointing, on_cpu, fused, kept)
+        settings = RankSettings(compute, config.trainer.n_gpus_per_node, 0, on_cpu, fused, kept)
+        return replace(settings, checkpointed=self._checkpointed(settings))
+
+    def _checkpointed(self, settings: RankSettings) -> int:
+        """Layers that an update recomputes; with auto those that ranks choose, from maximum lengths."""
+        wanted = self.config.model.enable_gradient_checkpointing
+        if wanted != "auto" or self.hardware.on_cpu:
+            return max(each.layers for each in self._trained) if wanted is True else 0
+        pack = largest_pack(self.config, self.config.data.max_prompt_length)
+        held = sum(sum(resident(each, settings).values()) for each in self._trained)
+        if needs_reference(self.algorithm) and not self.config.ref.offload_params:
+            held += reference_model(self.policy, settings)
+        room = self.hardware.memory_gib * GIB
+        return max(layers_to_checkpoint(each, pack, settings, room, held) for each in self._trained)
 
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""
@@ -289,7 +298,7 @@ class Plan:
         ranks = [each for each in (4, 2, 1) if each < now] if on_cpu else [each for each in (2, 4, 8) if each > now]
         return {
             "actor.max_tokens_per_pack": [limit for limit in limits if limit >= self.longest],
-            "model.enable_gradient_checkpointing": [True] * (not config.model.enable_gradient_checkpointing),
+            "model.enable_gradient_checkpointing": [True] * (config.model.enable_gradient_checkpointing is False),
             "rollout.gpu_memory_utilization": [] if on_cpu or hf else shares,
             **self._offloads(),
             "rollout.max_num_seqs": [32, 8] if hf else [],
@@ -323,7 +332,7 @@ class Plan:
         if self.hardware.device is None:
             return {}
         config, speed = self.config, self.hardware.device
-        ranks, checkpointed = config.num_ranks, config.model.enable_gradient_checkpointing
+        ranks, checkpointed = config.num_ranks, self.rank.checkpointed / self.policy.layers
         engines = config.num_engines * config.rollout.tensor_model_parallel_size
         policy = self._forward(self.policy)
         critic = self._forward(self.critic) if self.critic else 0.0
@@ -339,7 +348,7 @@ class Plan:
             ),
             "update": (
                 epochs * (policy + critic) / ranks / speed.flops,
-                f"{epochs:d} forwards of all trained models: FLOP / F",
+                f"{epochs:.3g} forwards of all trained models: FLOP / F",
             ),
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
             "weight_sync": (_SYNC_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_SYNC_BYTES} N bytes / W"),
@@ -432,26 +441,6 @@ def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key:
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{key}: {path!r} contains no causal language model ({error})") from error
     return shape_of(module, config.get_text_config())
-
-
-def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
-    layers = decoder_layers(module)
-    named = dict(layers[0].named_parameters())
-    width = head_size(config)
-    return ModelShape(
-        parameters=sum(each.numel() for each in module.parameters()),
-        layer_parameters=sum(each.numel() for each in named.values()),
-        largest=max(each.numel() for each in module.parameters()),
-        layers=len(layers),
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        query=config.num_attention_heads * width,
-        key=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * width,
-        intermediate=config.intermediate_size,
-        vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic returns one value
-        norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
-        head_norms=any("q_norm" in name for name in named),
-    )
 
 
 def decoder_of(shape: ModelShape) -> DecoderShape:

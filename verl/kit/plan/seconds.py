@@ -7,18 +7,20 @@ assumptions for a good Hopper GPU, as shares of the data sheet's, and are the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
-from verl.kit.plan.cost import Cost, critic_pass, pack_of_groups, policy_pass, score_pass
-from verl.kit.plan.memory import MASTER, ModelShape, RankSettings, cache_per_token
+from verl.kit.plan.cost import Cost, PassCost, critic_pass, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Plan, decoder_of
 from verl.pretrained import in_short, read_model_config
 from verl.tracking.flops import Device, forward_flops
 from verl.trainer.builders.workers import engine_dtype
+from verl.workers.memory import MASTER, ModelShape, RankSettings, cache_per_token
 
 # Shares of the data sheet: on an H200 620 and 190 TFLOP/s, 3.3 and 4.3 TB/s
 _GEMM = 620 / 989
@@ -114,12 +116,16 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     assert device is not None
     rates, packing = Rates.of(device), Packing.of(plan)
     packed = pack_of_groups(packing.groups, packing.prompt, packing.response, packing.responses)
-    checkpointing, fused = plan.rank.checkpointing, plan.rank.fused
+    fused, kept = plan.rank.fused, plan.rank.kept_bytes
+    share = min(1.0, plan.rank.checkpointed / policy.num_hidden_layers)
     entropy = bool(plan.algorithm.entropy_coefficient)
-    kept = plan.rank.kept_bytes
-    models = [(plan.policy, policy_pass(policy, packed, checkpointing, entropy, fused, kept_bytes=kept))]
+
+    def of_policy(checkpointing: bool) -> PassCost:
+        return policy_pass(policy, packed, checkpointing, entropy, fused, kept_bytes=kept)
+
+    models = [(plan.policy, _mixed(of_policy, share))]
     if plan.critic and critic:
-        models.append((plan.critic, critic_pass(critic, packed, checkpointing, fused)))
+        models.append((plan.critic, _mixed(partial(critic_pass, critic, packed, fused=fused), share)))
     scoring = rates.seconds(score_pass(policy, packed, fused).forward)
     values = sum(rates.seconds(cost.forward) for _, cost in models[1:])
     together = max(1.0, packing.packs / config.minibatches_per_step)
@@ -134,6 +140,13 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
         "weight_sync": (_SWITCH_S + 2 * _CACHE_S) * config.rollout.colocated,
         "other": _CONTROLLER_S * config.data.train_batch_size * config.rollout.n,
     }
+
+
+def _mixed(count: Callable[[bool], PassCost], share: float) -> PassCost:
+    """A pass that recomputes a share of the layers. count: whether it recomputes all -> cost"""
+    if share in (0.0, 1.0):
+        return count(share == 1.0)
+    return count(False) * (1.0 - share) + count(True) * share
 
 
 def rollout_seconds(plan: Plan, rates: Rates) -> float:

@@ -10,11 +10,11 @@ from rich.table import Table
 
 from verl.config.schema import Config
 from verl.errors import ConfigError
-from verl.kit.plan.memory import GIB
 from verl.kit.plan.plan import Hardware, Plan
 from verl.kit.plan.seconds import estimate_step
 from verl.tracking.flops import DEVICES
 from verl.trainer.builders.threads import available_cores, threads_of
+from verl.workers.memory import GIB
 
 
 def show(plan: Plan, console: Console) -> None:

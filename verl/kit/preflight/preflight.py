@@ -27,7 +27,6 @@ from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
 from verl.kit.lab.__main__ import try_rewards, written_response
-from verl.kit.plan.memory import GIB
 from verl.kit.plan.parity import small_copy
 from verl.kit.plan.plan import Plan
 from verl.kit.plan.show import format_episode, format_suggestions
@@ -45,6 +44,7 @@ from verl.types import Message, Task, TrajectoryGroup
 from verl.utils.reward_score.base import LabReward
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.memory import GIB
 from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker

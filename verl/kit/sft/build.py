@@ -42,6 +42,7 @@ from verl.trainer.builders.workers import (
 )
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Task
+from verl.workers.memory import PackShape
 from verl.workers.rank import RankSpec, build_rank
 
 
@@ -74,6 +75,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
         temperature=1.0,
         optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, total_steps),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        largest_pack=PackShape(config.actor.max_tokens_per_pack, config.actor.max_tokens_per_pack),
         ranks_per_node=trainer.n_gpus_per_node,
         num_threads=num_threads(trainer.num_threads, trainer.n_gpus_per_node),
         seed=trainer.seed,

@@ -29,6 +29,7 @@ from verl.transfer.bucket import BucketLayout, OpenSender
 from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
 from verl.transfer.shared_memory import ByReference, SharedMemory
 from verl.workers.fsdp_engine import Offload
+from verl.workers.memory import PackShape, pack_tokens
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, TrainingRank, build_rank
 
@@ -152,6 +153,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, critic_updates),
         cliprange_value=critic.cliprange_value,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        largest_pack=largest_pack(config, config.data.max_prompt_length),
         fused_kernels=fused_kernels(config.model, device),
         policy_offload=Offload(config.actor.offload_params, config.actor.offload_optimizer),
         reference_offload=Offload(config.ref.offload_params),
@@ -165,6 +167,14 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
     )
 
 
+def largest_pack(config: Config, prompt: float) -> PackShape:
+    """A rank's largest pack: prompts of that length, responses of maximum length."""
+    n, response, limit = config.rollout.n, config.data.max_response_length, config.actor.max_tokens_per_pack
+    group = (prompt if n > 1 else n * prompt) + n * response
+    tokens = pack_tokens(limit, group, config.prompts_per_minibatch, config.num_ranks)
+    return PackShape.of(tokens, prompt, response, n, n > 1)
+
+
 def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
     """Trainer ranks and rollout engines, colocated or in placement groups of their own."""
     sequence_length(config)
@@ -172,6 +182,9 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.colocated
     trainer, pool, nodes = start_ranks(config, cluster, algorithm, device, total_steps)
+    if config.model.enable_gradient_checkpointing == "auto":
+        number = trainer.call(TrainingRank.checkpointed_layers)[0]
+        _log.warning("model.enable_gradient_checkpointing=auto: updates recompute %d layers", number)
     on_gpus = device == "cuda" and config.rollout.name == "vllm"
     share = share_beside(config, trainer) if on_gpus and colocated else None
     make = partial(start_engine, config, device, share=share)

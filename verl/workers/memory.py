@@ -1,17 +1,19 @@
 """Memory of a training rank and of an engine, term by term, in bytes, computed from shapes.
 
 N parameters, T packed tokens, A trained tokens of a pack, E hidden size, V vocabulary, c bytes of the compute dtype.
-Every term states its source; `_attention` and `loss_chunk` must be kept in sync with `verl/workers/attention.py` and
-`verl/workers/logprobs.py`. Dense decoders with gated MLPs; a test compares the activations with those that autograd
-saves.
+Every term states its source; `_attention` and `loss_chunk` must be kept in sync with `attention.py` and `logprobs.py`.
+Ranks choose by it how many layers they recompute, and `toolrl plan` prints it. Dense decoders with gated
+MLPs; a test compares the activations with those that autograd saves.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from verl.workers.logprobs import LOGITS_AT_ONCE
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 
 Terms = dict[str, float]
 
@@ -19,6 +21,7 @@ GIB = 2**30
 _HALF = 2  # bytes: bf16
 MASTER = 4  # bytes: float32, independent of the compute dtype
 _LOGIT_BYTES = 12  # per materialized logit, float32: itself, its exponential, their product
+USED_SHARE = 0.9  # assumed, of a GPU: the rest is for its context, fragmentation and workspaces
 # Freed blocks below 32 MiB that glibc retains, as a fraction of the activations: measured with and without
 # MALLOC_MMAP_THRESHOLD_ (which releases them, at 30 % more CPU time).
 _HEAP_SHARE = 0.65
@@ -69,10 +72,31 @@ class PackShape:
 class RankSettings:
     compute: int  # bytes of the compute dtype
     shards: int  # ranks that each parameter is sharded over
-    checkpointing: bool = False
+    checkpointed: int = 0  # layers that are recomputed in the backward, at most all of a model's
     on_cpu: bool = False
     fused: bool = False  # model.fused_kernels, with liger-kernel installed
     kept_bytes: int = 0  # of fused logits that may be kept for the backward
+
+
+def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
+    """config: of the decoder, in transformers"""
+    layers = decoder_layers(module)
+    named = dict(layers[0].named_parameters())
+    width = head_size(config)
+    return ModelShape(
+        parameters=sum(each.numel() for each in module.parameters()),
+        layer_parameters=sum(each.numel() for each in named.values()),
+        largest=max(each.numel() for each in module.parameters()),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        query=config.num_attention_heads * width,
+        key=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * width,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic returns one value
+        norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
+        head_norms=any("q_norm" in name for name in named),
+    )
 
 
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
@@ -104,11 +128,11 @@ def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
     """Saved for one backward: layers (with checkpointing their inputs), final norm, loss inputs."""
-    c = settings.compute
-    per_layer = pack.tokens * shape.hidden * c if settings.checkpointing else _layer(shape, pack, settings)
+    c, recomputed = settings.compute, min(settings.checkpointed, shape.layers)
+    layers = recomputed * pack.tokens * shape.hidden * c + (shape.layers - recomputed) * _layer(shape, pack, settings)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
     last = pack.tokens * (c if settings.fused else 4 + c) * shape.hidden
-    return shape.layers * per_layer + rotary + last + pack.trained * shape.hidden * c
+    return layers + rotary + last + pack.trained * shape.hidden * c
 
 
 def loss_chunk(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
@@ -150,11 +174,12 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
     """Peak of the backward, at its start in the loss: gradients of earlier packs, all saved activations, the gathered
     root unit with its gradient, and gathered layers.
 
-    If the loss chunk is small, the peak is in a layer's backward: recomputed activations and gradients of its MLP.
+    If the loss chunk is small, the peak is in a layer's backward: recomputed activations and gradients of its MLP. The
+    first layers are recomputed, when the others' activations are gone.
     """
     c = settings.compute
     saved = activations(shape, pack, settings)
-    recomputed = _layer(shape, pack, settings) if settings.checkpointing else 0.0
+    recomputed = _layer(shape, pack, settings) if settings.checkpointed >= shape.layers else 0.0
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
         "gradients": MASTER * shape.parameters / settings.shards,
@@ -163,6 +188,21 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
         "loss chunk": max(loss_chunk(shape, pack, settings), in_layer),
     }
     return {**terms, "allocator": _HEAP_SHARE * (saved + recomputed)} if settings.on_cpu else terms
+
+
+def layers_to_checkpoint(
+    shape: ModelShape, pack: PackShape, settings: RankSettings, device_bytes: float, held_bytes: float
+) -> int:
+    """The fewest layers to recompute so that an update fits on a GPU; all of them if nothing suffices.
+
+    held_bytes: of the GPU, by parameters and optimizer states
+    """
+    room = USED_SHARE * device_bytes - held_bytes
+
+    def needed(layers: int) -> float:
+        return sum(updating(shape, pack, replace(settings, checkpointed=layers)).values())
+
+    return next((layers for layers in range(shape.layers) if needed(layers) <= room), shape.layers)
 
 
 def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:

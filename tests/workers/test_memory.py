@@ -1,0 +1,116 @@
+"""Gradient checkpointing of the layers that a GPU requires: their number by hand, their gradients, a rank's choice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.batch.test_packing import random_samples, tiny_model
+from tests.workers.test_fsdp_engine import critic_loss, policy_loss
+from verl.algorithms.names import Aggregation
+from verl.batch.experience import with_loss_weights
+from verl.batch.packing import make_units, pack
+from verl.batch.samples import batch_of
+from verl.config.schema import ModelConfig
+from verl.errors import ConfigError
+from verl.workers.critic_worker import CriticWorker
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
+from verl.workers.model import PackedCritic, PackedPolicy, checkpoint_layers, decoder_layers
+from verl.workers.optim import OptimizerSettings
+from verl.workers.policy_worker import PolicyWorker
+from verl.workers.rank import RankSpec, TrainingRank
+
+LAYERS = 3
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("held", "layers"), [(-36_600, 0), (-36_599, 1), (-10_200, 1), (16_200, 2), (16_201, 3), (42_600, 3), (42_601, 4)]
+)
+def test_layers_by_hand(held: int, layers: int) -> None:
+    """100 tokens, 4 layers, widths of 10 and 5, 1 head, bf16, no parameters, of a GPU of 100,000 bytes.
+
+    A layer saves per token: norms (4 + 2) * 2 * 10, linear layers 2 * 10 * 2 + 10 * 2, the MLP 4 * 5 * 2, attention
+    10 * 2 + 4 * 1 + 2 * 10 * 2: 284 bytes; recomputed, its input: 20. Beside the layers: rotary angles 40, last norm
+    60, gradients of an MLP 30. Needed are 126,600 bytes without recomputing, and 26,400 less for each layer.
+    """
+    shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False)
+    settings = RankSettings(compute=2, shards=1)
+    assert layers_to_checkpoint(shape, PackShape(tokens=100, trained=0), settings, 100_000, held) == layers
+
+
+def test_if_nothing_suffices_all_layers_are_recomputed() -> None:
+    shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False)
+    assert layers_to_checkpoint(shape, PackShape(100, 0), RankSettings(2, 1), 100_000, 10**9) == 4
+
+
+def build(wrapper: Any) -> FSDPEngine:
+    module = wrapper(tiny_model("qwen2", True, torch.float32))
+    return FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), OptimizerSettings())
+
+
+@pytest.mark.parametrize(("wrapper", "loss"), [(PackedPolicy, policy_loss), (PackedCritic, critic_loss)])
+def test_gradients_are_equal_however_many_layers_are_recomputed(wrapper: Any, loss: Any, group: None) -> None:
+    batch = with_loss_weights(batch_of(random_samples(5)), Aggregation.TOKEN_SUM)
+    packs = [pack([unit], batch) for unit in make_units(batch, True, 100)]
+    found: list[list[Tensor]] = []
+    for number in range(LAYERS + 1):
+        engine, passes = build(wrapper), [0] * LAYERS
+        if number:
+            checkpoint_layers(engine.module, number)  # type: ignore[arg-type]
+        for index, layer in enumerate(decoder_layers(engine.module)):  # type: ignore[arg-type]
+
+            def count(*_: Any, index: int = index, passes: list[int] = passes) -> None:
+                passes[index] += 1
+
+            layer.mlp.register_forward_pre_hook(count)
+        engine.backward(packs, loss)
+        assert passes == [2 * len(packs)] * number + [len(packs)] * (LAYERS - number)
+        found.append([each.grad.to_local() for each in engine.module.parameters()])  # type: ignore[union-attr]
+    for gradients in found[1:]:
+        for one, other in zip(gradients, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_recomputes_what_its_gpu_requires_and_nothing_on_a_cpu(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = RankSpec("unused", torch.bfloat16, 1.0, OptimizerSettings(), largest_pack=PackShape(4000, 1000))
+    policy, critic = PolicyWorker(build(PackedPolicy), 1.0), CriticWorker(build(PackedCritic), 0.5)
+    rank = TrainingRank(spec, policy, PolicyWorker(build(PackedPolicy), 1.0), critic)
+
+    def choice(**changes: Any) -> int:
+        return replace(rank, spec=replace(spec, **changes)).layers_to_checkpoint()
+
+    assert [choice(gradient_checkpointing=each) for each in (False, "auto", True)] == [0, 0, LAYERS]
+    states = [3 * policy.engine.param_bytes, 3 * critic.engine.param_bytes, policy.engine.param_bytes]
+    shape = shape_of(policy.engine.module, policy.engine.module.model.config)  # type: ignore[arg-type,union-attr]
+    settings, chosen = RankSettings(compute=2, shards=1), []
+    for total in range(10**7, 10**8, 4 * 10**6):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=total: (0, total))
+        gpu = {"device": "cuda", "gradient_checkpointing": "auto", "fused_kernels": "none"}
+        chosen.append(choice(**gpu))
+        assert chosen[-1] == layers_to_checkpoint(shape, PackShape(4000, 1000), settings, total, sum(states))
+    assert chosen[0] == LAYERS and chosen[-1] == 0 and len(set(chosen)) > 2
+
+
+def test_other_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.enable_gradient_checkpointing.*true, false or auto"):
+        ModelConfig(enable_gradient_checkpointing="some")
