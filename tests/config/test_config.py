@@ -394,7 +394,7 @@ def test_reward_options_are_open() -> None:
         (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, top_p,"),
         (
             ["critic.optim.qqqqqqqqqqq=3"],
-            "critic.optim has lr, betas, weight_decay, warmup_steps, schedule, min_lr_ratio",
+            "critic.optim has lr, weight_decay, warmup_steps",
         ),
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (

@@ -58,8 +58,8 @@ def named(key: str, text: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
-def test_the_tree_has_at_most_161_settings() -> None:
-    assert len(KEYS) == len(set(KEYS)) <= 161
+def test_the_tree_has_at_most_156_settings() -> None:
+    assert len(KEYS) == len(set(KEYS)) <= 156
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -149,9 +149,11 @@ def spec_of(*words: str) -> RankSpec:
     ("word", "place", "value"),
     [
         ("actor.grad_clip=0.5", "optimizer.max_grad_norm", 0.5),
-        ("critic.grad_clip=0.7", "critic_optimizer.max_grad_norm", 0.7),
-        ("critic.optim.betas=[0.8,0.9]", "critic_optimizer.betas", (0.8, 0.9)),
-        ("critic.optim.schedule=cosine", "critic_optimizer.schedule", "cosine"),
+        ("actor.grad_clip=0.7", "critic_optimizer.max_grad_norm", 0.7),
+        ("actor.optim.betas=[0.8,0.9]", "critic_optimizer.betas", (0.8, 0.9)),
+        ("actor.optim.schedule=cosine", "critic_optimizer.schedule", "cosine"),
+        ("actor.optim.lr=0.5", "critic_optimizer.lr", 1e-5),
+        ("critic.optim.weight_decay=0.2", "critic_optimizer.weight_decay", 0.2),
         ("critic.optim.warmup_steps=0.25", "critic_optimizer.warmup_steps", 10),  # of 40 updates
         ("critic.optim.warmup_steps=3", "critic_optimizer.warmup_steps", 3),
     ],
@@ -169,8 +171,9 @@ def test_engines_compute_as_the_trainer_unless_told(word: str, dtype: str) -> No
 
 
 def test_the_end_of_a_schedule_reaches_the_ranks() -> None:
-    spec = spec_of("critic.optim.schedule=cosine", "critic.optim.min_lr_ratio=0.2")
+    spec = spec_of("actor.optim.schedule=cosine", "actor.optim.min_lr_ratio=0.2")
     assert spec.critic_optimizer is not None and spec.critic_optimizer.min_lr_ratio == 0.2
+    assert spec.optimizer is not None and spec.optimizer.min_lr_ratio == 0.2
 
 
 def test_sampling_of_validation_is_cut_on_its_own() -> None:
@@ -217,14 +220,14 @@ def test_the_settings_of_an_evaluation_reach_its_benchmarks(monkeypatch: pytest.
         pass
 
     def build(names: list[str], context: BenchmarkContext) -> Iterator[None]:
-        assert (context.data_dir, context.hub) == (Path("folder"), False)
+        assert context.data_dir == Path("folder")
         assert (context.search, context.judge, context.user) == ({"topk": 5}, {"url": "http://x"}, {"user": "chat"})
         assert (context.max_tool_calls, context.tool_call_format) == (2, "hermes")
         assert (context.reward, context.reward_options) == ("math", {"a": 1})
         raise ReachedError(names)
 
     monkeypatch.setattr("verl.kit.evaluation.evaluate.build_benchmarks", build)
-    words = ["eval.data_dir=folder", "eval.hub=false", "eval.search={topk: 5}", "eval.judge={url: 'http://x'}"]
+    words = ["eval.data_dir=folder", "eval.search={topk: 5}", "eval.judge={url: 'http://x'}"]
     words += ["eval.user={user: chat}", "env.max_tool_calls=2", "reward.name=math", "reward.options={a: 1}"]
     words += ["eval.handler=hermes", "eval.benchmarks=[tau2]", f"model.path={MINI / 'model'}"]
     with pytest.raises(ReachedError, match="tau2"):

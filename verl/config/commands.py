@@ -166,7 +166,7 @@ _EPISODES = (
 )
 TRAIN = Command(
     name="train",
-    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir hub allow_train_overlap")),
+    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
     from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
     check=_check_training,
 )

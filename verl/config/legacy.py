@@ -325,9 +325,9 @@ def _read_schedules(result: Translation) -> None:
             if ratio is not None and not 0 <= ratio < 1:
                 raise ConfigError(f"{spelled(name)} must be a share below 1 of the run, got {ratio}")
             result.move(ratio, f"{group}.warmup_steps", name)
-        written, value = result.theirs.pop(f"{group}.min_lr_ratio", ("", None))
-        if written:
-            result.put(f"{group}.min_lr_ratio", 0.0 if value is None else value, written)
+    written, value = result.theirs.pop("actor.optim.min_lr_ratio", ("", None))
+    if written:
+        result.put("actor.optim.min_lr_ratio", 0.0 if value is None else value, written)
 
 
 def _updates_per_step(result: Translation) -> int:

@@ -100,19 +100,26 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
     warmup_steps: float = 0.0  # optimizer steps; below 1, a share of the run's
-    schedule: str = "constant"  # constant | cosine (over the whole run)
-    min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
     def __post_init__(self) -> None:
         _positive(self, "optim.", "lr")
         _at_least(0, self, "optim.", "weight_decay", "warmup_steps")
-        ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
-        _require(ok, "optim.betas", "two numbers in [0, 1)", self.betas)
         whole = self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps)
         _require(whole, "optim.warmup_steps", "a whole number, or a share below 1", self.warmup_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorOptimConfig(OptimConfig):
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    schedule: str = "constant"  # constant | cosine (over the whole run)
+    min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
+
+    def __post_init__(self) -> None:
+        OptimConfig.__post_init__(self)
+        ok = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
+        _require(ok, "optim.betas", "two numbers in [0, 1)", self.betas)
         _shares(self, "optim.", "min_lr_ratio")
         _one_of(("constant", "cosine"), "optim.schedule", self.schedule)
 
@@ -125,7 +132,7 @@ class ActorConfig:
     grad_clip: float = 1.0
     offload_params: bool = False  # GPU: to host memory from weight sync to the next scoring or update
     offload_optimizer: bool = False  # GPU: to host memory between updates
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
 
     def __post_init__(self) -> None:
         _at_least(1, self, "actor.", "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_pack")
@@ -141,17 +148,16 @@ class RefConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """Critic updates, if the algorithm has a critic. Mini-batches and packs are the actor's."""
+    """Critic updates, if the algorithm has a critic. Mini-batches, packs, grad_clip, betas and schedule: the actor's."""
 
     path: str | None = None  # default: the policy's model
     cliprange_value: float = 0.5
-    grad_clip: float = 1.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     offload_params: bool = False  # GPU: to host memory from the last update of a step to the next scoring
     offload_optimizer: bool = False  # GPU: to host memory between the updates of two steps
 
     def __post_init__(self) -> None:
-        _positive(self, "critic.", "cliprange_value", "grad_clip")
+        _positive(self, "critic.", "cliprange_value")
 
 
 ON_WEIGHT_SYNC = ("continue", "finish", "abort_and_retry")
@@ -482,8 +488,9 @@ class EvalConfig:
     handler: str = "toolrl"  # native (the chat template's), toolrl, tool_n1, any format of docs/tool_call_formats.md
     compare: str | None = None  # a baseline model, usually the one before training, evaluated in the same way
     limit: int | None = None  # rows per benchmark category or data file; default: all
-    data_dir: str = "dataset/benchmarks"  # folder of the benchmarks' files, searched recursively
-    hub: bool = True  # load published data sets that are not in data_dir from the hub; needs the package datasets
+    data_dir: str = (
+        "dataset/benchmarks"  # folder of the benchmarks' files; what is not there or below it is loaded by name
+    )
     output: str = "outputs/eval"  # parent of one folder per model and settings; the file that `generate` writes
     search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; default: BM25 over data_dir
     judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers

@@ -82,14 +82,9 @@ _RULES = (
         lambda c: c.actor.optim.schedule == "constant",
         "actor.optim.schedule is constant",
     ),
-    Rule(
-        "critic.optim.min_lr_ratio",
-        lambda c: c.critic.optim.schedule == "constant",
-        "critic.optim.schedule is constant",
-    ),
     Rule("sandbox.isolation sandbox.num_workers", lambda c: bool(c.sandbox.urls), _SERVERS),
 )
-_BENCHMARKS = "eval.limit eval.data_dir eval.hub eval.allow_train_overlap"
+_BENCHMARKS = "eval.limit eval.data_dir eval.allow_train_overlap"
 _OF_BENCHMARKS = (Rule(_BENCHMARKS, lambda c: not c.eval.benchmarks, "eval.benchmarks is empty"),)
 _OF_TURNS = [f"env.{item.name}" for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format")]
 _OF_EPISODES = (

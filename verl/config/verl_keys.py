@@ -36,8 +36,6 @@ ALIASES: Mapping[str, str] = {
     "rollout.sampling_params.top_k": "rollout.top_k",
     "rollout.sampling_params.repetition_penalty": "rollout.repetition_penalty",
     "critic.model.path": "critic.path",
-    "critic.optim.warmup_style": "critic.optim.schedule",
-    "critic.optim.lr_scheduler_type": "critic.optim.schedule",
     "critic.model.fsdp_config.param_offload": "critic.offload_params",
     "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
@@ -79,7 +77,6 @@ INTERPRETED: Mapping[str, str] = {
     "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller limit",
     "critic.optim.lr_warmup_steps": "`critic.optim.warmup_steps` (in optimizer steps instead of training steps)",
     "critic.optim.lr_warmup_steps_ratio": "`critic.optim.warmup_steps`, which is a share of the run below 1",
-    "critic.optim.min_lr_ratio": "`critic.optim.min_lr_ratio`; null is 0",
     "algorithm.kl_penalty": "`algorithm.kl_estimator`, if KL is in the reward",
     "algorithm.kl_ctrl.type": "`algorithm.kl_target` (default: veRL's 0.1) if `adaptive`",
     "algorithm.kl_ctrl.kl_coef": "`algorithm.kl_coefficient`, if KL is in the reward; 0 disables KL",
@@ -106,6 +103,11 @@ SAME_AS: Mapping[str, str] = {
     "rollout.response_length": "data.max_response_length",
     "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     "critic.ppo_epochs": "actor.ppo_epochs",
+    "critic.grad_clip": "actor.grad_clip",
+    "critic.optim.betas": "actor.optim.betas",
+    "critic.optim.warmup_style": "actor.optim.schedule",
+    "critic.optim.lr_scheduler_type": "actor.optim.schedule",
+    "critic.optim.min_lr_ratio": "actor.optim.min_lr_ratio",
 }
 
 

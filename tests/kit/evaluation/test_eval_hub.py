@@ -70,14 +70,14 @@ def of(name: str, setting: BenchmarkContext) -> list[Task]:
 def test_published_rows_become_tasks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, row = PUBLISHED[name]
     monkeypatch.setitem(sys.modules, "datasets", Hub({place: [row]}))
-    (task,) = of(name, BenchmarkContext(tmp_path, hub=True, search=ELSEWHERE))
+    (task,) = of(name, BenchmarkContext(tmp_path, search=ELSEWHERE))
     assert (task.prompt[-1].content, task.answer) == ("What is 6 * 7?", "42" if "math" in name else '["42"]')
 
 
 def test_faulty_rows_are_known_by_their_published_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, row = PUBLISHED["math/olympiadbench"]
     monkeypatch.setitem(sys.modules, "datasets", Hub({place: [row, {**row, "id": 1782}]}))
-    (task,) = of("math/olympiadbench", BenchmarkContext(tmp_path, hub=True))
+    (task,) = of("math/olympiadbench", BenchmarkContext(tmp_path))
     assert task.id == "olympiadbench-1606"
 
 
@@ -85,7 +85,7 @@ def test_a_file_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hub = Hub({})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     (tmp_path / "aime24.jsonl").write_text(json.dumps({"id": "mine", **PROBLEM}))
-    (task,) = of("math/aime24", BenchmarkContext(tmp_path, hub=True))
+    (task,) = of("math/aime24", BenchmarkContext(tmp_path))
     assert (task.id, hub.asked) == ("mine", 0)
 
 
@@ -97,15 +97,13 @@ def test_data_that_is_neither_found_nor_loaded_is_reported_at_once(
     with pytest.raises(
         ConfigError, match=r"gsm8k cannot be loaded \(Couldn't reach .*, and gsm8k_test.jsonl is not in"
     ):
-        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
-    with pytest.raises(ConfigError, match=r"gsm8k_test.jsonl is not in .* set eval.hub=true to load openai/gsm8k "):
         of("math/gsm8k", BenchmarkContext(tmp_path))
     assert hub.asked == 1
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install datasets\), and gsm8k_test.jsonl is not in"):
-        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path))
     with pytest.raises(ConfigError, match=r"^hotpotqa_100.jsonl is not in"):  # no data set on the hub
-        of("search/hotpotqa_100", BenchmarkContext(tmp_path, hub=True, search=ELSEWHERE))
+        of("search/hotpotqa_100", BenchmarkContext(tmp_path, search=ELSEWHERE))
 
 
 def test_a_hub_that_is_not_there_is_told_before_the_package_tries(
@@ -118,10 +116,10 @@ def test_a_hub_that_is_not_there_is_told_before_the_package_tries(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     close_session()  # one that knows that this is no offline mode
     with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(http://127.* is unreachable.*HF_HUB_OFFLINE=1"):
-        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path))
     assert hub.asked == 0
     with service("-m", "http.server", hub.config.HF_ENDPOINT.rpartition(":")[2], url=hub.config.HF_ENDPOINT):
-        (task,) = of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
+        (task,) = of("math/gsm8k", BenchmarkContext(tmp_path))
     assert task.answer == "42"
 
 
@@ -132,14 +130,14 @@ def test_whatever_the_package_raises_is_told(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setitem(sys.modules, "datasets", Broken({}))
     with pytest.raises(ConfigError, match=r"gsm8k cannot be loaded \(Dataset scripts"):
-        of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
+        of("math/gsm8k", BenchmarkContext(tmp_path))
 
 
 def test_published_rows_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, row = PUBLISHED["math/aime24"]
     monkeypatch.setitem(sys.modules, "datasets", Hub({place: [row, {"problem": "What?"}]}))
     with pytest.raises(DataError, match=r"HuggingFaceH4/aime_2024, row 1, field 'answer': is missing"):
-        of("math/aime24", BenchmarkContext(tmp_path, hub=True))
+        of("math/aime24", BenchmarkContext(tmp_path))
 
 
 def test_a_downloaded_copy_is_read_by_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +149,8 @@ def test_a_downloaded_copy_is_read_by_the_package(tmp_path: Path, monkeypatch: p
         "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: test.jsonl\n---\n"
     )
     (copy / "test.jsonl").write_text(json.dumps(PUBLISHED["math/gsm8k"][1]) + "\n")
-    (task,) = of("math/gsm8k", BenchmarkContext(tmp_path, hub=True))
+    (task,) = of("math/gsm8k", BenchmarkContext(tmp_path))
     assert (task.id, task.answer) == ("gsm8k-0", "42")
     (tmp_path / "math-ai" / "aime25").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"math-ai/aime25 cannot be loaded from .*, and aime25.jsonl is not in"):
-        of("math/aime25", BenchmarkContext(tmp_path, hub=True))
+        of("math/aime25", BenchmarkContext(tmp_path))

@@ -20,8 +20,8 @@ from verl.types import Task
 class BenchmarkContext:
     """Resources of a benchmark besides the model. A benchmark that lacks one raises ConfigError with a hint.
 
-    data_dir: the folder that is searched for data files (verl/kit/evaluation/files.py)
-    hub:      whether published data sets missing there are loaded by name (verl/kit/evaluation/hub.py)
+    data_dir: the folder that is searched for data files (verl/kit/evaluation/files.py); published data sets missing
+              there are loaded by name (verl/kit/evaluation/hub.py)
     search:   options of the search tool; empty: BM25 over the passages in data_dir
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: no judge
     user:     options of tau2's user simulator; empty: the scripted one
@@ -31,7 +31,6 @@ class BenchmarkContext:
     """
 
     data_dir: Path
-    hub: bool = False
     search: Mapping[str, Any] = field(default_factory=dict)
     judge: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)

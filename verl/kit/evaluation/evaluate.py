@@ -60,7 +60,6 @@ async def evaluate(config: Config, console: Console) -> list[dict[str, Any]]:
     wanted = config.eval
     context = BenchmarkContext(
         data_dir=Path(wanted.data_dir),
-        hub=wanted.hub,
         search=wanted.search,
         judge=wanted.judge,
         user=wanted.user,

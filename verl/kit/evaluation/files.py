@@ -41,8 +41,6 @@ def rows_of(context: BenchmarkContext, rows: RowSet, prefix: str, fields: Fields
     except ConfigError as missing:
         if hub is None:
             raise
-        if not context.hub:
-            raise ConfigError(f"{missing}; or set eval.hub=true to load {hub.name} instead") from missing
         try:
             loaded = hub.load(context.data_dir)
         except ConfigError as error:

@@ -115,7 +115,6 @@ def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
     """Load benchmarks and build their environments. Raises ConfigError or DataError for unusable ones."""
     context = BenchmarkContext(
         Path(config.eval.data_dir),
-        config.eval.hub,
         max_tool_calls=config.env.call_limit if config.env.tools else None,
         tool_call_format=config.env.tool_call_format or HANDLER,
         data=config.data,

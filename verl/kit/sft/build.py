@@ -73,7 +73,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
         tokenizer_path=config.model.tokenizer_path,
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=1.0,
-        optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, total_steps),
+        optimizer=optimizer_settings(config.actor, config.actor.optim, total_steps),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         largest_pack=PackShape(config.actor.max_tokens_per_pack, config.actor.max_tokens_per_pack),
         ranks_per_node=trainer.n_gpus_per_node,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from verl.algorithms.algorithm import Algorithm
-from verl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
+from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
@@ -114,18 +114,21 @@ def sees_gpu(config: TrainerConfig) -> bool:
     return torch.cuda.is_available() and config.device != "cpu"
 
 
-def optimizer_settings(config: OptimConfig, grad_clip: float, total_steps: int) -> OptimizerSettings:
-    """total_steps: optimizer steps of the whole run: end of the cosine schedule and base of a share of warmup"""
-    warmup = config.warmup_steps
+def optimizer_settings(actor: ActorConfig, own: OptimConfig, total_steps: int) -> OptimizerSettings:
+    """own: the model's, the actor's or the critic's; everything else is the same for both
+
+    total_steps: optimizer steps of the whole run: end of the cosine schedule and base of a share of warmup
+    """
+    shared, warmup = actor.optim, own.warmup_steps
     return OptimizerSettings(
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        weight_decay=config.weight_decay,
-        max_grad_norm=grad_clip,
+        lr=own.lr,
+        betas=(shared.betas[0], shared.betas[1]),
+        weight_decay=own.weight_decay,
+        max_grad_norm=actor.grad_clip,
         warmup_steps=int(warmup * total_steps if warmup < 1 else warmup),
-        schedule="cosine" if config.schedule == "cosine" else "constant",
+        schedule="cosine" if shared.schedule == "cosine" else "constant",
         total_steps=total_steps,
-        min_lr_ratio=config.min_lr_ratio,
+        min_lr_ratio=shared.min_lr_ratio,
     )
 
 
@@ -141,16 +144,16 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
     assert config.model.path is not None
     critic_updates = total_steps * config.updates_per_step
     policy_updates = (total_steps - config.trainer.critic_warmup) * config.updates_per_step
-    critic = config.critic
+    actor, critic = config.actor, config.critic
     return RankSpec(
         model_path=config.model.path,
         tokenizer_path=config.model.tokenizer_path,
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=config.rollout.temperature,
-        optimizer=optimizer_settings(config.actor.optim, config.actor.grad_clip, policy_updates),
+        optimizer=optimizer_settings(actor, actor.optim, policy_updates),
         with_reference=needs_reference(algorithm),
         critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
-        critic_optimizer=optimizer_settings(critic.optim, critic.grad_clip, critic_updates),
+        critic_optimizer=optimizer_settings(actor, critic.optim, critic_updates),
         cliprange_value=critic.cliprange_value,
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         largest_pack=largest_pack(config, config.data.max_prompt_length),
