@@ -148,7 +148,7 @@ class RefConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """Critic updates, if the algorithm has a critic. Mini-batches, packs, grad_clip, betas and schedule: the actor's."""
+    """Critic updates, if the algorithm has a critic. Mini-batches, packs, clipping, betas, schedule: the actor's."""
 
     path: str | None = None  # default: the policy's model
     cliprange_value: float = 0.5
