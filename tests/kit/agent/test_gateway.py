@@ -18,11 +18,11 @@ import pytest
 from tests.kit.agent.play import CALL, ScriptedPolicy, check_exact, session
 from tests.kit.evaluation.eval_play import chat
 from verl.kit.agent.chat_api import read_chat
-from verl.kit.agent.gateway import Gateway
+from verl.kit.agent.gateway import APIS, Gateway
 from verl.kit.agent.messages_api import read_anthropic
 from verl.kit.agent.requests import ApiError
 from verl.kit.agent.responses_api import read_responses
-from verl.kit.agent.sampling import OnSampling, differing
+from verl.kit.agent.sampling import OnSampling, differing, honored
 from verl.kit.agent.session import Session
 from verl.rollout.engine import Sampling
 from verl.types import Message, Score
@@ -532,6 +532,89 @@ def test_models_have_the_shape_of_their_sdk() -> None:
             assert [each.id async for each in door.anthropic().models.list()] == ["policy"]
             assert (await door.anthropic().models.retrieve("claude-9")).id == "claude-9"
             assert (await door.openai().models.retrieve("org/model")).id == "org/model"
+
+    run(test)
+
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "stream": True, "stream_options": "usage"}, "stream_options"),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [1]}, "tools"),
+        ("/v1/messages", {"messages": HELLO, "tool_choice": "auto"}, "tool_choice"),
+        ("/v1/messages", {"messages": HELLO, "output_config": "low"}, "output_config"),
+        ("/v1/messages", {"messages": HELLO, "tools": 7}, "tools"),
+        ("/v1/messages", {"messages": "Hello"}, "messages"),
+        ("/v1/messages", {}, "messages"),
+        ("/v1/messages/count_tokens", {"messages": {"role": "user"}}, "messages"),
+        ("/v1/responses", {"input": "Hello", "text": "plain"}, "text"),
+        ("/v1/responses", {"input": "Hello", "include": 5}, "include"),
+        ("/v1/responses", {"input": "Hello", "tools": 5}, "tools"),
+        ("/v1/responses", {}, "input"),
+        ("/generate", {"input_ids": [1 << 40]}, "input_ids"),
+    ],
+)
+def test_fields_of_another_type_are_refused_by_name(path: str, body: dict[str, Any], field: str) -> None:
+    async def test() -> None:
+        async with opened("one") as door, door.plain() as client:
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 400 and field in refused.text, refused.text
+            assert not door.session.failure.done() and not door.policy.saw
+
+    run(test)
+
+
+def test_text_that_no_tokenizer_takes_is_replaced() -> None:
+    """Output of a command, which Python decodes with surrogates and writes as JSON."""
+
+    async def test() -> None:
+        async with opened("one", "two") as door, door.plain() as client:
+            messages: list[Any] = [{"role": "user", "content": "a\udcffb"}]
+            for _ in range(2):
+                body = json.dumps({"messages": messages, "model": "\ud800"})
+                done = await client.post("/v1/chat/completions", content=body.encode())
+                assert done.status_code == 200, done.text
+                messages += [done.json()["choices"][0]["message"], {"role": "user", "content": "\ud83d\udc4d \udcff"}]
+            assert [len(each.turns) for each in door.session.ledger.segments] == [2]
+            check_exact(door.session, door.policy)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": 10**400},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": 1.5},
+        {"top_k": 0},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": True},
+    ],
+)
+def test_honored_settings_that_no_engine_takes_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=f"{next(iter(wrong))} must be a number"):
+        honored(wrong, list(wrong), Sampling(1))
+    fine = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.2}
+    assert honored(fine, list(fine), Sampling(1)) == Sampling(1, 0, repetition_penalty=1.2)
+
+
+def test_every_path_of_a_session_needs_its_key() -> None:
+    async def test() -> None:
+        async with opened() as door:
+            async with httpx2.AsyncClient(base_url=door.url, headers={"x-api-key": "none"}) as client:
+                paths = [*APIS, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/reward", "/runtime/run"]
+                for path in paths:
+                    assert (await client.post(path, json={"reward": 1.0})).status_code == 401, path
+                for path in ("/v1/models", "/v1/models/policy"):
+                    assert (await client.get(path)).status_code == 401, path
+            assert door.session.score is None
 
     run(test)
 

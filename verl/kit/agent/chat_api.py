@@ -53,6 +53,7 @@ _UNSEEN_PART_FIELDS = ("cache_control", "annotations")  # of text parts
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used, rather than dropping it."""
     check_fields(body, *_READ, *UNSEEN, *SAMPLING)
+    read_object(body, "stream_options")
     _only(body, "n", 1)
     _only(body, "logprobs", False)
     _only(body, "top_logprobs", 0)
@@ -148,6 +149,22 @@ def _message_as_sent(message: Any) -> Any:
 
 def _without(value: Any, *names: str) -> Any:
     return {name: each for name, each in value.items() if name not in names} if isinstance(value, Mapping) else value
+
+
+def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty if the field is left out. Raises ApiError for another type."""
+    return _of_type(dict, body.get(name), name) or {}
+
+
+def read_list(body: Mapping[str, Any], name: str) -> list[Any]:
+    """Empty if the field is left out. Raises ApiError for another type."""
+    return _of_type(list, body.get(name), name) or []
+
+
+def _of_type(kind: type[Any], value: Any, name: str) -> Any:
+    if value is not None and not isinstance(value, kind):
+        raise bad_request(f"must be {'an object' if kind is dict else 'a list'}", name)
+    return value
 
 
 def read_limit(body: Mapping[str, Any], name: str) -> int | None:

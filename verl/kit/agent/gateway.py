@@ -41,6 +41,7 @@ from verl.kit.agent.session import Exchange, Session
 from verl.kit.agent.token_api import read_tokens, token_events, token_response
 from verl.kit.serving.serving import BoundedProtocol, Gate
 from verl.kit.swe.runtime import CommandFailedError, RuntimeLostError
+from verl.text import utf8
 
 _log = logging.getLogger(__name__)
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
@@ -220,7 +221,16 @@ async def _json(request: Request) -> tuple[bytes, dict[str, Any]]:
         raise ApiError(400, "invalid_json", f"the body is not JSON ({error})") from error
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_json", "the body is not a JSON object")
-    return raw, body
+    return raw, _encodable(body) if b"\\ud" in raw.lower() else body
+
+
+def _encodable(value: Any) -> Any:
+    """The JSON value with other characters in place of lone surrogates, which no tokenizer takes."""
+    if isinstance(value, str):
+        return utf8(value)
+    if isinstance(value, list):
+        return [_encodable(each) for each in value]
+    return {utf8(key): _encodable(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> StreamingResponse:

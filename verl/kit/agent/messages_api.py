@@ -6,7 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.kit.agent.chat_api import MODEL, chat_request, check_fields, given_sampling, read_limit, read_stops
+from verl.kit.agent.chat_api import (
+    MODEL,
+    chat_request,
+    check_fields,
+    given_sampling,
+    read_limit,
+    read_list,
+    read_object,
+    read_stops,
+)
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request
 
 # Settings of how the policy samples: {name: the value that changes nothing}
@@ -36,16 +45,14 @@ _ERRORS = {
 def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used."""
     check_fields(body, *_READ, *_UNSEEN, *_SAMPLING)
-    if (body.get("output_config") or {}).get("format") is not None:
+    if read_object(body, "output_config").get("format") is not None:
         raise bad_request("must be text", "output_config.format")
-    if not isinstance(body.get("messages"), list):
-        raise bad_request("must be a list", "messages")
     system = body.get("system")
     messages = [{"role": "system", "content": _text(system, "system")}] if system else []
-    for number, message in enumerate(body["messages"]):
+    for number, message in enumerate(read_list(body, "messages")):
         messages += _openai(message, f"messages[{number}]")
-    tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(body.get("tools") or [])]
-    asked = body.get("tool_choice") or {}
+    tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(read_list(body, "tools"))]
+    asked = read_object(body, "tool_choice")
     choice = asked.get("type", "auto")
     sampling = given_sampling(body, _SAMPLING)
     if asked.get("disable_parallel_tool_use"):

@@ -7,7 +7,16 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.kit.agent.chat_api import MODEL, UNSEEN, chat_request, check_fields, given_sampling, read_limit
+from verl.kit.agent.chat_api import (
+    MODEL,
+    UNSEEN,
+    chat_request,
+    check_fields,
+    given_sampling,
+    read_limit,
+    read_list,
+    read_object,
+)
 from verl.kit.agent.requests import ChatRequest, ChatResponse, Finish, bad_request
 
 _PLAIN_TEXT = {"format": {"type": "text"}}
@@ -29,9 +38,9 @@ _LOGPROBS = "message.output_text.logprobs"
 def read_responses(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used."""
     check_fields(body, *_READ, *UNSEEN, *_SAMPLING)
-    if _LOGPROBS in (body.get("include") or ()):  # the others add nothing here
+    if _LOGPROBS in read_list(body, "include"):  # the others add nothing here
         raise bad_request(f"cannot have {_LOGPROBS}", "include")
-    text = body.get("text") or {}
+    text = read_object(body, "text")
     if (text.get("format") or {"type": "text"}) != {"type": "text"}:
         raise bad_request("must be text", "text.format")
     if other := sorted(text.keys() - {"format", "verbosity"}):
@@ -47,7 +56,7 @@ def read_responses(body: Mapping[str, Any]) -> ChatRequest:
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for number, item in enumerate(items):
         _add(messages, item, f"input[{number}]")
-    tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(body.get("tools") or [])]
+    tools = [_tool(each, f"tools[{number}]") for number, each in enumerate(read_list(body, "tools"))]
     limit = read_limit(body, "max_output_tokens")
     return chat_request(messages, tools, body.get("tool_choice") or "auto", sampling, limit)
 

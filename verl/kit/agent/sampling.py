@@ -1,6 +1,6 @@
 """Sampling settings of requests: the run's count, because the policy is trained on its own distribution."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -8,7 +8,13 @@ from typing import Any
 from verl.kit.agent.requests import bad_request
 from verl.rollout.engine import Sampling
 
-_ENGINE = ("temperature", "top_p", "top_k", "repetition_penalty")  # what an engine can set for one request
+# What an engine can set for one request: {name: (the range, whether a value is in it)}
+_ENGINE: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("from 0 to 100", lambda value: 0 <= value <= 100),
+    "top_p": ("above 0, and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("that is whole and at least 1, or -1", lambda value: type(value) is int and (value == -1 or value >= 1)),
+    "repetition_penalty": ("above 0, and at most 100", lambda value: 0 < value <= 100),
+}
 
 
 class OnSampling(StrEnum):
@@ -25,10 +31,12 @@ def differing(settings: Mapping[str, object], run: Sampling) -> list[str]:
 
 
 def honored(settings: Mapping[str, Any], names: list[str], run: Sampling) -> Sampling:
-    """The run's sampling with these settings. Raises ApiError for those that no engine has, or of another type."""
+    """The run's sampling with these settings. Raises ApiError for those that no engine has, or with another value."""
     for name in names:
         if name not in _ENGINE:
             raise bad_request("cannot be honored (env.on_sampling=honor)", name)
-        if isinstance(settings[name], bool) or not isinstance(settings[name], int | float):
-            raise bad_request("must be a number", name)
+        expected, is_valid = _ENGINE[name]
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_valid(value):
+            raise bad_request(f"must be a number {expected}", name)
     return replace(run, **{name: settings[name] for name in names})
