@@ -29,15 +29,15 @@ from verl.errors import ConfigError
 from verl.trainer.builders.workers import fused_kernels
 from verl.workers.fused import FusedModules, fuse, is_wanted
 
-# (norms, rotary, MLPs) of two layers. Gemma 2 has norms with an offset and another activation; OLMo 2 weights its norms
-# before it rounds them.
-KINDS: list[tuple[type[PretrainedConfig], tuple[int, int, int]]] = [
-    (Qwen2Config, (5, 2, 2)),
-    (Qwen3Config, (9, 2, 2)),
-    (LlamaConfig, (5, 2, 2)),
-    (MistralConfig, (5, 2, 2)),
-    (Olmo2Config, (0, 2, 2)),
-    (Gemma2Config, (0, 2, 0)),
+# (norms, rotary, MLPs, layers) of two layers. Gemma 2 has norms with an offset and another activation; OLMo 2 weights
+# its norms before it rounds them; both normalize what they add.
+KINDS: list[tuple[type[PretrainedConfig], tuple[int, int, int, int]]] = [
+    (Qwen2Config, (5, 2, 2, 2)),
+    (Qwen3Config, (9, 2, 2, 2)),
+    (LlamaConfig, (5, 2, 2, 2)),
+    (MistralConfig, (5, 2, 2, 2)),
+    (Olmo2Config, (0, 2, 2, 0)),
+    (Gemma2Config, (0, 2, 0, 0)),
 ]
 
 
@@ -78,6 +78,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting:
     return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
 
 
+def add_norm(hidden: Tensor, residual: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return rms_norm(hidden + residual, weight, *options), hidden + residual
+
+
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return apply_rotary_pos_emb(query, key, cos, sin)
 
@@ -92,6 +96,7 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     ops = SimpleNamespace(
         LigerRMSNormFunction=counted("norm", rms_norm),
+        LigerFusedAddRMSNormFunction=counted("add_norm", add_norm),
         LigerRopeFunction=counted("rope", rope),
         LigerSiLUMulFunction=counted("mlp", lambda gate, up: nn.functional.silu(gate) * up),
     )
@@ -102,12 +107,14 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "counts"), KINDS)
 def test_modules_that_compute_a_kernels_formula_use_it(
-    kind: type[PretrainedConfig], counts: tuple[int, int, int], formulas: list[str]
+    kind: type[PretrainedConfig], counts: tuple[int, int, int, int], formulas: list[str]
 ) -> None:
     model, untouched = small_model(kind), small_model(kind)
     assert fuse(model) == FusedModules(*counts)
     assert_as_exact(outcome(model), outcome(untouched), 1e-5)
-    assert [formulas.count(name) for name in ("norm", "rope", "mlp")] == [*counts]
+    norms, rotary, mlps, layers = counts  # a layer's kernel takes the place of its second norm's
+    called = [formulas.count(name) for name in ("norm", "add_norm", "rope", "mlp")]
+    assert called == [norms - layers, layers, rotary, mlps]
 
 
 def test_only_this_instance_changes(formulas: list[str]) -> None:
@@ -124,7 +131,7 @@ def test_a_module_that_computes_something_else_keeps_its_forward(formulas: list[
     model = small_model(Qwen2Config)
     model.model.layers[0].mlp.act_fn = nn.GELU()
     changed = copy.deepcopy(model)
-    assert fuse(model) == FusedModules(norms=5, rotary=2, mlps=1)
+    assert fuse(model) == FusedModules(norms=5, rotary=2, mlps=1, layers=2)
     assert_as_exact(outcome(model), outcome(changed), 1e-5)
 
 

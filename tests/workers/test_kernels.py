@@ -50,12 +50,14 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> None:
         return language.core.tensor(handle, language.float32)
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
-    monkeypatch.setattr(norms, "rsqrt", importlib.import_module("tests.support.interpreted").rsqrt)
+    rsqrt = importlib.import_module("tests.support.interpreted").rsqrt
+    for module in (norms, importlib.import_module("liger_kernel.ops.fused_add_rms_norm")):
+        monkeypatch.setattr(module, "rsqrt", rsqrt)
 
 
 @pytest.mark.parametrize(("kind", "counts"), KINDS)
 def test_models_with_kernels_of_liger_equal_float64(
-    kind: type[PretrainedConfig], counts: tuple[int, int, int], liger: None
+    kind: type[PretrainedConfig], counts: tuple[int, int, int, int], liger: None
 ) -> None:
     model = small_model(kind).to(DEVICE)
     exact = copy.deepcopy(model).double()

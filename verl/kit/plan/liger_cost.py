@@ -30,6 +30,14 @@ _define(
     "norm_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor rstd, Tensor(a!) grad_hidden) -> Tensor",
     lambda grad, hidden, weight, rstd, grad_hidden: torch.empty_like(weight),
 )
+_define(
+    "add_norm(Tensor hidden, Tensor residual, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    lambda hidden, residual, weight: (torch.empty_like(hidden), *_norm(hidden, weight)),
+)
+_define(
+    "add_norm_backward(Tensor grad, Tensor grad_sum, Tensor total, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    lambda grad, grad_sum, total, weight, rstd: (torch.empty_like(grad), torch.empty_like(weight)),
+)
 _define("rotary(Tensor(a!) query, Tensor(b!) key, Tensor cos, Tensor sin) -> ()", lambda query, key, cos, sin: None)
 _define("silu_mul(Tensor gate, Tensor up) -> Tensor", lambda gate, up: torch.empty_like(gate))
 _define("silu_mul_backward(Tensor grad, Tensor(a!) gate, Tensor(b!) up) -> ()", lambda grad, gate, up: None)
@@ -52,6 +60,22 @@ class LigerRMSNormFunction(Function):
         grad_hidden = torch.zeros_like(grads[0].contiguous())
         grad_weight = _KERNELS.norm_backward(grads[0].contiguous(), *ctx.saved_tensors, grad_hidden)
         return grad_hidden, grad_weight, *(None,) * ctx.num_options
+
+
+class LigerFusedAddRMSNormFunction(Function):
+    """(norm of the sum, sum); saves the sum and a number per row. Both inputs have the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, residual: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        normalized, total, rstd = _KERNELS.add_norm(hidden.contiguous(), residual.contiguous(), weight)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.num_options = len(options)
+        return normalized, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, grad_weight = _KERNELS.add_norm_backward(*(each.contiguous() for each in grads), *ctx.saved_tensors)
+        return grad, grad, grad_weight, *(None,) * ctx.num_options
 
 
 class LigerRopeFunction(Function):
