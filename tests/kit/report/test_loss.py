@@ -37,7 +37,7 @@ def test_weights_by_hand(mode: str) -> None:
     length = 20.0 if mode.endswith("norm") else None
     scale = replace(SCALE, aggregation=mode, length=length)
     computed = computed_loss(StepSamples(samples=[], sums={0: [1.0], 3: [2.0]}, scale=scale))
-    assert computed is not None and computed.weights_B[:5] == pytest.approx(WEIGHTS[mode])
+    assert computed is not None and [computed.weight(row) for row in range(5)] == pytest.approx(WEIGHTS[mode])
     assert computed.updates == 2 and computed.total == pytest.approx((WEIGHTS[mode][0] + 2 * WEIGHTS[mode][3]) / 2)
     for places, episodes in ((slice(0, 2), [4, 6]), (slice(2, 4), [10, 8, 0])):  # the trainer's own computation
         own = episode_weights(Aggregation(mode), torch.tensor(episodes), length)[:2]
@@ -50,7 +50,7 @@ def test_a_weight_is_shown_with_its_numbers() -> None:
     assert computed is not None and computed.updates == 4
     shares = {3: 6.4 / 18 / 4, 0: 4 / 10 / 4}
     assert computed.shares == pytest.approx(shares)
-    assert computed.formulas[3] == "token-mean: 1 / 18 trained tokens of mini-batch 2 of 2 = 0.0555556"
+    assert computed.formula(3) == "token-mean: 1 / 18 trained tokens of mini-batch 2 of 2 = 0.0555556"
     wrong, right = share_of(kept, computed, 3), share_of(kept, computed, 0)
     assert wrong.agrees is False and "differs from the trainer's share, 0.2" in wrong.text
     assert right.agrees is True and right.text.startswith("0.1 = weight * (1 + 3) / 4 updates, with weight = ")
@@ -64,7 +64,7 @@ def test_a_weight_is_shown_with_its_numbers() -> None:
 def test_a_sequence_has_its_length_in_the_formula() -> None:
     scale = replace(SCALE, aggregation="seq-mean-token-mean")
     computed = computed_loss(StepSamples(samples=[], sums={3: [1.0]}, scale=scale))
-    assert computed is not None and computed.formulas[3] == (
+    assert computed is not None and computed.formula(3) == (
         "seq-mean-token-mean: 1 / 8 trained tokens of the sequence / 2 sequences of mini-batch 2 of 2 = 0.0625"
     )
 

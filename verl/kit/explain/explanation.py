@@ -228,8 +228,8 @@ def _tokens(
     if computed is None:
         lines.append("the weight is not known: the step was recorded without the settings and token counts of its loss")
     else:
-        lines.append(f"weight = {computed.formulas[sample.row]}")
-        off_A = float(computed.weights_B[sample.row]) * unweighted_A - columns["loss"]
+        lines.append(f"weight = {computed.formula(sample.row)}")
+        off_A = computed.weight(sample.row) * unweighted_A - columns["loss"]
         off, largest = float(off_A.abs().max()), float(columns["loss"].abs().max())
         if off > _RELATIVE * largest or not math.isclose(float(unweighted_A.double().sum()), sums[0], abs_tol=1e-3):
             failed.append("token losses")

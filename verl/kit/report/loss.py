@@ -10,7 +10,7 @@ Shape legend: B samples of a step, M its mini-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,32 @@ _Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedLoss:
-    """weights_B: of a sample's tokens; formulas: how each follows; shares: of the loss, by row; updates: of the step"""
+    """The loss of a step by its mini-batches.
 
-    weights_B: _Array
-    formulas: Mapping[int, str]
+    divisors: of the aggregation, [B] each, with their names; shares: of the loss, by row; updates: of the step
+    """
+
+    aggregation: str
+    divisors: Sequence[tuple[_Array, str]]
+    minibatch_B: _Array
+    minibatches: int
     shares: Mapping[int, float]
     updates: int
 
     @property
     def total(self) -> float:
         return math.fsum(self.shares.values())
+
+    def weight(self, row: int) -> float:
+        """Of a token of the sample."""
+        return 1 / math.prod(max(1.0, float(counts_B[row])) for counts_B, _ in self.divisors)
+
+    def formula(self, row: int) -> str:
+        """Its arithmetic."""
+        place = f" {self.minibatch_B[row] + 1} of {self.minibatches}"
+        named = ((f"{counts_B[row]:g} {name}", name.endswith("mini-batch")) for counts_B, name in self.divisors)
+        divided = "".join(f" / {text}{place if of_minibatch else ''}" for text, of_minibatch in named)
+        return f"{self.aggregation}: 1{divided} = {self.weight(row):.6g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +66,23 @@ def computed_loss(kept: StepSamples) -> ComputedLoss | None:
     """None if the record lacks the scale."""
     if kept.scale is None:
         return None
-    minibatch_B, parts = _minibatches(kept.scale)
-    weights_B, formulas = _weights(kept.scale, minibatch_B, parts, list(kept.sums))
-    updates = parts * max((len(sums) for sums in kept.sums.values()), default=1)
-    shares = {row: float(weights_B[row]) * math.fsum(sums) / updates for row, sums in kept.sums.items()}
-    return ComputedLoss(weights_B=weights_B, formulas=formulas, shares=shares, updates=updates)
+    minibatch_B, minibatches = _minibatches(kept.scale)
+    divisors = _divisors(kept.scale, minibatch_B, minibatches)
+    product_B = np.ones(len(minibatch_B))
+    for counts_B, _ in divisors:
+        product_B *= np.maximum(1.0, counts_B)
+    rows = list(kept.sums)
+    sums = np.array([kept.sums[row] for row in rows], dtype=np.float64).reshape(len(rows), -1)
+    updates = minibatches * max(1, sums.shape[1])
+    shares = sums.sum(axis=1) / product_B[rows] / updates if rows else sums
+    return ComputedLoss(
+        aggregation=kept.scale.aggregation,
+        divisors=divisors,
+        minibatch_B=minibatch_B,
+        minibatches=minibatches,
+        shares=dict(zip(rows, shares.tolist(), strict=True)),
+        updates=updates,
+    )
 
 
 def _minibatches(scale: LossScale) -> tuple[_Array, int]:
@@ -66,33 +94,23 @@ def _minibatches(scale: LossScale) -> tuple[_Array, int]:
     return minibatch_B, len(filled)
 
 
-def _weights(scale: LossScale, minibatch_B: _Array, parts: int, rows: list[int]) -> tuple[_Array, dict[int, str]]:
+def _divisors(scale: LossScale, minibatch_B: _Array, minibatches: int) -> list[tuple[_Array, str]]:
+    """What the aggregation divides by; a name that ends with mini-batch is of that alone."""
     _, first, episode_B = np.unique(scale.episodes, return_index=True, return_inverse=True)
     length_E = np.bincount(episode_B, scale.num_trained)
     tokens_M = np.bincount(minibatch_B, scale.num_trained)
-    episodes_M = np.bincount(minibatch_B[first][length_E > 0], minlength=parts)
-    own_B, tokens_B, episodes_B = length_E[episode_B], tokens_M[minibatch_B], episodes_M[minibatch_B]
-    factors: list[tuple[_Array, str]] = {
-        "token-mean": [(tokens_B, "trained tokens of mini-batch")],
+    sequences_M = np.bincount(minibatch_B[first][length_E > 0], minlength=minibatches)
+    tokens = (tokens_M[minibatch_B], "trained tokens of mini-batch")
+    sequences = (sequences_M[minibatch_B], "sequences of mini-batch")
+    own = (length_E[episode_B], "trained tokens of the sequence")
+    constant = (np.full(len(minibatch_B), scale.length or 1.0), "tokens (algorithm.aggregation_length)")
+    return {
+        "token-mean": [tokens],
         "token-sum": [],
-        "seq-mean-token-sum": [(episodes_B, "sequences of mini-batch")],
-        "seq-mean-token-mean": [(own_B, "trained tokens of the sequence"), (episodes_B, "sequences of mini-batch")],
-        "seq-mean-token-sum-norm": [
-            (np.full(len(own_B), scale.length), "tokens (algorithm.aggregation_length)"),
-            (episodes_B, "sequences of mini-batch"),
-        ],
+        "seq-mean-token-sum": [sequences],
+        "seq-mean-token-mean": [own, sequences],
+        "seq-mean-token-sum-norm": [constant, sequences],
     }[scale.aggregation]
-    product_B = np.prod([np.maximum(1, counts) for counts, _ in factors], axis=0) * np.ones(len(own_B))
-    formulas = {
-        row: f"{scale.aggregation}: 1"
-        + "".join(
-            f" / {counts[row]:g} {name}" + (f" {minibatch_B[row] + 1} of {parts}" if name.endswith("batch") else "")
-            for counts, name in factors
-        )
-        + f" = {1 / product_B[row]:.6g}"
-        for row in rows
-    }
-    return 1 / product_B, formulas
 
 
 def share_of(kept: StepSamples, computed: ComputedLoss | None, row: int) -> Check:
@@ -105,7 +123,7 @@ def share_of(kept: StepSamples, computed: ComputedLoss | None, row: int) -> Chec
     share, sums = computed.shares[row], kept.sums[row]
     epochs = " + ".join(f"{each:.6g}" for each in sums)
     text = (
-        f"{share:.6g} = weight * ({epochs}) / {_counted(computed.updates)}, with weight = {computed.formulas[row]}; in "
+        f"{share:.6g} = weight * ({epochs}) / {_counted(computed.updates)}, with weight = {computed.formula(row)}; in "
         f"brackets the sum of its token losses without the weight{' in each epoch' if len(sums) > 1 else ''}"
     )
     if math.isclose(share, recorded, rel_tol=_SHARE, abs_tol=1e-9):

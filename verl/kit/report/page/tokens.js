@@ -69,7 +69,7 @@ function explanation(sample, score) {
     ["advantage", advantages.length ? `${fromTo(advantages)}${how}` : "no token is trained"],
   ];
   if (ratio) rows.push(["ratio, first epoch", `${fromTo(ratio, DIGITS.ratio)}${clipped ? `; clipped: ${clipped.filter(Boolean).length} of ${clipped.length} tokens` : ""}`]);
-  rows.push(["share of the loss", checked(sample.share)], ["sum check", checked(sample.total)], ["every number of it", element("code", {}, command)]);
+  rows.push(["share of the loss", checked(sample.share)], ["sum check", checked(sample.total)], ["in full", element("code", {}, command)]);
   return element("details", { class: "explained" }, element("summary", {}, "from the reward to the loss"), table(["", ""], rows));
 }
 
