@@ -75,3 +75,10 @@ def test_a_record_without_the_scale_is_not_fitted() -> None:
     share, total = share_of(kept, None, 0), sum_check(kept, None, 0.75)
     assert share.agrees is total.agrees is None
     assert "the weight of its tokens is not known" in share.text and "the scale cannot be known" in total.text
+
+
+def test_a_step_that_computes_no_sample_has_a_loss_of_zero() -> None:
+    kept = StepSamples(samples=[], scale=SCALE)
+    computed = computed_loss(kept)
+    assert computed is not None and (computed.shares, computed.total) == ({}, 0.0)
+    assert sum_check(kept, computed, 0.0).agrees is True and sum_check(kept, computed, None).agrees is None

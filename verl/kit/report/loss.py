@@ -72,15 +72,15 @@ def computed_loss(kept: StepSamples) -> ComputedLoss | None:
     for counts_B, _ in divisors:
         product_B *= np.maximum(1.0, counts_B)
     rows = list(kept.sums)
-    sums = np.array([kept.sums[row] for row in rows], dtype=np.float64).reshape(len(rows), -1)
+    sums = np.array([kept.sums[row] for row in rows], dtype=np.float64).reshape(len(rows), -1 if rows else 1)
     updates = minibatches * max(1, sums.shape[1])
-    shares = sums.sum(axis=1) / product_B[rows] / updates if rows else sums
+    shares: list[float] = (sums.sum(axis=1) / product_B[rows] / updates).tolist() if rows else []
     return ComputedLoss(
         aggregation=kept.scale.aggregation,
         divisors=divisors,
         minibatch_B=minibatch_B,
         minibatches=minibatches,
-        shares=dict(zip(rows, shares.tolist(), strict=True)),
+        shares=dict(zip(rows, shares, strict=True)),
         updates=updates,
     )
 
