@@ -58,8 +58,8 @@ def named(key: str, text: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
-def test_the_tree_has_at_most_156_settings() -> None:
-    assert len(KEYS) == len(set(KEYS)) <= 156
+def test_the_tree_has_at_most_155_settings() -> None:
+    assert len(KEYS) == len(set(KEYS)) <= 155
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -195,6 +195,21 @@ def test_the_memory_of_code_reaches_the_sandbox() -> None:
     sandbox = build_sandbox(load_config(words).sandbox)
     assert isinstance(sandbox, RemoteSandbox)
     assert (sandbox.limits.memory_mib, sandbox.limits.wall_s) == (333, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "expected"),
+    [("strict", ("bubblewrap", True)), ("bubblewrap", ("bubblewrap", False)), ("none", ("none", False))],
+)
+def test_strict_isolation_is_bubblewrap_with_a_cgroup(
+    isolation: str, expected: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(_: int, isolation: str, *, require_cgroup: bool, **__: Any) -> tuple[str, bool]:
+        return isolation, require_cgroup
+
+    monkeypatch.setattr("verl.trainer.builders.env.resolve", lambda *_: made)
+    config = load_config(["recipe=torl", f"sandbox.isolation={isolation}"])
+    assert build_sandbox(config.sandbox) == expected
 
 
 @pytest.mark.long

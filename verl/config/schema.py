@@ -300,19 +300,16 @@ class EnvConfig:
 class SandboxConfig:
     """The sandbox for code written by the policy, if a tool runs code."""
 
-    isolation: str = "bubblewrap"  # bubblewrap | none (resource limits only)
+    isolation: str = "bubblewrap"  # strict (bubblewrap, or no start without a cgroup) | bubblewrap | none (limits only)
     urls: list[str] = field(default_factory=list)  # SandboxFusion servers to use instead
     num_workers: int | None = None  # of the local pool; default: one per CPU core
     timeout_s: float = 10.0  # per execution
     memory_mib: int = 1024
-    require_cgroup: bool = False  # refuse to start unless a cgroup limits memory, processes and CPU time
 
     def __post_init__(self) -> None:
-        _one_of(("bubblewrap", "none"), "sandbox.isolation", self.isolation)
+        _one_of(("strict", "bubblewrap", "none"), "sandbox.isolation", self.isolation)
         _positive(self, "sandbox.", "timeout_s")
         _at_least(64, self, "sandbox.", "memory_mib")
-        expected = "unset with sandbox.urls: start the servers with --require-cgroup"
-        _require(not (self.urls and self.require_cgroup), "sandbox.require_cgroup", expected, self.require_cgroup)
         _at_least(1, self, "sandbox.", "num_workers")
         web = all(url.startswith(("http://", "https://")) for url in self.urls)
         _require(web, "sandbox.urls", "such as [http://host:8080]", self.urls)

@@ -55,7 +55,8 @@ class LocalSandbox:
         check_isolation(isolation)
         self.cgroups = find_cgroups()
         if self.cgroups is None and require_cgroup:
-            raise ConfigError(f"sandbox.require_cgroup=true: no cgroup can be made here. {HINT}")
+            asked = "sandbox.isolation=strict (servers: --require-cgroup)"
+            raise ConfigError(f"{asked}: no cgroup can be made here. {HINT}")
         self._cgroup_pool = CgroupPool(self.cgroups) if self.cgroups else None
         self._isolation = isolation
         self.limits = limits

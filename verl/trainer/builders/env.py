@@ -228,7 +228,9 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
     make: Callable[..., Sandbox] = resolve("sandbox", "remote" if config.urls else "local", SANDBOXES)
     if config.urls:
         return make(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
-    return make(_workers(config), config.isolation, limits=limits, require_cgroup=config.require_cgroup)
+    strict = config.isolation == "strict"
+    isolation = "bubblewrap" if strict else config.isolation
+    return make(_workers(config), isolation, limits=limits, require_cgroup=strict)
 
 
 def _workers(config: SandboxConfig) -> int:
