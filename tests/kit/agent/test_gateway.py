@@ -402,6 +402,8 @@ ANTHROPIC_DEFAULTS: dict[str, Any] = {
     "system": [],
     "stop_sequences": [],
     "output_config": {},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "diagnostics": {"previous_message_id": None},
 }
 
 
@@ -441,7 +443,7 @@ def _without_unseen(block: dict[str, Any]) -> dict[str, Any]:
     [
         ("output_config", {"format": {"type": "json_schema", "schema": {}}}, "output_config.format"),
         ("mcp_servers", [{"type": "url", "url": "http://a", "name": "a"}], "mcp_servers"),
-        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management"),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management.edits[0]"),
         ("tools", [{"name": "a", "input_schema": {}, "defer_loading": True}], "defer_loading"),
         ("tools", [{"type": "bash_20250124", "name": "bash"}], "tools[0]"),
     ],
@@ -735,6 +737,21 @@ def test_the_token_level_door_continues_its_tokens(stream: bool) -> None:
             for wrong in ([], [-1], [10**6], "text", [True]):
                 refused = await client.post("/generate", json={"input_ids": wrong})
                 assert refused.status_code == 400 and "input_ids" in refused.text
+
+    run(test)
+
+
+def test_the_token_level_door_has_the_budgets_of_the_others() -> None:
+    async def test() -> None:
+        async with opened("one", max_turns=1, longest=10) as door, door.plain() as client:
+            problems = []
+            for ids in ([5] * 10, [5], [6]):
+                answer = await client.post("/generate", json={"input_ids": ids, "max_tokens": 1000})
+                problems.append((answer.json().get("error") or {}).get("code"))
+            assert problems == ["context_length_exceeded", None, "max_turns"] and len(door.policy.saw) == 1
+            door.session.on_sampling = OnSampling.REFUSE
+            refused = await client.post("/generate", json={"input_ids": [5], "temperature": 0.1})
+            assert refused.status_code == 400
 
     run(test)
 

@@ -142,13 +142,14 @@ class Ledger:
         So `name` or another id changes nothing if no chat template shows it. The policy's text and calls must be equal
         in any case, because templates drop parts of earlier responses.
         """
-        one, other = ([_without_spaces(message) for message in messages] for messages in (known, given))
-        if one == other:
+        pairs = [(a, b) for a, b in zip(known, given, strict=True) if a != b]
+        changed = [(_without_spaces(a), _without_spaces(b)) for a, b in pairs]
+        if all(a == b for a, b in changed):
             return True
-        if list(map(_own, one)) != list(map(_own, other)):
+        if any(_own(a) != _own(b) for a, b in changed):
             return False
         with suppress(DataError, ConfigError):
-            return self._text(one, tools) == self._text(other, tools)
+            return self._text(known, tools) == self._text(given, tools)
         return False
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:

@@ -26,12 +26,14 @@ _SAMPLING: Mapping[str, object] = {
     "thinking": {"type": "disabled"},
     "output_config": {},  # how much effort
 }
-_READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream")
+_READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "context_management")
+_CLEAR_THINKING = "clear_thinking_"  # an edit without effect: no response has a block of thinking
 _UNSEEN = (
     *("model", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"),
     "diagnostics",
 )
 _TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+_EDITS = "context_management.edits"
 _ROLES = ("user", "assistant", "system")
 _STOP_REASONS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
 _ERRORS = {
@@ -47,6 +49,9 @@ def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     check_fields(body, *_READ, *_UNSEEN, *_SAMPLING)
     if read_object(body, "output_config").get("format") is not None:
         raise bad_request("must be text", "output_config.format")
+    for number, edit in enumerate(read_list(read_object(body, "context_management"), "edits")):
+        if not (isinstance(edit, Mapping) and str(edit.get("type")).startswith(_CLEAR_THINKING)):
+            raise bad_request("cannot be used here: the program edits its messages itself", f"{_EDITS}[{number}]")
     system = body.get("system")
     messages = [{"role": "system", "content": _text(system, "system")}] if system else []
     for number, message in enumerate(read_list(body, "messages")):
