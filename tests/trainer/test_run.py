@@ -22,6 +22,7 @@ from tests.conftest import ROOT, need_vllm
 from tests.support.every import every
 from tests.support.metric_names import known
 from tests.support.tiny import MINI, run_words, save_tiny_model
+from verl.kit.report.loss import computed_loss, sum_check
 from verl.tracking.jsonl import read_jsonl
 from verl.tracking.samples import read_samples, samples_path
 
@@ -101,6 +102,8 @@ def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> Non
     assert len(read_jsonl(folder / "transcripts" / "step-000002.jsonl")) == 8
     kept = read_samples(samples_path(folder, 2))
     assert len(kept.samples) == 8 and sum(kept.loss.values()) == pytest.approx(two["actor/loss"], abs=1e-6)
+    check = sum_check(kept, computed_loss(kept), two["actor/loss"])  # denominators that count the samples of both ranks
+    assert check.agrees, check.text
     assert (folder / "config.yaml").is_file() and list((folder / "tensorboard").iterdir())
 
 
