@@ -154,11 +154,8 @@ class Ledger:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """As the policy would see the messages at the start of an episode."""
-        style, chat, named = (
-            self._observations.tool_call_format,
-            self._observations.chat,
-            _with_tool_names((), messages),
-        )
+        style, chat = self._observations.tool_call_format, self._observations.chat
+        named = _with_tool_names((), list(map(_without_spaces, messages)))
         if style.template_tools:
             shown, listed = style.render_prompt(named, tools), tools
         else:
