@@ -17,7 +17,7 @@ out="${OUT:-outputs/swe_mini_$seed}"
 source scripts/setup_env.sh
 
 bash scripts/swe/cold_start.sh "$out" "$seed"
-before="$out/cold_start/checkpoints/step-000500/hf"
+before="$out/cold_start/checkpoints/step-000400/hf"
 "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=swe_mini model.path="$before" \
     data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
     trainer.seed="$seed" trainer.default_local_dir="$out" "$@"

@@ -28,7 +28,7 @@ from verl.kit.swe.task_generation.validation import diff, write_files
 from verl.types import Message, ToolCall
 
 COUNTS = {"test": 100, "train": 400, "demonstrations": 9600}
-KINDS = {"right": 0.45, "unchanged": 0.45, "mistake": 0.05, "elsewhere": 0.05}  # shares of demonstrations
+KINDS = {"right": 0.35, "unchanged": 0.55, "mistake": 0.05, "elsewhere": 0.05}  # shares of demonstrations
 NAMES = {"F": "abcdefghkmpq", "V": "vs", "R": "r", "X": "x"}  # single tokens of the embedded tokenizer
 FILE, TEST = "program.py", "test_program.py"
 CASES = 6  # asserted calls of a hidden test
