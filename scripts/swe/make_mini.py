@@ -3,8 +3,8 @@
     python scripts/swe/make_mini.py --out FOLDER --environment FOLDER [--seed 0]
 
 Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (rows of `verl.kit.swe.tasks`), and a repository
-of one file per task in `repositories`. Names and constants vary. No program of test.jsonl occurs elsewhere. Less than
-half of the demonstrations fix the bug; the others leave the line as it is, make another mistake, or edit another line.
+of one file per task in `repositories`. Names and constants vary. No program of test.jsonl occurs elsewhere. A third of
+the demonstrations fix the bug; the others leave the line as it is, make another mistake, or edit another line.
 """
 
 from __future__ import annotations

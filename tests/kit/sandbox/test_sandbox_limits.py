@@ -418,8 +418,9 @@ asyncio.run(main())
 
 
 def test_cgroups_of_a_killed_owner_are_gone_after_the_next_start(
-    place: tuple[asyncio.Runner, LocalSandbox],
+    run: Callable[..., Execution],
 ) -> None:
+    assert run("1").status is Status.FINISHED  # the pool of this process lives
     owner = subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE)
     assert owner.stdout and owner.stdout.readline() == b"ready\n"
     below = psutil.Process(owner.pid).children(recursive=True)
