@@ -199,6 +199,28 @@ for path in Path("/testbed/tests").glob("test_calc.py"):
 """
 UNITTEST = "import unittest\nunittest.TestCase.assertEqual = lambda *given: None\n"
 # What a patch may try instead of fixing the bug: code of the package that runs when tests import it, or other files.
+REPORTER = """import gc
+for each in gc.get_objects():
+    names = [*vars(each)] if hasattr(each, "__dict__") else []
+    for name in names:
+        if name in ("_send", "send") or name.startswith("pytest_runtest_log"):
+            found = vars(each)[name]
+            def forged(message=None, nodeid="", report=None, found=found):
+                if report is not None and report.failed and "calc" in report.nodeid:
+                    report.outcome = "passed"
+                return found(report=report) if report is not None else found({**message, "outcome": "passed"})
+            try:
+                setattr(each, name, forged)
+            except Exception:
+                pass
+    for cell in getattr(each, "__closure__", None) or ():
+        if getattr(getattr(cell, "cell_contents", None), "__name__", "") == "send" and "writes" in (
+            cell.cell_contents.__code__.co_freevars
+        ):
+            def passing(message, send=cell.cell_contents):
+                send({**message, "outcome": "passed"} if "calc" in message.get("test", "") else message)
+            cell.cell_contents = passing
+"""
 IN_PACKAGE = {
     "the runner exits 0": "import os\nos._exit(0)\n",
     "sys.exit while importing": "import sys\nsys.exit(0)\n",
@@ -219,6 +241,7 @@ IN_PACKAGE = {
     "messages on every descriptor": GUESS,
     "a plugin is registered": PLUGIN,
     "a hidden test is rewritten": REWRITE,
+    "the reporter is found by the garbage collector": REPORTER,
 }
 IN_FILES = {
     "conftest fakes results": {"conftest.py": REPORT, "tests/conftest.py": REPORT},
@@ -293,6 +316,23 @@ def test_a_runtime_that_breaks_is_a_fault(place: Place, tmp_path: Path) -> None:
         place.score(GOLD, replace(place.task, environment="", python="/usr/bin/python3"))
     with pytest.raises(RuntimeLostError, match="does not start"):
         place.score(GOLD, replace(place.task, python="no-such-python"))
+
+
+def test_a_plugin_of_the_environment_may_patch_pytest(place: Place, tmp_path: Path) -> None:
+    """As Hypothesis' does: the fix scores 1, a cheat 0."""
+    environment = Path(pytest_environment(tmp_path))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "patching.py").write_text(
+        "from _pytest.fixtures import FixtureFunctionMarker as marker\n"
+        "before = marker.__call__\nmarker.__call__ = lambda self, function: before(self, function)\n"
+    )
+    (packages / "patching-1.dist-info").mkdir()
+    (packages / "patching-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: patching\nVersion: 1\n")
+    (packages / "patching-1.dist-info" / "entry_points.txt").write_text("[pytest11]\npatching = patching\n")
+    task = replace(place.task, environment=str(environment))
+    assert place.score(GOLD, task).outcome is PatchOutcome.RESOLVED
+    cheat = patch({"calc/core.py": IN_PACKAGE["runtest does nothing"] + BUG})
+    assert place.score(cheat, task).outcome is PatchOutcome.TAMPERED
 
 
 def test_sentinels_differ_each_time_and_cover_every_outcome() -> None:

@@ -92,7 +92,7 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any) -> dict[str,
     pid = os.fork()
     if pid == 0:
         os.close(reads)
-        _Child(request["root"], files, run, pytest, writes, token, log.fileno()).run()
+        _run_pytest(request["root"], files, run, pytest, writes, token, log.fileno())
     os.close(writes)
     data, code = _wait(pid, reads, run["timeout_s"])
     messages = []
@@ -157,94 +157,103 @@ def _hashes(files: Sequence[str]) -> dict[str, str]:
     return found
 
 
-class _Child:
-    """A fork that runs pytest with itself as a plugin."""
+def _run_pytest(
+    root: str, files: list[str], run: dict[str, Any], pytest: Any, writes: int, token: str, log: int
+) -> None:
+    """Run pytest in this fork, with hooks that report. Never returns.
 
-    def __init__(
-        self, root: str, files: list[str], run: dict[str, Any], pytest: Any, writes: int, token: str, log: int
-    ) -> None:
-        os.setsid()
-        _set_dumpable(1)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, descriptor in enumerate((nothing, log, log)):
-            os.dup2(descriptor, number)
-        self._root, self._run, self._pytest = root, run, pytest
-        self._wanted = frozenset(run["wanted"])
-        self._phases: dict[str, dict[str, str]] = {}
-        self._plugins: frozenset[int] = frozenset()
-        # Kept from the code under test as far as one process can: no attribute holds them.
-        write, dumps, fingerprint, hashes, clock = os.write, json.dumps, _fingerprint, _hashes, time.monotonic
-        first, contents = fingerprint(), hashes(files)
-        idle_until = [0.0]
+    The code under test shares the process. So what reports is in closures that the garbage collector does not list.
+    """
+    os.setsid()
+    _set_dumpable(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, log, log)):
+        os.dup2(descriptor, number)
+    wanted = frozenset(run["wanted"])
+    phases: dict[str, dict[str, str]] = {}
+    known: set[int] = set()  # plugins
+    write, dumps, clock = os.write, json.dumps, time.monotonic
+    fingerprint, difference, hashes = _fingerprint, _difference, _hashes
+    contents, states = hashes(files), [fingerprint()]
+    idle_until = 0.0
 
-        def send(message: dict[str, Any]) -> None:
-            write(writes, f"{token} {dumps(message)}\n".encode())
+    def send(message: dict[str, Any]) -> None:
+        write(writes, f"{token} {dumps(message)}\n".encode())
 
-        def check(always: bool = True) -> None:
-            began = clock()
-            if not always and began < idle_until[0]:
-                return
-            changed = _difference(first, fingerprint())
-            if changed:
-                send({"tampered": changed})
-            if hashes(files) != contents:
-                send({"tampered": "test files were changed"})
-            idle_until[0] = clock() + MOST_IDLE * (clock() - began)
+    def check(always: bool = True) -> None:
+        nonlocal idle_until
+        began = clock()
+        if not always and began < idle_until:
+            return
+        changed = difference(states, fingerprint())
+        if changed:
+            send({"tampered": changed})
+        if hashes(files) != contents:
+            send({"tampered": "test files were changed"})
+        idle_until = clock() + MOST_IDLE * (clock() - began)
 
-        self._send, self._check = send, check
+    def name_of(nodeid: str) -> str:
+        """Its node id, or R2E-Gym's name, which lacks the file."""
+        short = ".".join(nodeid.split("::")[1:])
+        return short if short in wanted else nodeid
 
-    def run(self) -> None:
-        code = -1
-        try:
-            os.chdir(self._root)
-            sys.argv = ["pytest"]
-            options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", self._root]
-            code = self._pytest.main([*options, *self._run["args"]], plugins=[self])
-            self._check()
-            self._send({"end": int(code)})
-            sys.stdout.flush()  # the log's last lines name the failures
-        finally:
-            os._exit(0)
+    def pytest_load_initial_conftests(early_config: Any) -> None:
+        """The environment's plugins are loaded, and patched pytest if they do. The repository becomes importable only
+        now: no file of it is a plugin by its metadata."""
+        states.append(fingerprint())
+        sys.path.insert(0, root)
+        known.update(map(id, early_config.pluginmanager.get_plugins()))
 
-    def pytest_load_initial_conftests(self, early_config: Any) -> None:
-        """The repository becomes importable only now: no file of it is a plugin by its metadata."""
-        sys.path.insert(0, self._root)
-        self._plugins = frozenset(map(id, early_config.pluginmanager.get_plugins()))
+    def pytest_collectstart(collector: Any) -> None:
+        check(isinstance(collector, pytest.Module))
 
-    def pytest_collectstart(self, collector: Any) -> None:
-        self._check(isinstance(collector, self._pytest.Module))
+    def pytest_collection_modifyitems(items: list[Any]) -> None:
+        items[:] = [item for item in items if name_of(item.nodeid) in wanted]
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if self._name(item.nodeid) in self._wanted]
-
-    def pytest_collection_finish(self, session: Any) -> None:
-        self._check()
+    def pytest_collection_finish(session: Any) -> None:
+        check()
         for plugin in session.config.pluginmanager.get_plugins():
             name = getattr(plugin, "__file__", None) or type(plugin).__module__
-            known = id(plugin) in self._plugins or name.endswith("conftest.py") or name.startswith("_pytest.")
-            if not known and plugin is not session:
-                self._send({"tampered": f"a plugin was added: {name}"})
+            expected = id(plugin) in known or name.endswith("conftest.py") or name.startswith("_pytest.")
+            if not expected and plugin is not session:
+                send({"tampered": f"a plugin was added: {name}"})
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(report: Any) -> None:
         if report.outcome == "skipped" and hasattr(report, "wasxfail"):
             outcome = "passed"
         elif report.outcome == "failed" and report.when != "call":
             outcome = "error"
         else:
             outcome = report.outcome
-        self._phases.setdefault(report.nodeid, {})[report.when] = outcome
+        phases.setdefault(report.nodeid, {})[report.when] = outcome
 
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._check(False)
-        phases = self._phases.pop(nodeid, {})
-        bad = [each for each in phases.values() if each != "passed"]
-        complete = "call" in phases or bad
-        self._send({"test": self._name(nodeid), "outcome": bad[0] if bad else "passed" if complete else "missing"})
+    def pytest_runtest_logfinish(nodeid: str) -> None:
+        check(False)
+        ended = phases.pop(nodeid, {})
+        bad = [each for each in ended.values() if each != "passed"]
+        complete = "call" in ended or bad
+        send({"test": name_of(nodeid), "outcome": bad[0] if bad else "passed" if complete else "missing"})
 
-    def _name(self, nodeid: str) -> str:
-        """Its node id, or R2E-Gym's name, which lacks the file."""
-        short = ".".join(nodeid.split("::")[1:])
-        return short if short in self._wanted else nodeid
+    hooks = types.ModuleType("hooks")
+    vars(hooks).update(
+        pytest_load_initial_conftests=pytest_load_initial_conftests,
+        pytest_collectstart=pytest_collectstart,
+        pytest_collection_modifyitems=pytest_collection_modifyitems,
+        pytest_collection_finish=pytest_collection_finish,
+        pytest_runtest_logreport=pytest_runtest_logreport,
+        pytest_runtest_logfinish=pytest_runtest_logfinish,
+    )
+    gc.freeze()  # gc.get_objects lists none of them
+    try:
+        os.chdir(root)
+        sys.argv = ["pytest"]
+        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", root]
+        code = pytest.main([*options, *run["args"]], plugins=[hooks])
+        check()
+        send({"end": int(code)})
+        sys.stdout.flush()  # the log's last lines name the failures
+    finally:
+        os._exit(0)
 
 
 def _fingerprint() -> Fingerprint:
@@ -272,18 +281,19 @@ def _identity(value: Any) -> tuple[int, ...]:
     return id(value), id(getattr(inner, "__code__", None)), id(getattr(inner, "__defaults__", None))
 
 
-def _difference(first: Fingerprint, now: Fingerprint) -> str:
-    """The first function that was replaced, or added to a class; empty if there is none.
+def _difference(states: Sequence[Fingerprint], now: Fingerprint) -> str:
+    """The first function that is not as in one of the states: replaced, added to a class, or removed. Empty if none is.
 
     By a function of pytest itself is fine: it has such patches, and a sentinel notices their abuse.
     """
-    changed = [(key, identity) for key, identity in now.items() if first.get(key) != identity]
-    known = {identity[1] for identity in first.values() if identity[1:]} - {id(None)} if changed else set()
+    changed = [(key, identity) for key, identity in now.items() if all(each.get(key) != identity for each in states)]
+    known = {identity[1] for each in states for identity in each.values() if identity[1:]} if changed else set()
     for key, identity in changed:
-        added = key not in first and len(key) == 3 and key[:2] in first
-        if (added or key in first) and not (identity[1:] and identity[1] in known):
+        replaced = any(key in each for each in states)
+        added = not replaced and len(key) == 3 and any(key[:2] in each for each in states)
+        if (added or replaced) and not (identity[1:] and identity[1] in known - {id(None)}):
             return f"{'.'.join(key)} was {'added' if added else 'replaced'}"
-    gone = [key for key in first if key not in now]
+    gone = [key for key in states[0] if key not in now and all(key in each for each in states)]
     return f"{'.'.join(gone[0])} was removed" if gone else ""
 
 
