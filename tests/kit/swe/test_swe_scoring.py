@@ -356,6 +356,12 @@ def test_a_test_patch_replaces_the_tests_of_the_base(place: Place) -> None:
     assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
     edited = patch({"tests/test_name.py": "def test_name(): pass\n", "calc/core.py": FIX})
     assert place.score(edited, task).outcome is PatchOutcome.RESOLVED
+    with_data = replace(task, test_patch=test_patch + patch({"tests/data.txt": "1\n", "README.md": "Of the tests.\n"}))
+    edited = patch({"tests/data.txt": "2\n", "README.md": "Mine.\n", "calc/core.py": FIX})
+    assert place.score(edited, with_data).outcome is PatchOutcome.RESOLVED
+    assert "README" not in place.session("echo mine > README.md; echo 2 > tests/data.txt; echo > kept", with_data)
+    with pytest.raises(RuntimeLostError, match="the test patch of calc does not apply"):
+        place.score(GOLD, replace(task, test_patch=test_patch.replace("return 'calc'", "x").replace("calc'", "x'")))
 
 
 def test_short_names_are_those_of_r2e_gym(place: Place) -> None:

@@ -53,11 +53,11 @@ def test_rows_of_a_remote_runtime_name_their_image() -> None:
     assert (bench.base_commit, bench.test_patch, bench.gold_patch) == ("a" * 40, "the tests", "the fix")
     assert bench.image == "docker.io/swebench/sweb.eval.x86_64.owner_1776_calc-1"
     assert read_swe_task(GYM, remote=True).pass_to_pass == ()
-    smith = read_swe_task(SMITH, remote=True)
-    assert smith.setup == "git checkout -q owner__calc.12345678.func_1" and smith.bug_patch == SMITH["patch"]
+    with pytest.raises(DataError, match="'image_name': images of SWE-smith are not supported"):
+        read_swe_task(SMITH, remote=True)
     r2e = read_swe_task(R2E, remote=True)
     assert r2e.fail_to_pass == ("test_add", "TestAdd.test_zero") and r2e.hidden_tests == {"r2e_tests/test_1.py": TEST}
-    assert (r2e.id, r2e.image) == ("calc__abc", "namanjain12/calc_final:abc")
+    assert (r2e.id, r2e.image) == ("calc__abc", "namanjain12/calc_final:abc") and "/r2e_tests" in r2e.setup
 
 
 def test_a_prepared_folder_is_the_runtime_of_a_row(tmp_path: Path) -> None:

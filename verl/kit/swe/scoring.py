@@ -34,7 +34,7 @@ from verl.kit.swe.runtime import (
     Runtimes,
     checked,
 )
-from verl.kit.swe.tasks import SweTask, test_files
+from verl.kit.swe.tasks import SweTask, placed_files, test_files
 from verl.types import Score
 
 MAX_PATCH_BYTES = 16 << 20
@@ -132,7 +132,7 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
     Neither commits of the session, its git settings nor its .git folder matter. Latin-1 text stands for the bytes.
     """
     excluded = [f":(exclude,glob)**/{pattern}" for pattern in task.protected]
-    excluded += [f":(exclude,literal){name}" for name in (*task.hidden_tests, *test_files(task))]
+    excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
     base = task.base_commit if task.image and task.base_commit else "HEAD"
     return (await checked(runtime, ["/bin/sh", "-c", COLLECT, base, *excluded])).decode("latin-1")
 
@@ -168,13 +168,16 @@ async def _apply(runtime: Runtime, patch: bytes) -> None:
 async def _restore(runtime: Runtime, task: SweTask) -> None:
     """Undo changes to protected files and tests, then place the hidden tests."""
     changed = (await checked(runtime, ["/bin/sh", "-c", CHANGED])).decode("latin-1").split("\0")[:-1]
-    tests = {*task.hidden_tests, *test_files(task)}
-    await _reset(runtime, [name for name in changed if name in tests or _matches(name, task.protected)])
+    placed = set(placed_files(task))
+    await _reset(runtime, [name for name in changed if name in placed or _matches(name, task.protected)])
     for name, text in task.hidden_tests.items():
         await checked(runtime, ["/bin/rm", "-rf", "--", name])
         await runtime.write(f"{TESTBED}/{name}", text.encode())
     if task.test_patch:
-        await _apply(runtime, task.test_patch.encode())
+        try:
+            await _apply(runtime, task.test_patch.encode())
+        except CommandFailedError as error:  # the task's fault, as its files are those of the base
+            raise RuntimeLostError(f"the test patch of {task.id} does not apply: {error}") from error
 
 
 async def _reset(runtime: Runtime, names: Sequence[str]) -> None:

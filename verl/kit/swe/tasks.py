@@ -7,7 +7,7 @@ is a folder that was prepared before (`prepared`), or an image that a remote run
 from __future__ import annotations
 
 import json
-import shlex
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -97,6 +97,8 @@ def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remot
     task = published if "repository" not in row else replace(published, **_own_fields(row))
     if not task.fail_to_pass:
         raise DataError("names no test", "at least one", field="FAIL_TO_PASS")
+    if task.repository is None and remote and task.bug_patch:
+        raise DataError("images of SWE-smith are not supported", "a prepared folder", field="image_name")
     if task.repository is not None or (remote and task.image):
         return task
     return _in_folder(task, str(row.get("repo") or row.get("repo_name") or ""), prepared)
@@ -139,6 +141,12 @@ def test_files(task: SweTask) -> list[str]:
     return list(dict.fromkeys(named)) or [path for path in task.hidden_tests if Path(path).name.startswith("test")]
 
 
+def placed_files(task: SweTask) -> list[str]:
+    """The files that the tests bring, each once: those of the tests, hidden ones, and all of the test patch."""
+    patched = re.findall(r"^(?:--- a|\+\+\+ b)/(.+?)\t?$", task.test_patch, re.MULTILINE)
+    return list(dict.fromkeys([*task.hidden_tests, *test_files(task), *patched]))
+
+
 def _of_swe(row: Mapping[str, Any]) -> SweTask:
     """Columns of SWE-bench and SWE-Gym, and of SWE-smith, whose `patch` is the bug."""
     instance, statement = _text(row, "instance_id"), _text(row, "problem_statement")
@@ -153,7 +161,6 @@ def _of_swe(row: Mapping[str, Any]) -> SweTask:
         base_commit=str(row.get("base_commit") or ""),
         image=str(row.get("image_name") or row.get("docker_image") or _published_image(row)),
         python=BENCH_PYTHON,
-        setup=f"git checkout -q {shlex.quote(instance)}" if is_bug else "",
         test_patch=str(row.get("test_patch") or ""),
         bug_patch=patch if is_bug else "",
         gold_patch="" if is_bug else patch,
@@ -181,6 +188,7 @@ def _of_r2e(row: Mapping[str, Any]) -> SweTask:
         fail_to_pass=tuple(name for name, status in statuses.items() if name and status == "PASSED"),
         image=_text(row, "docker_image"),
         python=f"{TESTBED}/.venv/bin/python",
+        setup=f"rm -rf /{R2E_TESTS} {TESTBED}/{R2E_TESTS} {TESTBED}/run_tests.sh",  # the images have them
         hidden_tests={f"{R2E_TESTS}/{Path(name).name}": code for name, code in tests.items()},
     )
 
