@@ -384,6 +384,8 @@ def test_a_bad_row_is_refused_before_the_start(place: Place) -> None:
         {"urls": ["ftp://x"]},
         {"soft_timeout_s": 120},
         {"prompt": "/none.txt"},
+        {"require_cgroup": True, "urls": ["http://127.0.0.1:1"]},
+        {"prepared": "folder", "deployment": {"python": sys.executable, "type": "docker"}},
     ):
         with pytest.raises(ConfigError):
             build_env_factory("swe", options)

@@ -12,8 +12,8 @@ import pytest
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import BUG, FIX, GOLD, TEST, calc_task, patch, pytest_environment
 from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import RuntimeLostError
-from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, make_sentinels, score_patch
+from verl.kit.swe.runtime import RuntimeLimits, RuntimeLostError
+from verl.kit.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, PatchVerdict, collect_patch, make_sentinels, score_patch
 from verl.kit.swe.tasks import SweTask
 
 pytestmark = pytest.mark.long  # each starts runtimes
@@ -265,6 +265,13 @@ def test_a_cheat_scores_zero(place: Place, name: str) -> None:
 def test_such_files_do_not_harm_a_fix(place: Place, name: str) -> None:
     """They are dropped: the patch is judged by what it fixes."""
     assert place.score(patch({**IN_FILES[name], "calc/core.py": FIX})).outcome is PatchOutcome.RESOLVED
+
+
+def test_of_a_patch_that_is_too_long_no_more_is_read(place: Place) -> None:
+    task = replace(place.task, limits=RuntimeLimits(memory_mib=512, file_mib=256))
+    made = place.session("dd if=/dev/urandom of=random.bin bs=1M count=24 2>/dev/null", task)
+    assert len(made) == MAX_PATCH_BYTES + 1
+    assert place.score(made).outcome is PatchOutcome.PATCH_FAILED
 
 
 def test_compiled_files_are_ignored(place: Place) -> None:

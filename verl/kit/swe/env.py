@@ -251,6 +251,12 @@ class SweFactory(EnvFactory):
                 f"environment 'swe': soft_timeout_s={soft_timeout_s:g} must be above 0 and below command_timeout_s, "
                 "without `deployment` (servers of SWE-ReX have no soft time-outs)"
             )
+        if require_cgroup and (urls or deployment):
+            raise ConfigError(
+                "environment 'swe': require_cgroup is of runtimes on this machine, without urls, deployment"
+            )
+        if prepared and deployment:
+            raise ConfigError("environment 'swe': give prepared (folders) or deployment (images), not both")
         self.style, self.command_timeout_s, self.soft_timeout_s = STYLES[style], command_timeout_s, soft_timeout_s
         self.slots: dict[Stage, OrderedSlots] = {stage: OrderedSlots(limits[stage]) for stage in get_args(Stage)}
         self.shared_verdicts = SharedVerdicts() if share_verdicts else None

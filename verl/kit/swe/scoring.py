@@ -40,7 +40,7 @@ from verl.types import Score
 MAX_PATCH_BYTES = 16 << 20
 MOST_KEPT = 4096  # verdicts on patches that may come again
 SLACK_S = 60.0  # for starting the interpreter, beyond the limits of its runs
-COLLECT = """
+COLLECT = f"""
 base=/base.git; [ -d $base ] || base=$PWD/.git
 rest=$(mktemp -d)
 export GIT_DIR=$base GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJECT_DIRECTORY=$rest/objects
@@ -49,8 +49,9 @@ mkdir $rest/objects
 trusted="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.autocrlf=false -c safe.directory=*"
 start=$0; [ -d /base.git ] && start=HEAD
 $trusted read-tree $start && $trusted add -A --ignore-errors 2>/dev/null
-$trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames $start -- . "$@"
-code=$?; rm -rf $rest; exit $code
+$trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames $start -- . "$@" \\
+  >$rest/diff
+code=$?; head -c {MAX_PATCH_BYTES + 1} $rest/diff; rm -rf $rest; exit $code
 """
 APPLY = """
 git apply --whitespace=nowarn "$0" 2>/tmp/apply.log && exit
