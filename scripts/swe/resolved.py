@@ -1,6 +1,6 @@
 """Prints the shares of a run's validation tasks that were resolved before and after training, with 95 % intervals.
 
-    python scripts/swe/resolved.py METRICS.jsonl TEST.jsonl
+python scripts/swe/resolved.py METRICS.jsonl TEST.jsonl
 """
 
 from __future__ import annotations
