@@ -134,7 +134,8 @@ def measure(prompts: int, n: int, ranks: int, prompt: int, response: int, rounds
     num_tokens = sum(
         prompt + len(each.turns[0].completion.token_ids) for group in groups for each in group.trajectories
     )
-    store = np.ones(max(4 * num_tokens, 1 << 20), dtype=np.uint8)  # written once: its pages exist; small arrays share one
+    size = max(4 * num_tokens, 1 << 20)  # at least for the small arrays of a shard, which share a buffer
+    store = np.ones(size, dtype=np.uint8)  # written once: its pages exist
     policy, reference = (Policy(SimulatedRanks(ranks, clock, store), PackSettings()) for _ in range(2))
     learner = Learner(
         config=Config(data=DataConfig(train_batch_size=1)), algorithm=GRPO, policy=policy, reference=reference
