@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +105,6 @@ def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=2e-5)
     assert one["policy"][1].loss < one["policy"][0].loss
     assert one["critic"][1].loss < one["critic"][0].loss == pytest.approx(1.0)  # values start at zero
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,14 +27,6 @@ from verl.workers.policy_worker import PolicyWorker
 from verl.workers.rank import RankSpec, TrainingRank
 
 LAYERS = 3
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    gc.collect()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,13 +27,6 @@ GPU, HOST = torch.device("cuda"), torch.device("cpu")
 BATCH = with_loss_weights(batch_of(random_samples(1, group_sizes=(2, 1))), Aggregation.TOKEN_SUM)
 SHARD = Shard(BATCH, [make_units(BATCH, True, 1000)])
 PACKS = list(SHARD.packed())
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def watched(moves: list[str], trained: bool) -> PolicyWorker:

@@ -253,7 +253,7 @@ class SweFactory(EnvFactory):
             )
         if require_cgroup and (urls or deployment):
             raise ConfigError(
-                "environment 'swe': require_cgroup is of runtimes on this machine, without urls, deployment"
+                "environment 'swe': require_cgroup needs runtimes on this machine: no urls, no deployment"
             )
         if prepared and deployment:
             raise ConfigError("environment 'swe': give prepared (folders) or deployment (images), not both")
