@@ -160,7 +160,7 @@ class CriticConfig:
         _positive(self, "critic.", "cliprange_value")
 
 
-ON_WEIGHT_SYNC = ("continue", "finish", "abort_and_retry")
+ON_WEIGHT_SYNC = ("auto", "continue", "finish", "abort_and_retry")
 
 
 def _check_top(config: ValKwargs | RolloutConfig, group: str) -> None:
@@ -203,7 +203,9 @@ class RolloutConfig:
     dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
     max_staleness: int = 0  # maximum age of samples in weight versions; 0: on-policy, rollout and training alternate
     max_reuse: int = 1  # number of steps that may train on a group, within max_staleness
-    on_weight_sync: str = "continue"  # continue | finish | abort_and_retry: responses in progress at a weight sync
+    # responses in progress at a weight sync: continue | finish | abort_and_retry | auto (finish if env.name=agent, else
+    # continue)
+    on_weight_sync: str = "auto"
     placement: str = "auto"  # colocated (on the trainer's devices) | separate | auto (separate if max_staleness > 0)
     num_engines: int | None = None  # default: as many as fit the trainer's ranks
     tensor_model_parallel_size: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl.kit.agent.session import Session
 from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
+from verl.trainer.builders.run import resolve_on_weight_sync
 
 LENGTH = 100
 
@@ -70,8 +72,24 @@ def test_every_token_of_a_request_has_the_version_that_wrote_it(on_weight_sync: 
     asyncio.run(test())
 
 
+AGENT = ("env.name=agent", "env.agent=a.py:run", "env.tool_call_format=toolrl", "reward.name=env")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (AGENT, None),
+        (("rollout.max_staleness=1",), OnWeightSync.CONTINUE),
+        (("rollout.max_staleness=1", *AGENT), OnWeightSync.FINISH),
+        (("rollout.max_staleness=1", *AGENT, "rollout.on_weight_sync=continue"), OnWeightSync.CONTINUE),
+    ],
+)
+def test_weights_change_between_the_requests_of_a_program(words: Sequence[str], expected: OnWeightSync | None) -> None:
+    assert resolve_on_weight_sync(load_config(["recipe=mini_grpo", *words])) is expected
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("on_weight_sync", ["continue", "finish", "abort_and_retry"])
+@pytest.mark.parametrize("on_weight_sync", ["auto", "continue", "abort_and_retry"])
 def test_agents_play_while_the_run_learns(on_weight_sync: str, tmp_path: Path) -> None:
     words = [
         *run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 1),
@@ -94,5 +112,7 @@ def test_agents_play_while_the_run_learns(on_weight_sync: str, tmp_path: Path) -
         assert (result.metrics["agent/requests"], result.metrics["agent/segments"]) == (3.0, 1.0)
     for group in results[-1].groups:
         for trajectory in group.trajectories:
+            if on_weight_sync == "auto":
+                assert all(len(set(turn.completion.versions)) == 1 for turn in trajectory.turns)
             versions = [version for turn in trajectory.turns for version in turn.completion.versions]
             assert versions == sorted(versions) and versions[0] >= 2

@@ -218,8 +218,7 @@ def build_trainer(
     engine = EnginePool(
         workers.engines,
         workers.transport.sources,
-        # None: on-policy, there are never responses in flight during a weight sync
-        OnWeightSync(config.rollout.on_weight_sync) if config.rollout.max_staleness else None,
+        resolve_on_weight_sync(config),
         chat.tokenizer.decode,
         workers.restart_engine,
     )
@@ -231,6 +230,16 @@ def build_trainer(
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, inputs, sampling)
     engine.restore = weight_sync.restore
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
+
+
+def resolve_on_weight_sync(config: Config) -> OnWeightSync | None:
+    """None: on-policy, there are never responses in flight during a weight sync."""
+    if not config.rollout.max_staleness:
+        return None
+    if config.rollout.on_weight_sync != "auto":
+        return OnWeightSync(config.rollout.on_weight_sync)
+    # A program sees its policy as a service: each response comes from one version.
+    return OnWeightSync.FINISH if config.env.name == "agent" else OnWeightSync.CONTINUE
 
 
 def train_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:
