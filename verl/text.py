@@ -31,3 +31,8 @@ def as_text(result: Any) -> str:
 def prompt_sha256(messages: Iterable[Message]) -> str:
     text = json.dumps([[message.role, message.content] for message in messages])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 line`, `2 lines`"""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -31,6 +31,16 @@ def replacing(path: Path) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
+def step_files(folder: Path, suffix: str) -> dict[int, Path]:
+    """The files `step-000012<suffix>` of a folder, by step. Files of other names, as copies have, are not a run's."""
+    found = {}
+    for path in folder.glob(f"step-*{suffix}"):
+        number = path.name.removeprefix("step-").removesuffix(suffix)
+        if number.isdecimal() and f"{int(number):06d}" == number:
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
 def unwritable(path: Path, error: OSError) -> DataError:
     if error.errno in _FULL:
         return DataError(f"no space left on {path} ({error.strerror})", hint="Free some space")

@@ -8,6 +8,7 @@ Shape legend: L tokens of a sample, A its trained tokens, B all samples of the s
 from __future__ import annotations
 
 import json
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.errors import DataError
-from verl.system.files import replacing
+from verl.system.files import replacing, step_files
 
 FORMAT = 1
 COLUMNS = (  # of the trained tokens
@@ -39,7 +40,17 @@ COLUMNS = (  # of the trained tokens
 _SETTINGS = ("aggregation", "length", "minibatches")  # of `LossScale`, in the header
 _COUNTS = ("num_trained", "groups", "episodes")  # of it, as arrays
 _HEADER = "header"
-_DAMAGES = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+_TYPES: Mapping[str, Any] = {  # of a sample in the header
+    **dict.fromkeys(("row", "group", "index", "segment", "num_segments"), int),
+    "line": int | None,
+    "task_id": str,
+    "reward": int | float,
+    "group_returns": list,
+}
+_DAMAGES = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, SyntaxError, RecursionError),
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+)
 _Array = npt.NDArray[Any]
 
 
@@ -148,7 +159,7 @@ def samples_path(run_folder: Path, step: int) -> Path:
 
 
 def kept_steps(run_folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step-")) for path in (run_folder / "samples").glob("step-*.npz"))
+    return list(step_files(run_folder / "samples", ".npz"))
 
 
 def read_samples(path: Path) -> StepSamples:
@@ -160,6 +171,8 @@ def read_samples(path: Path) -> StepSamples:
         if header["format"] != FORMAT:
             raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
         rows, scale = arrays["loss_rows"].tolist(), header.get("scale")
+        if scale and max(rows, default=0) >= len(arrays["num_trained"]):
+            raise ValueError("a row of the loss is beyond those of the step")
         return StepSamples(
             samples=list(_samples(header["samples"], arrays)),
             loss=dict(zip(rows, arrays["loss_shares"].tolist(), strict=True)),
@@ -182,10 +195,15 @@ def _samples(described: Iterable[dict[str, Any]], arrays: Mapping[str, _Array]) 
     def take(name: str, count: int) -> _Array:
         start = taken[name]
         taken[name] = start + count
+        if taken[name] > len(arrays[name]):
+            raise ValueError(f"{name} ends early")
         return arrays[name][start : start + count]
 
     for each in described:
         length, columns = each.pop("length"), each.pop("columns")
+        for name, types in _TYPES.items():
+            if not isinstance(each[name], types):
+                raise TypeError(f"{name} of a sample is {each[name]!r}")
         token_ids, mask, versions = (take(name, length) for name in ("token_ids", "mask", "versions"))
         trained = {name: take(name, int(mask.sum())) for name in columns}
         yield KeptSample(**each, token_ids=token_ids, mask=mask, versions=versions, columns=trained)

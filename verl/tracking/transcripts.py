@@ -10,6 +10,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
+from verl.system.files import step_files
 from verl.tracking.jsonl import write_jsonl
 from verl.types import Message, Score, Trajectory, TrajectoryGroup
 
@@ -42,9 +43,10 @@ class Transcripts:
 
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps, which a resumed run writes again."""
-        for path in (*self.folder.glob("step-*.jsonl"), *self.validation.glob("step-*.jsonl")):
-            if int(path.stem.removeprefix("step-")) > step:
-                path.unlink()
+        for folder in (self.folder, self.validation):
+            for later, path in step_files(folder, ".jsonl").items():
+                if later > step:
+                    path.unlink()
 
     def _panel(self, step: int, trajectory: Trajectory, score: Score) -> Panel:
         task = trajectory.task

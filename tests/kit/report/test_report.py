@@ -22,12 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.algorithm import load_preset
 from verl.errors import ConfigError
 from verl.kit.report import png, rollouts
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
-from verl.kit.report.compare import compare, compare_runs, differences
-from verl.kit.report.curves import columns, describe, marks, validation, verdict, welch_half
+from verl.kit.report.compare import compare, compare_runs, data_files, differences
+from verl.kit.report.curves import GROUP_FREE, columns, describe, marks, validation, verdict, welch_half
 from verl.kit.report.folder import read_run, read_runs
 from verl.kit.report.page import render
 from verl.kit.report.png import smoothed
@@ -154,9 +156,27 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
         "Validation, val/a/total: from 0.500 to 0.600, a change of +0.100 (95 % interval +0.002"
     )
     assert validation(run)[0][3] == pytest.approx(1.96 * 0.05)
-    assert advice.startswith("Look first: most groups have equal rewards") and "0.9 in the last 5 steps" in advice
+    assert advice.startswith("Look first: most groups have equal returns") and "0.9 in the last 5 steps" in advice
+    for name, looked in (("grpo", "Look first"), ("ppo", "Nothing stands out"), ("reinforce_pp", "Nothing stands out")):
+        (tmp_path / "config.yaml").write_text(f"algorithm:\n  name: {name}\n")
+        assert verdict(read_run(tmp_path))[2].startswith(looked)
     write_jsonl(tmp_path / "metrics.jsonl", rows[:3])
     assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
+
+
+def test_presets_without_groups_are_known() -> None:
+    assert {name for name in ALGORITHMS if not load_preset(name).needs_group} == set(GROUP_FREE)
+
+
+def test_the_verdict_names_a_score_and_no_count(tmp_path: Path) -> None:
+    """Counts of tasks that could not be judged come before scores in the alphabet."""
+    rows = [{"eval/bfcl/missing": 3.0 * step, "eval/bfcl/score": step / 10, "eval/bfcl/exact": 0.0} for step in (1, 2)]
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, **row} for step, row in enumerate(rows)])
+    run = read_run(tmp_path)
+    assert verdict(run)[1] == "Validation, eval/bfcl/score: from 0.100 to 0.200, a change of +0.100."
+    assert [each[0].rpartition("/")[2] for each in validation(run)] == ["score", "exact", "missing"]
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "eval/bfcl/missing": 1.0} for step in (1, 2)])
+    assert verdict(read_run(tmp_path))[1] == "There was no validation before and after the training."
 
 
 def test_an_interval_of_unequal_variances_by_hand() -> None:
@@ -233,8 +253,8 @@ def test_damaged_files_are_notes_and_the_rest_is_shown(tmp_path: Path) -> None:
     page, notes = render([folder])
     expected = [
         "config.yaml cannot be read",
-        "1 of 14 lines are damaged",
-        "transcripts of step 1: 3 lines",
+        "metrics.jsonl: 1 of 14 lines left out (damaged)",
+        "transcripts of step 1: 3 lines left out",
         "step-000002.npz",
     ]
     assert all(any(each in note for note in notes) for each in expected) and len(notes) == len(expected)
@@ -319,7 +339,7 @@ def test_a_rollout_of_another_shape_is_left_out(tmp_path: Path, damaged: dict[st
     rows, total = read_jsonl(path), sum(len(read_jsonl(each)) for each in path.parent.glob("*.jsonl"))
     path.write_text("".join(json.dumps(row) + "\n" for row in [{**rows[0], **damaged}, *rows[1:]]))
     page, notes = render([folder])
-    assert notes == ["transcripts of step 1: 1 lines are damaged and left out"]
+    assert notes == ["transcripts of step 1: 1 line left out (damaged, or with values of other types)"]
     (run,) = embedded(page, "data")["runs"]
     assert run["rollouts"]["read"] == total - 1
 
@@ -480,6 +500,35 @@ def test_a_task_is_solved_by_half_of_its_maximum_rewards() -> None:
     assert compare("A", few, "B", half, Chunks()).sets[0].solved == [0, 1]
 
 
+def test_the_transcript_of_a_flipped_task_has_the_outcome_that_flipped() -> None:
+    """One of three rewards is 1, so the task is not solved; then two are, of which the second response is the first."""
+    chunks = Chunks()
+    found = compare("A", scored(1, 0, 0, tasks="aaa"), "B", scored(0, 1, 1, tasks="aaa"), chunks)
+    assert [each["solved"] for each in found.flipped] == [True]
+    sides = decoded(chunks.texts[found.flipped[0]["chunk"]])
+    assert [(side["score"]["total"], side["response"], side["num_responses"]) for side in sides] == [
+        (0, 2, 3),
+        (1, 2, 3),
+    ]
+
+
+def _with_data(folder: Path, **sources: str) -> Path:
+    write_jsonl(folder / "metrics.jsonl", [{"step": 1}])
+    rows = [{"source": source.replace("_", "/"), "sha256": digest} for source, digest in sources.items()]
+    write_jsonl(folder / "data_versions.jsonl", rows)
+    return folder
+
+
+def test_data_files_of_one_name_in_different_folders_are_told_apart(tmp_path: Path) -> None:
+    one = _with_data(tmp_path / "one", _a_x_train="1", _a_y_train="2", _a_val="3")
+    same = _with_data(tmp_path / "same", _b_x_train="1", _b_y_train="2", _b_val="3")
+    other = _with_data(tmp_path / "other", _b_x_train="2", _b_y_train="2", _b_val="3")
+    runs = [read_run(each) for each in (one, same, other)]
+    assert data_files(runs[:2]) == [{"x/train": "1", "y/train": "2", "val": "3"}] * 2
+    assert differences(runs[:2])["data"] == [] and differences(runs)["data"] == [["x/train", "1", "1", "2"]]
+    assert data_files([read_run(_with_data(tmp_path / "none"))]) == [{}]
+
+
 def test_a_run_is_compared_with_its_start_and_with_others(tmp_path: Path) -> None:
     runs = [read_run(save_report_run(tmp_path / name, gain=gain)) for name, gain in (("one", 0.1), ("two", 0.2))]
     found = compare_runs(runs, Chunks())
@@ -490,4 +539,8 @@ def test_a_run_is_compared_with_its_start_and_with_others(tmp_path: Path) -> Non
     differing = differences(runs)
     assert differing == {"settings": [], "data": [], "code": [["source", "source of 0.1", "source of 0.2"]]}
     (runs[1].folder / "validation" / "step-000012.jsonl").write_text('no json\n{"score": {"total": "1"}}\n')
-    assert compare_runs(runs, Chunks())[-1].sets == [] and "1 of 2 lines are damaged" in runs[1].notes[-1]
+    assert compare_runs(runs, Chunks())[-1].sets == []
+    assert runs[1].notes == [
+        "step-000012.jsonl of validation: 1 of 2 lines left out (damaged)",
+        "step-000012.jsonl of validation: 1 of 2 lines left out (without finite score, or with values of other types)",
+    ]

@@ -18,6 +18,7 @@ from rich.text import Text
 from verl.checkpoint.manifest import read_json
 from verl.errors import ConfigError, DataError
 from verl.kit.api.server import Server, serve
+from verl.system.files import step_files
 from verl.tracking.console import before_after_table, metrics_by_set
 from verl.tracking.jsonl import read_jsonl
 
@@ -114,7 +115,7 @@ class Run:
 
     def rollouts(self, step: int | None = None) -> list[Rollout]:
         """The rollouts of a training step; default: the last. Raises ConfigError for a step without any."""
-        files = {int(each.stem.removeprefix("step-")): each for each in self.folder.glob("transcripts/step-*.jsonl")}
+        files = step_files(self.folder / "transcripts", ".jsonl")
         chosen = max(files, default=None) if step is None else step
         if chosen not in files:
             known = f"there are {min(files)} to {max(files)}" if files else "there are none"

@@ -23,7 +23,7 @@ from verl.batch.token_batch import TokenBatch
 from verl.config.load import flattened
 from verl.config.schema import Config
 from verl.errors import DataError
-from verl.system.files import replacing
+from verl.system.files import replacing, step_files
 from verl.trainer.builders.threads import threads_of
 from verl.trainer.builders.workers import abs_paths
 
@@ -95,7 +95,7 @@ def record_path(run_folder: Path, step: int) -> Path:
 
 
 def recorded_steps(run_folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step-")) for path in (run_folder / "records").glob("step-*.npz"))
+    return list(step_files(run_folder / "records", ".npz"))
 
 
 # Errors of numpy for a damaged archive, array header (which it parses as Python) or array data.

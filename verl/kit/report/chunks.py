@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,20 @@ class Chunks:
 
 
 def encoded(value: Any) -> str:
-    """Non-finite numbers are null: JSON has none. Lone surrogates are escaped, as ASCII is written."""
-    return base64.b64encode(zlib.compress(json.dumps(value, allow_nan=False).encode(), 6)).decode()
+    """Non-finite numbers are null, and what JSON has no form for is text. Lone surrogates are escaped as ASCII."""
+    try:
+        text = json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        text = json.dumps(_finite(value), default=str)
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def spread_order(count: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,6 @@ from verl.kit.report.folder import RunFolder
 MAX_FLIPPED = 200  # tasks of a comparison, with their transcripts
 _SOLVED = 0.5  # share of a task's responses with the maximum reward
 _DETAILS = ("prompt", "responses", "answer", "tool_uses", "score")
-_Number = int | float
 _Task = tuple[str, str]  # set, id of the task
 _Rows = Mapping[_Task, Sequence[Mapping[str, Any]]]
 
@@ -39,7 +39,7 @@ class PairedSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """flipped: set, task, solved after, rewards and the chunk with both sides' first responses"""
+    """flipped: set, task, solved after, rewards, and the chunk with a response of each side that has its outcome"""
 
     before: str
     after: str
@@ -61,7 +61,7 @@ def compare_runs(runs: Sequence[RunFolder], chunks: Chunks) -> list[Comparison]:
             _label(new, new_step),
             _read(new, new_step),
             chunks,
-            same_data=old is new or (old.data == new.data != {}),
+            same_data=old is new or _same_data(old, new),
         )
         for old, old_step, new, new_step in pairs
     ]
@@ -72,15 +72,16 @@ def _label(run: RunFolder, step: int) -> str:
 
 
 def _read(run: RunFolder, step: int) -> _Rows:
-    """The responses of each task that have a score."""
+    """The responses of each task."""
     tasks: dict[_Task, list[Mapping[str, Any]]] = {}
     for row in run.validation(step):
-        score = row.get("score")
-        if isinstance(score, dict) and all(
-            isinstance(each, _Number) for each in (score.get("total"), row.get("exact", 0))
-        ):
-            tasks.setdefault((str(row.get("set")), str(row.get("task_id"))), []).append(row)
+        tasks.setdefault((str(row.get("set")), str(row.get("task_id"))), []).append(row)
     return tasks
+
+
+def _same_data(old: RunFolder, new: RunFolder) -> bool:
+    before, after = data_files([old, new])
+    return before == after != {}
 
 
 def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks, same_data: bool = False) -> Comparison:
@@ -104,7 +105,7 @@ def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks, sam
                 "task": id,
                 "solved": _solved(new[name, id]),
                 "rewards": [_reward(side[name, id]) for side in (old, new)],
-                "chunk": chunks.add(encoded([_details(side[name, id][0]) for side in (old, new)])),
+                "chunk": chunks.add(encoded([_details(side[name, id]) for side in (old, new)])),
             }
             for name, id in flips[:MAX_FLIPPED]
         ],
@@ -142,18 +143,29 @@ def _reward(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _solved(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether half of the responses have the maximum reward; a positive one, where the reward defines no maximum."""
-    return fmean(float(row["exact"] if "exact" in row else row["score"]["total"] > 0) for row in rows) >= _SOLVED
+    return fmean(map(_reached, rows)) >= _SOLVED
 
 
-def _details(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in _DETAILS if name in row}
+def _reached(row: Mapping[str, Any]) -> float:
+    return float(row["exact"] if "exact" in row else row["score"]["total"] > 0)
+
+
+def _details(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first response with the outcome of its side, and which of how many it is."""
+    reached = [_reached(row) for row in rows]
+    chosen = reached.index(max(reached) if _solved(rows) else min(reached))
+    return {
+        **{name: rows[chosen][name] for name in _DETAILS if name in rows[chosen]},
+        "response": chosen + 1,
+        "num_responses": len(rows),
+    }
 
 
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[list[Any]]]:
     """[name, value of each run, ..] of what differs in settings, data and code; None where it is missing."""
     return {
         "settings": _differing([run.settings for run in runs]),
-        "data": _differing([run.data for run in runs]),
+        "data": _differing(data_files(runs)),
         "code": _differing([run.code for run in runs]),
     }
 
@@ -162,3 +174,27 @@ def _differing(sides: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     names = sorted({name for side in sides for name in side})
     rows = [[name, *(side.get(name) for side in sides)] for name in names]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
+
+
+def data_files(runs: Sequence[RunFolder]) -> list[dict[str, str]]:
+    """Digest or commit of the data files of every run, by name.
+
+    Folders differ from machine to machine, so a name has only those that tell the files of one run apart.
+    """
+    parts: dict[str, int] = {}
+    for run in runs:
+        named: dict[str, list[tuple[str, ...]]] = {}
+        for path in map(Path, run.data):
+            named.setdefault(path.name, []).append(path.parts)
+        for name, paths in named.items():
+            parts[name] = max(parts.get(name, 1), _parts_apart(paths))
+    return [
+        {str(Path(*Path(source).parts[-parts[Path(source).name] :])): version for source, version in run.data.items()}
+        for run in runs
+    ]
+
+
+def _parts_apart(paths: Sequence[tuple[str, ...]]) -> int:
+    """Last parts with which the paths differ."""
+    most = max(map(len, paths))
+    return next((count for count in range(1, most) if len({path[-count:] for path in paths}) == len(paths)), most)

@@ -11,6 +11,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 from verl.kit.report.folder import RunFolder
+from verl.kit.report.rows import is_step, number
 from verl.tracking.names import METRICS, STDERR, Metric
 
 _Z = 1.96  # of 95 %, for means over many tasks
@@ -19,8 +20,11 @@ _DIGITS = 6
 _WINDOW = 5  # steps at each end of a run, at least, for a comparison
 _FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
 _GAP = 0.1  # nats between engine and trainer
+_MISSING = "missing"  # the tasks of a benchmark that could not be judged
 SMOOTHING = 0.7  # share of the past in a smoothed curve
 AXES = ("step", "time", "tokens")  # of `columns`
+_EQUAL = "reward/zero_variance_groups"
+GROUP_FREE = ("ppo", "remax", "reinforce_pp")  # presets whose advantages are not relative to the group
 # Checked in this order: the first that holds is what to look at first.
 _SIGNS = (
     ("collapse/triggered_rules", 0.0, "a collapse rule is triggered; see the marks on the curves"),
@@ -28,7 +32,7 @@ _SIGNS = (
     ("tools/unavailable", 0.0, "tool calls fail because a service is unavailable"),
     ("engine/logprob_diff_mean", _GAP, "engine and trainer disagree; see engine/logprob_diff_mean"),
     ("response_length/clip_ratio", 0.3, "many responses reach the length limit; see response_length/clip_ratio"),
-    ("reward/zero_variance_groups", 0.6, "most groups have equal rewards and train nothing; see the groups"),
+    (_EQUAL, 0.6, "most groups have equal returns, so their group-relative advantages are zero; filter for them"),
     ("tools/parse_errors_mean", 0.3, "many tool calls cannot be parsed; filter the rollouts for the lowest reward"),
 )
 
@@ -36,18 +40,14 @@ _SIGNS = (
 def columns(run: RunFolder) -> dict[str, list[float | None]]:
     """Every metric by step, None where it is missing; `step`, `time` in hours and `tokens` in millions first."""
     names = sorted({name for row in run.rows for name in row} - set(AXES))
-    start = next((row["time"] for row in run.rows if _number(row.get("time")) is not None), 0.0)
+    start = next((row["time"] for row in run.rows if number(row.get("time")) is not None), 0.0)
     tokens = accumulate(_tokens(row) for row in run.rows)
     return {
         "step": [row["step"] for row in run.rows],
-        "time": [(_number(row.get("time")) or start) / 3600 - start / 3600 for row in run.rows],
+        "time": [(number(row.get("time")) or start) / 3600 - start / 3600 for row in run.rows],
         "tokens": [total / 1e6 for total in tokens],
-        **{name: [_rounded(_number(row.get(name))) for row in run.rows] for name in names},
+        **{name: [_rounded(number(row.get(name))) for row in run.rows] for name in names},
     }
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _rounded(value: float | None) -> float | None:
@@ -55,7 +55,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _tokens(row: Mapping[str, Any]) -> float:
-    return (_number(row.get("perf/tokens_per_s")) or 0.0) * (_number(row.get("time/step_s")) or 0.0)
+    return (number(row.get("perf/tokens_per_s")) or 0.0) * (number(row.get("time/step_s")) or 0.0)
 
 
 def describe(name: str) -> Metric | None:
@@ -92,7 +92,7 @@ def verdict(run: RunFolder) -> list[str]:
 
 
 def _reward(run: RunFolder) -> str:
-    values = [value for row in run.rows if (value := _number(row.get("reward/total"))) is not None]
+    values = [value for row in run.rows if (value := number(row.get("reward/total"))) is not None]
     count = max(_WINDOW, len(values) // 5)
     if len(values) < 2 * count:
         return f"Too few steps for a verdict on the reward: {len(values)}, and at least {2 * _WINDOW} are needed."
@@ -120,7 +120,7 @@ def welch_half(first: Sequence[float], last: Sequence[float]) -> float:
 
 
 def _validation(run: RunFolder) -> str:
-    compared = validation(run)
+    compared = [each for each in validation(run) if not each[0].endswith(f"/{_MISSING}")]
     if not compared:
         return "There was no validation before and after the training."
     name, before, after, half = compared[0]
@@ -135,34 +135,40 @@ def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
     """
     found = []
     names = sorted({name for row in run.rows for name in row if name.startswith(("val/", "eval/"))})
-    for name in sorted(names, key=lambda each: not each.endswith("/total")):
-        rows = [row for row in run.rows if _number(row.get(name)) is not None]
+    for name in sorted(names, key=_rank):
+        rows = [row for row in run.rows if number(row.get(name)) is not None]
         if name.endswith(STDERR) or len(rows) < 2:
             continue
-        errors = [_number(row.get(name + STDERR)) for row in (rows[0], rows[-1])]
+        errors = [number(row.get(name + STDERR)) for row in (rows[0], rows[-1])]
         known = [error for error in errors if error is not None]
         half = _Z * math.hypot(*known) if len(known) == 2 else None
         found.append((name, float(rows[0][name]), float(rows[-1][name]), half))
     return found
 
 
+def _rank(name: str) -> int:
+    """Rewards of validation sets come first, then scores of benchmarks, and counts of missing tasks last."""
+    last = name.rpartition("/")[2]
+    return {"total": 0, "score": 1, "exact": 2, _MISSING: 4}.get(last, 3)
+
+
 def marks(run: RunFolder) -> list[dict[str, Any]]:
     """Collapse alarms, and where something begins: a triggered rule, a gap of engine and trainer, other staleness."""
     found = [
-        {"step": each["step"], "kind": "collapse", "text": "; ".join(map(str, each.get("alarms") or ()))}
+        {"step": each["step"], "kind": "collapse", "text": "; ".join(map(str, each["alarms"]))}
         for each in run.alarms
-        if isinstance(each.get("step"), int)
+        if is_step(each.get("step")) and isinstance(each.get("alarms"), list)
     ]
     before: Mapping[str, Any] = {}
     for row in run.rows:
-        gaps = [(each.get("engine/logprob_diff_mean") or 0.0) > _GAP for each in (before, row)]
-        depths = [each.get("staleness/depth") for each in (before, row)]
-        if row.get("collapse/triggered_rules"):
+        gaps = [(number(each.get("engine/logprob_diff_mean")) or 0.0) > _GAP for each in (before, row)]
+        depths = [number(each.get("staleness/depth")) for each in (before, row)]
+        if number(row.get("collapse/triggered_rules")):
             found.append({"step": row["step"], "kind": "collapse", "text": "a collapse rule is triggered"})
         if gaps == [False, True]:
             found.append({"step": row["step"], "kind": "gap", "text": f"engine and trainer differ by over {_GAP} nats"})
         if None not in depths and depths[0] != depths[1]:
-            text = f"prompts are drawn {depths[1]:g} steps ahead, before {depths[0]:g}"
+            text = f"prompts are drawn {depths[1]:g} steps ahead, {depths[0]:g} before"
             found.append({"step": row["step"], "kind": "staleness", "text": text})
         before = row
     return found
@@ -170,8 +176,9 @@ def marks(run: RunFolder) -> list[dict[str, Any]]:
 
 def _first_look(run: RunFolder) -> str:
     recent = run.rows[-_WINDOW:]
-    for name, limit, advice in _SIGNS:
-        values = [value for row in recent if (value := _number(row.get(name))) is not None]
+    signs = [each for each in _SIGNS if each[0] != _EQUAL or run.settings.get("algorithm.name") not in GROUP_FREE]
+    for name, limit, advice in signs:
+        values = [value for row in recent if (value := number(row.get(name))) is not None]
         if values and _mean(values) > limit:
             return f"Look first: {advice}. It is {_mean(values):.3g} in the last {len(recent)} steps."
     return "Nothing stands out in the metrics: look first at the rollouts of the last step with the lowest rewards."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,17 @@ from verl.checkpoint.crash import CRASH_FILES
 from verl.config.schema import Config
 from verl.data.rows import DATA_VERSIONS
 from verl.errors import ConfigError, DataError
+from verl.kit.report.rows import is_scored, is_step
 from verl.system.code_version import CODE_VERSION
+from verl.system.files import step_files
+from verl.text import counted
 from verl.tracking.samples import StepSamples, kept_steps, read_samples, samples_path
 
 _LINE = 500  # characters of a crash report's first line
-_LISTED = 5  # missing steps
+_LISTED = 5  # missing steps, files of other names
+_LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
+_STEP_FILES = {"transcripts": ".jsonl", "validation": ".jsonl", "samples": ".npz"}
+_DAMAGES = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +37,30 @@ class RunFolder:
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     alarms: Sequence[Mapping[str, Any]]  # of collapses.jsonl
     code: Mapping[str, str]  # of code_version.json
-    data: Mapping[str, str]  # of data_versions.jsonl: name of the file -> digest or commit
+    data: Mapping[str, str]  # of data_versions.jsonl: path or name on the hub -> digest or commit
     notes: list[str] = field(default_factory=list)
 
     def transcript_steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("transcripts/step-*.jsonl"))
+        return list(step_files(self.folder / "transcripts", ".jsonl"))
 
     def transcript(self, step: int) -> Iterator[bytes]:
-        """The lines of a step's transcript, undecoded."""
+        """The lines of a step's transcript, undecoded; an empty one in place of one that is too long."""
         path = self.folder / "transcripts" / f"step-{step:06d}.jsonl"
         try:
-            with path.open("rb") as file:
-                yield from file
+            yield from _lines(path)
         except OSError as error:
             self.notes.append(f"{path.name} of transcripts cannot be read ({error.strerror})")
 
     def validated_steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("validation/step-*.jsonl"))
+        return list(step_files(self.folder / "validation", ".jsonl"))
 
     def validation(self, step: int) -> list[dict[str, Any]]:
-        """The responses of a validation, by set."""
-        return _json_lines(self.folder / "validation" / f"step-{step:06d}.jsonl", self.notes)
+        """The responses of a validation that have a finite score, by set."""
+        path = self.folder / "validation" / f"step-{step:06d}.jsonl"
+        notes: list[str] = []
+        rows = _json_lines(path, notes, is_scored, "finite score")
+        self.notes.extend(note for note in notes if note not in self.notes)  # it may be read again
+        return rows
 
     def kept_steps(self) -> list[int]:
         return kept_steps(self.folder)
@@ -67,25 +76,28 @@ class RunFolder:
 
 def read_run(folder: Path) -> RunFolder:
     """Raises ConfigError if the folder is not that of a run."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {str(folder)!r}")
-    if not (folder / "metrics.jsonl").exists() and not (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder} is not the folder of a run: it has neither metrics.jsonl nor config.yaml")
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {str(folder)!r}")
+        if not (folder / "metrics.jsonl").exists() and not (folder / "config.yaml").exists():
+            raise ConfigError(f"{folder} is not the folder of a run: it has neither metrics.jsonl nor config.yaml")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read ({error.strerror})") from error
     notes: list[str] = []
     run = RunFolder(
         folder=folder,
         name=folder.resolve().name,
         settings=_settings(folder / "config.yaml", notes),
-        rows=[row for row in _json_lines(folder / "metrics.jsonl", notes) if isinstance(row.get("step"), int)],
+        rows=_json_lines(folder / "metrics.jsonl", notes, _has_step, "step"),
         alarms=_lines_if_any(folder / "collapses.jsonl", notes),
         code={name: str(value) for row in _lines_if_any(folder / CODE_VERSION, notes) for name, value in row.items()},
         data={
-            Path(str(row.get("source"))).name: str(row.get("sha256", row.get("revision")))
+            str(row.get("source")): str(row.get("sha256", row.get("revision")))
             for row in _lines_if_any(folder / DATA_VERSIONS, notes)
         },
         notes=notes,
     )
-    run.notes.extend([*_crashes(folder), *_missing(run)])
+    run.notes.extend([*_crashes(folder), *_foreign(folder), *_missing(run)])
     return run
 
 
@@ -102,6 +114,21 @@ def _crashes(folder: Path) -> list[str]:
     return [f"the run has crashed{times}: {first}; crash report: {reports[-1]}"]
 
 
+def _foreign(folder: Path) -> list[str]:
+    """Files between those of the steps that are not named after a step. Hidden ones are unfinished."""
+    notes = []
+    for name, suffix in _STEP_FILES.items():
+        known = set(step_files(folder / name, suffix).values())
+        others = sorted(each.name for each in (folder / name).glob("[!.]*") if each not in known)
+        if others:
+            notes.append(f"{name}/ has files that are not named step-<6 digits>{suffix}, not read: {_listed(others)}")
+    return notes
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names[:_LISTED])) + (", .." if len(names) > _LISTED else "")
+
+
 def _missing(run: RunFolder) -> list[str]:
     """What steps should have left and have not. A step that is not logged yet may be about to leave it."""
     notes = []
@@ -114,9 +141,8 @@ def _missing(run: RunFolder) -> list[str]:
         del left["samples"]
     for name, steps in left.items():
         if missing := [step for step in finished if step not in steps]:
-            listed = ", ".join(map(str, missing[:_LISTED])) + (", .." if len(missing) > _LISTED else "")
             which = "all" if len(missing) == len(finished) else f"{len(missing)} of {len(finished)}"
-            notes.append(f"{name}/ lacks the files of {which} finished steps: {listed}")
+            notes.append(f"{name}/ lacks the files of {which} finished steps: {_listed(missing)}")
     return notes
 
 
@@ -132,9 +158,12 @@ def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
 
 def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        return dict(flat(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} cannot be read ({str(error).splitlines()[0]})")
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise TypeError("it holds no settings")
+        return dict(flat(tree))
+    except _DAMAGES as error:
+        notes.append(f"{path.name} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})")
         return {}
 
 
@@ -142,24 +171,54 @@ def _lines_if_any(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return _json_lines(path, notes) if path.exists() else []
 
 
-def _json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file; lines that hold none are counted in a note. A partial last line is normal."""
+def _json_lines(
+    path: Path, notes: list[str], fits: Callable[[Mapping[str, Any]], bool] | None = None, expected: str = ""
+) -> list[dict[str, Any]]:
+    """The objects of a file; lines that hold none are counted in a note. A partial last line is normal.
+
+    fits: whether a row has what is `expected`; the others are counted in a note of their own
+    """
+    rows, damaged, unfit = [], 0, 0
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        for line in _lines(path):
+            if line.endswith(b"\n"):
+                row = parsed(line)
+                damaged += row is None
+                if row is not None and fits is not None and not fits(row):
+                    unfit += 1
+                elif row is not None:
+                    rows.append(row)
     except OSError as error:
         notes.append(f"{path.name} cannot be read ({error.strerror})")
-        return []
-    rows = [parsed(line) for line in lines[:-1]]
-    if damaged := sum(row is None for row in rows):
-        notes.append(f"{path.name}: {damaged} of {len(rows)} lines are damaged and left out")
-    return [row for row in rows if row is not None]
+    name = path.name if path.parent.name != "validation" else f"{path.name} of validation"
+    every = len(rows) + damaged + unfit
+    for count, why in ((damaged, "damaged"), (unfit, f"without {expected}, or with values of other types")):
+        if count:
+            notes.append(f"{name}: {count} of {counted(every, 'line')} left out ({why})")
+    return rows
+
+
+def _has_step(row: Mapping[str, Any]) -> bool:
+    return is_step(row.get("step"))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; an empty one in place of one that is too long."""
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST):
+            if len(line) < _LONGEST or line.endswith(b"\n"):
+                yield line
+            else:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_LONGEST)
+                yield b"\n"
 
 
 def parsed(line: str | bytes, finite: bool = False) -> dict[str, Any] | None:
     """The JSON object of a line; None if it holds none, or if its numbers have to be finite and are not."""
     try:
         row = json.loads(line, parse_constant=_refuse if finite else None)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from verl.kit.report.folder import RunFolder, default_settings, read_runs
 from verl.kit.report.rollouts import read_rollouts
 from verl.system.files import replacing
 
+_TITLE = ("model.path", "algorithm.name", "data.train_files")  # settings under the name of a run
 MAX_CHARS = 14_000_000  # of the chunks, so that a file has less than 15 MB
 
 
@@ -74,6 +76,11 @@ def _raw(page: Any, name: str) -> Any:
     return Markup((page / name).read_text(encoding="utf-8"))
 
 
+def _plain(value: Any) -> Any:
+    """A setting for JSON, which has no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
     rollouts = read_rollouts(run, chunks, room)
     defaults = default_settings()
@@ -81,8 +88,8 @@ def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "folder": shlex.quote(str(run.folder)),
-        "settings": {name: [value, defaults.get(name)] for name, value in changed.items()},
-        "all_settings": dict(run.settings),
+        "settings": {name: [_plain(value), _plain(defaults.get(name))] for name, value in changed.items()},
+        "all_settings": {name: _plain(run.settings.get(name)) for name in _TITLE},
         "known": {"settings": bool(run.settings), "data": bool(run.data), "code": bool(run.code)},
         "verdict": verdict(run),
         "notes": run.notes,

@@ -16,6 +16,8 @@ from verl.kit.report.chunks import Chunks, encoded, spread_order
 from verl.kit.report.folder import RunFolder, parsed
 from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
 from verl.kit.report.reasons import Reasons, reasons_of
+from verl.kit.report.rows import is_rollout, number
+from verl.text import counted
 from verl.tracking.samples import KeptSample, StepSamples
 
 MAX_READ = 100_000  # rollouts of a run, for distributions
@@ -26,17 +28,6 @@ _DIGITS = 4
 _RATIO_DIGITS = 7  # GSPO clips ratios at 1.0004
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
-_TYPES: Mapping[str, Any] = {
-    "task_id": str,
-    "data_source": str,
-    "index": int,
-    "prompt": list,
-    "score": dict | None,
-    "reward": int | float | None,
-    "stop_reason": str | None,
-    "num_tokens": int,
-    "tool_uses": list,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +54,9 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     start, read, cut, shown_steps = chunks.size, 0, False, 0
     kept, reasons = set(run.kept_steps()), reasons_of(run)
     found: dict[int, dict[int, dict[str, Any]]] = {}
-    logged = {row["step"]: row["actor/loss"] for row in run.rows if isinstance(row.get("actor/loss"), int | float)}
+    logged = {row["step"]: number(row.get("actor/loss")) for row in run.rows}
     samples: dict[int, _Kept] = {}
-    for number in spread_order(len(steps)):
-        step = steps[number]
+    for step in (steps[place] for place in spread_order(len(steps))):
         if step in kept and (opened := run.samples(step)) is not None:
             samples[step] = _kept(opened, logged.get(step))
         lines = {each.line for each in samples[step].samples} if step in samples else set()
@@ -108,34 +98,20 @@ def _rows(run: RunFolder, step: int, limit: int, kept: set[int | None]) -> tuple
     for line, text in enumerate(run.transcript(step)):
         if line >= limit and line not in kept:
             more = True
-        elif (row := parsed(text, finite=True)) is not None and _is_rollout(row):
+        elif (row := parsed(text, finite=True)) is not None and is_rollout(row):
             rows[line] = row
         else:
             damaged += 1
     if damaged:
-        run.notes.append(f"transcripts of step {step}: {damaged} lines are damaged and left out")
+        run.notes.append(
+            f"transcripts of step {step}: {counted(damaged, 'line')} left out (damaged, or with values of other types)"
+        )
     return rows, more
-
-
-def _is_rollout(row: Mapping[str, Any]) -> bool:
-    """Whether everything that a page reads has its type."""
-    if not isinstance(row.get("responses"), list):
-        return False
-    if not all(isinstance(row[name], types) for name, types in _TYPES.items() if name in row):
-        return False
-    parts = (row.get("score") or {}).get("parts", {})
-    messages = [*row.get("prompt", ()), *row["responses"]]
-    return (
-        all(isinstance(each, dict) and isinstance(each.get("content", ""), str) for each in messages)
-        and all(isinstance(each, dict) for each in row.get("tool_uses", ()))
-        and isinstance(parts, dict)
-        and all(isinstance(each, int | float) for each in parts.values())
-    )
 
 
 def _summary(row: Mapping[str, Any]) -> dict[str, float]:
     turns = sum(message.get("role") == "assistant" for message in row["responses"])
-    return {"reward": row.get("reward") or 0.0, "num_tokens": row.get("num_tokens") or 0, "turns": turns}
+    return {"reward": number(row.get("reward")) or 0.0, "num_tokens": row.get("num_tokens") or 0, "turns": turns}
 
 
 def _quantiles(values: list[float]) -> list[float]:
@@ -159,14 +135,14 @@ def _embed(
         details = [{name: rows[line][name] for name in _DETAILS if rows[line].get(name)} for line in part]
         why = [reasons.of(rows[line]) if reasons else [] for line in part]
         scores = [{"score": rows[line].get("score"), "reasons": its} for line, its in zip(part, why, strict=True)]
-        number = chunks.add(encoded([{**one, **two} for one, two in zip(details, scores, strict=True)]))
+        chunk = chunks.add(encoded([{**one, **two} for one, two in zip(details, scores, strict=True)]))
         for place, line in enumerate(part):
             row = rows[line]
             added: dict[str, Any] = {
                 **{name: row.get(name) for name in _META},
                 "step": step,
                 "line": line,
-                "chunk": number,
+                "chunk": chunk,
                 "place": place,
                 "tokens": [],
                 "turns": _summary(row)["turns"],
@@ -216,18 +192,18 @@ def _embed_tokens(
 
     Returns their number, and those of rollouts that were generated for an earlier step (`Rollouts.reused`).
     """
-    place = {key: number for number, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
+    place = {key: row for row, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
     made = _made(meta)
     added, reused = 0, []
     for step, kept in sorted(samples.items()):
         for rank, (sample, share) in enumerate(zip(kept.samples, kept.shares, strict=True)):
-            number = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
-            if number is not None and chunks.size < room:
+            row = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
+            if row is not None and chunks.size < room:
                 value = token_view(sample, kept.texts, share, kept.total)
-                meta["tokens"][number].append(chunks.add(encoded({**value, "step": step, "number": rank})))
+                meta["tokens"][row].append(chunks.add(encoded({**value, "step": step, "number": rank})))
                 added += 1
                 if sample.line is None and sample.segment == 0:
-                    reused.append([step, meta["step"][number], meta["line"][number]])
+                    reused.append([step, meta["step"][row], meta["line"][row]])
     return added, reused
 
 
@@ -237,8 +213,8 @@ _Made = Mapping[tuple[Any, Any], Sequence[tuple[int, float, int]]]
 def _made(meta: Mapping[str, list[Any]]) -> _Made:
     """(task, index) -> (step, reward, row of the page) of every embedded rollout."""
     found: dict[tuple[Any, Any], list[tuple[int, float, int]]] = {}
-    for number, key in enumerate(zip(meta.get("task_id", ()), meta.get("index", ()), strict=True)):
-        found.setdefault(key, []).append((meta["step"][number], meta["reward"][number], number))
+    for row, key in enumerate(zip(meta.get("task_id", ()), meta.get("index", ()), strict=True)):
+        found.setdefault(key, []).append((meta["step"][row], meta["reward"][row], row))
     return found
 
 

@@ -30,7 +30,7 @@ function flippedViewer(comparison) {
     const sides = await chunk(one.chunk), names = [comparison.before, comparison.after];
     right.replaceChildren(...sides.map((side, place) => element("article", { class: "flipped" },
       element("h3", {}, `${names[place]}: reward ${shown(one.rewards[place])}`),
-      element("p", { class: "quiet" }, `${one.set} · ${one.task}`), dialogue(side))));
+      element("p", { class: "quiet" }, `${one.set} · ${one.task}${side.num_responses > 1 ? ` · response ${side.response} of ${side.num_responses}` : ""}`), dialogue(side))));
   };
   comparison.flipped.forEach((one) => {
     const item = element("button", { class: "item", role: "option", onclick: () => select(one, item) },
@@ -50,7 +50,7 @@ addPage("compare", "Compare", (main) => {
     main.append(element("h2", {}, `${comparison.before} and ${comparison.after}`));
     if (!comparison.sets.length) { main.append(element("p", {}, "They have no task in common.")); continue; }
     main.append(pairedTable(comparison));
-    if (comparison.unpaired) main.append(element("p", { class: "quiet" }, `${comparison.unpaired} tasks have no counterpart with the same prompt and answer, and are left out.`));
+    if (comparison.unpaired) main.append(element("p", { class: "quiet" }, `Left out: ${counted(comparison.unpaired, "task")} without a counterpart that has the same prompt and answer.`));
     if (comparison.flipped.length) {
       const more = comparison.left_out ? `, the first ${comparison.flipped.length} of ${comparison.flipped.length + comparison.left_out}` : "";
       main.append(element("h3", {}, `Tasks whose outcome flipped${more}`), flippedViewer(comparison));

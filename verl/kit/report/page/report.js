@@ -28,6 +28,8 @@ function shown(value, digits = 4) {
   return typeof value === "string" ? value : Array.isArray(value) ? value.map((each) => shown(each)).join(", ") : JSON.stringify(value);
 }
 
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 const color = (name) => {
   const probe = element("span", { style: `color: var(--${name})` });
   document.body.append(probe);
