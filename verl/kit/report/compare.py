@@ -179,7 +179,7 @@ def _differing(sides: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 def data_files(runs: Sequence[RunFolder]) -> list[dict[str, str]]:
     """Digest or commit of the data files of every run, by name.
 
-    Folders differ from machine to machine, so a name has only those that tell the files of one run apart.
+    Folders differ from machine to machine, so a name has only those that distinguish the files of one run.
     """
     parts: dict[str, int] = {}
     for run in runs:
