@@ -215,6 +215,60 @@ def test_beyond_a_limit_all_processes_end_and_the_runtime_goes_on(tmp_path: Path
     run(main())
 
 
+HOLD = """
+import os, sys, time
+for _ in range(3):
+    held = open("/testbed/" + sys.argv[1] if len(sys.argv) > 1 else "/tmp/held", "wb")
+    held.write(bytes(8 << 20))
+    held.flush()
+    os.unlink(held.name)
+    os.dup(held.fileno())
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("/usr/bin/python3 /tmp/hold.py", "16 MiB of files"),  # deleted, and open
+        ("/usr/bin/python3 /tmp/hold.py name", "16 MiB of files"),
+        ("for i in $(seq 60); do mkdir d$i; (cd d$i; touch $(seq 50)); sleep 0.02; done", "2000 files"),
+        ("mkdir -p $(seq 3000); sleep 20", "2000 files"),
+    ],
+)
+def test_what_a_name_does_not_show_or_a_size_counts_too(tmp_path: Path, command: str, reason: str) -> None:
+    async def main() -> None:
+        async with started(tmp_path, limits=RuntimeLimits(file_mib=16, files=2000)) as runtime:
+            await runtime.write("/tmp/hold.py", HOLD.encode())
+            full = await runtime.run(command, timeout_s=15)
+            assert (full.status, full.reason) == (CommandStatus.KILLED, f"more than {reason}")
+            assert await output(runtime, "rm -rf d* [0-9]*; echo freed") == "freed"
+            links = "head -c 8000000 /dev/zero > f; for i in $(seq 9); do ln f f$i; done; sleep 1.2; echo alive"
+            assert await output(runtime, links) == "alive"  # one file, whatever its names
+
+    run(main())
+
+
+def test_a_limit_is_a_number_above_0() -> None:
+    for wrong in ({"files": 0}, {"memory_mib": "512"}):
+        with pytest.raises(DataError, match=r"field 'limits'.* a number above 0"):
+            RuntimeLimits(**wrong)
+
+
+def test_beyond_twice_a_limit_nothing_is_written_any_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with started(tmp_path, limits=RuntimeLimits(file_mib=16)) as runtime:
+            name = await runtime.snapshot()
+            reasons = [(await runtime.run(f"head -c 12M /dev/zero > {each}; sleep 5")).reason for each in "abcd"]
+            assert reasons[1] == "more than 16 MiB of files"
+            assert reasons[2] == "more than twice 16 MiB of files; nothing can be written any more"
+            assert "Read-only" in await output(runtime, "echo x > e; rm a; echo alive > /tmp/f; cat README.md")
+            await runtime.restore(name)
+            assert await output(runtime, "echo x > e; ls") == "README.md\ncalc\ne\ntests"
+
+    run(main())
+
+
 def test_a_supervisor_that_dies_is_a_lost_runtime_and_not_a_failed_command(tmp_path: Path) -> None:
     async def main() -> None:
         async with started(tmp_path) as runtime:

@@ -157,7 +157,7 @@ class LocalRuntime(FilesByPrograms):
     async def open(self, pool: CgroupPool | None) -> None:
         """Start the supervisor. Raises RuntimeLostError."""
         limits = {"memory_mib": self.limits.memory_mib, "processes": self.limits.processes}
-        limits |= {"file_mib": self.limits.file_mib}
+        limits |= {"file_mib": self.limits.file_mib, "files": self.limits.files}
         folders = _interpreter_folders(self._environment)
         settings = {"limits": limits, "overlay": self._owner.overlay, "bound": [inside for _, inside in folders]}
         confined = confinement(pool is not None, folders)

@@ -10,12 +10,12 @@ import io
 import shlex
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
-from verl.errors import ServiceDownError, VerlError
+from verl.errors import DataError, ServiceDownError, VerlError
 
 if TYPE_CHECKING:
     from verl.kit.swe.tasks import SweTask
@@ -27,13 +27,19 @@ MAX_OUTPUT_CHARS = 30_000
 
 @dataclass(frozen=True, slots=True)
 class RuntimeLimits:
-    """Of one runtime, for all of its processes together."""
+    """Of one runtime, for all of its processes together. Raises DataError."""
 
     memory_mib: int = 2048
     processes: int = 128
     file_mib: int = 1024  # written on disk, in the repository, /tmp and the home folder together
+    files: int = 100_000  # written likewise, with folders
     command_s: float = 300.0  # default hard time-out of a command
     output_chars: int = MAX_OUTPUT_CHARS  # of a command; the middle is cut
+
+    def __post_init__(self) -> None:
+        for name, limit in asdict(self).items():
+            if not (isinstance(limit, int | float) and limit > 0):
+                raise DataError(f"{name} is {limit!r}", "a number above 0", field="limits")
 
 
 class CommandStatus(StrEnum):

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any, Never
 
-from . import frames, kernel, processes
+from . import disk, frames, kernel, processes
 from .cgroup import Cgroup
-from .child import FREE, MIB, restrict
+from .child import FREE, restrict
 from .zygote import finish_root, make_jail
 
 IMAGE, EPISODE = Path("/image"), Path("/episode")
@@ -34,6 +34,8 @@ TESTBED = "/testbed"
 BASE_GIT = "/base.git"  # the repository's own .git folder as it was, which the code cannot change
 MOUNTS = {"upper": TESTBED, "tmp": "/tmp", "home": "/home/user"}  # layer: where it is visible
 CHECK_S = 0.5  # interval of usage checks
+CHECK_SHARE = 5  # a check that takes long comes less often
+ROOM = disk.DiskUsage(1, 1000)  # beyond what is on disk after an excess, to remove files
 BEAT_S = 2.0  # heartbeat interval
 UNCOUNTED_MIB = 1 << 22  # address space that a cgroup makes unnecessary to limit
 
@@ -49,12 +51,14 @@ class Supervisor:
             self._jail = type(self._jail)(True, self._jail.user, self._jail.filter, UNCOUNTED_MIB)
             self._cgroup.begin(self._limits)
         self._layered: bool = settings["overlay"]
-        self._disk_mib = float(self._limits["file_mib"])
+        self._disk_limit = self._allowed = disk.DiskUsage(self._limits["file_mib"], self._limits["files"])
+        self._sealed = False  # nothing can be written
         self._snapshots = 0
         self._children: set[int] = set()
         for folder in (NOW, SNAPSHOTS):
             folder.mkdir(mode=0o700)
         self._mount()
+        self._before = disk.DiskUsage(0, 0) if self._layered else disk.usage(EPISODE, Path(TESTBED), sys.maxsize)
 
     def serve(self) -> None:
         """Until the owner closes its end."""
@@ -70,7 +74,8 @@ class Supervisor:
                 return
             if (now := time.monotonic()) >= next_check:
                 self._check()
-                next_check = time.monotonic() + CHECK_S
+                ended = time.monotonic()
+                next_check = ended + max(CHECK_S, (CHECK_SHARE - 1) * (ended - now))
             if now >= next_beat:
                 frames.send(self._owner, {"beat": True})
                 next_beat = now + BEAT_S
@@ -159,7 +164,7 @@ class Supervisor:
                     _copy(IMAGE, folder)
             if name != "upper" or not self._layered or not self._mount_layers(folder):
                 kernel.mount(str(folder), target, flags=kernel.MS_BIND)
-        self._written_mib_before = _written_mib() if not self._layered else 0.0
+        self._sealed = False
 
     def _mount_layers(self, upper: Path) -> bool:
         """False, after a copy of the repository, if the kernel refuses."""
@@ -192,11 +197,31 @@ class Supervisor:
                 return f"more than {self._limits['memory_mib']} MiB of memory"
             if used.processes > self._limits["processes"]:
                 return f"more than {self._limits['processes']} processes"
-        written_mib = _written_mib() - self._written_mib_before
-        if written_mib > self._disk_mib:
-            self._disk_mib = written_mib + 1  # room to remove files
-            return f"more than {self._limits['file_mib']} MiB of files"
-        return ""
+        return "" if self._sealed else self._excess_on_disk()
+
+    def _excess_on_disk(self) -> str:
+        """After an excess there is room to remove files; beyond twice a limit nothing can be written any more."""
+        limit, before = self._disk_limit, self._before
+        counted = disk.usage(EPISODE, Path(TESTBED), before.files + 2 * limit.files + 1)
+        used = disk.DiskUsage(counted.mib - before.mib, counted.files - before.files)
+        room = disk.DiskUsage(used.mib + ROOM.mib, used.files + ROOM.files)
+        if used.mib <= self._allowed.mib and used.files <= self._allowed.files:
+            self._allowed = disk.DiskUsage(*map(max, limit, map(min, self._allowed, room)))
+            return ""
+        self._allowed = disk.DiskUsage(*map(max, limit, room))
+        share, what = max(
+            (used.mib / limit.mib, f"{limit.mib} MiB of files"), (used.files / limit.files, f"{limit.files} files")
+        )
+        if share <= 2:
+            return f"more than {what}"
+        self._seal()
+        return f"more than twice {what}; nothing can be written any more"
+
+    def _seal(self) -> None:
+        self._sealed = True
+        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+        for target in MOUNTS.values():
+            kernel.mount("", target, flags=flags)
 
     def _end_all(self) -> None:
         while True:
@@ -230,16 +255,6 @@ def _wake_at_ends() -> int:
 def _copy(source: Path, target: Path) -> None:
     """With owners, links, whiteouts and attributes."""
     subprocess.run(["/bin/cp", "-a", "--reflink=auto", f"{source}/.", str(target)], check=True, capture_output=True)
-
-
-def _written_mib() -> float:
-    """Disk space of this runtime, which is not exact while its processes write."""
-    total = 0
-    for folder, _, names in os.walk(EPISODE):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(f"{folder}/{name}").st_blocks * 512
-    return total / MIB
 
 
 def main() -> None:
