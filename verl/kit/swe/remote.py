@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import logging
+import math
 import secrets
 import tarfile
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import httpx2
 
+from verl.envs.clock import paused
 from verl.errors import DataError, ServiceDownError
 from verl.kit.serving.endpoints import Endpoint, EndpointPool
 from verl.kit.swe import wire
@@ -39,7 +41,13 @@ CONNECT_S = 10.0
 SLACK_S = 60.0  # for an answer, beyond the time-out of the command
 MAX_STARTS = 2  # of a runtime, each on another server
 RETRIES = 4  # of a request whose connection broke; the server answers a repeated one from memory
+PATIENCE_S = 600.0  # for a free runtime, and for a server that is busy
+FULL_S = 1.0  # until a full server is asked again
+WAITED = "all of its runtimes are in use"
+QUEUED = httpx2.Timeout(None, connect=CONNECT_S)  # a server that has died is noticed by its health
+MIB = 1 << 20
 HINT = "Start one with toolrl runtime-server, or correct the URLs"
+START_HINT = "Start more servers, raise their --capacity, or lower max_running and max_scoring"
 # The wire has text only: the outputs travel as base64.
 WRAPPED = """
 in=$0; d=$(mktemp -d); "$@" <"$in" >"$d/o" 2>"$d/e"; code=$?
@@ -60,12 +68,13 @@ class RemoteRuntimes(EndpointPool):
         self,
         urls: Sequence[str],
         store: Path = Path("outputs/images"),
-        patience_s: float = 600.0,
+        patience_s: float = PATIENCE_S,
         health_timeout_s: float = 30.0,
     ) -> None:
         super().__init__("runtime server", urls, HINT, health_timeout_s, "/is_alive", "/is_alive")
         self._store, self._patience_s = store, patience_s
         self._prepared: dict[str, Path] = {}
+        self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
         if token := service_token():
             self.client.headers[wire.API_KEY] = token
 
@@ -79,63 +88,76 @@ class RemoteRuntimes(EndpointPool):
         request = wire.LeaseRequest(
             image=image.name, environment=name, setup=task.setup, workdir=task.workdir, limits=task.limits
         )
-        deadline = time.monotonic() + self._patience_s
+        try:
+            async with paused(), asyncio.timeout(self._patience_s):  # neither queues nor starts are the policy's time
+                return await self._start(request, image)
+        except TimeoutError as error:
+            problems = "; ".join(f"{each.url}: {each.problem or WAITED}" for each in self.endpoints)
+            raise RuntimeLostError(f"none started within {self._patience_s:g} s. {problems}. {START_HINT}") from error
+
+    async def _start(self, request: wire.LeaseRequest, image: Path) -> RemoteRuntime:
         failed: list[Endpoint] = []
         while True:
-            server = await self._least_busy(deadline, [each for each in self.endpoints if each not in failed])
-            server.in_flight += 1  # while the runtime lives
+            server = await self.least_busy(math.inf, [each for each in self.endpoints if each not in failed])
             try:
-                lease = await self._lease(server, request, image, deadline)
-                if lease is not None:
-                    runtime = RemoteRuntime(self.client, server, task.limits, lease)
-                    await runtime.open()
+                if runtime := await self._start_on(server, request, image):
                     return runtime
             except RuntimeLostError as error:
-                server.in_flight -= 1
                 failed.append(server)
                 if len(failed) == min(MAX_STARTS, len(self.endpoints)):
                     raise
                 log.warning("%s: %s; it starts elsewhere", server.url, error.problem)
-                continue
-            except BaseException:
-                server.in_flight -= 1
-                raise
-            server.in_flight -= 1
-            await asyncio.sleep(1.0)
 
-    async def _least_busy(self, deadline: float, among: Sequence[Endpoint]) -> Endpoint:
-        try:
-            return await self.least_busy(deadline, among)
-        except ServiceDownError as error:
-            raise RuntimeLostError(error.problem) from error
-
-    async def _lease(
-        self, server: Endpoint, request: wire.LeaseRequest, image: Path, deadline: float
-    ) -> wire.Lease | None:
+    async def _start_on(self, server: Endpoint, request: wire.LeaseRequest, image: Path) -> RemoteRuntime | None:
         """None if the server is full or failed."""
-        body, timeout = request.model_dump(), max(1.0, deadline - time.monotonic())
+        server.in_flight += 1  # while the runtime lives
+        lease = None
         try:
-            async with server.asked():
-                answer = await self.client.post(f"{server.url}/lease", json=body, timeout=timeout)
-                if answer.status_code == wire.NO_IMAGE:
-                    packed = await asyncio.to_thread(_pack, image)
-                    url = f"{server.url}/image/{image.name}"
-                    (await self.client.put(url, content=packed, timeout=timeout)).raise_for_status()
-                    answer = await self.client.post(f"{server.url}/lease", json=body, timeout=timeout)
-                if answer.status_code == wire.REFUSED:
-                    raise DataError(f"{server.url}: {answer.text[:500]}", field="environment")
-                if answer.status_code == wire.NO_LEASE:  # the start failed there
-                    raise RuntimeLostError(answer.text[:500])
-                if answer.status_code == wire.FULL:
-                    return None
-                lease = wire.Lease.model_validate_json(answer.raise_for_status().content)
+            lease = await self._lease(server, request, image)
         except RuntimeLostError:
             raise
         except ServiceDownError as error:
             server.failed(error.problem)
+        finally:
+            if lease is None:
+                server.in_flight -= 1
+        return RemoteRuntime(self.client, server, request.limits, lease) if lease else None
+
+    async def _lease(self, server: Endpoint, request: wire.LeaseRequest, image: Path) -> wire.Lease | None:
+        """None if the server is full. Raises ServiceDownError."""
+        server.problem = ""
+        answer = await self._ask_lease(server, request)
+        if answer.status_code == wire.NO_IMAGE:
+            await self._send_image(server, image, int(answer.headers[wire.MAX_BODY]))
+            answer = await self._ask_lease(server, request)
+        if answer.status_code == wire.FULL:
+            server.problem, server.skipped_until = answer.text[:500], time.monotonic() + FULL_S
             return None
+        if answer.status_code == wire.NO_LEASE:  # the start failed there
+            raise RuntimeLostError(answer.text[:500])
+        async with server.asked():
+            lease = wire.Lease.model_validate_json(_accepted(server, answer).content)
         server.failures = 0
         return lease
+
+    async def _ask_lease(self, server: Endpoint, request: wire.LeaseRequest) -> httpx2.Response:
+        async with server.asked():
+            return await self.client.post(f"{server.url}/lease", json=request.model_dump(), timeout=QUEUED)
+
+    async def _send_image(self, server: Endpoint, image: Path, most_mib: int) -> None:
+        """Once for all starts that miss it at a time."""
+        key = (server.url, image.name)
+        if key not in self._sending:
+            sending = self._sending[key] = asyncio.create_task(self._put_image(server, image, most_mib))
+            sending.add_done_callback(lambda done: self._sending.pop(key) and (done.cancelled() or done.exception()))
+        await asyncio.shield(self._sending[key])
+
+    async def _put_image(self, server: Endpoint, image: Path, most_mib: int) -> None:
+        packed = await asyncio.to_thread(_pack, image)
+        if len(packed) > most_mib * MIB:  # else the server would hang up while it is sent
+            raise _too_large(server, f"{len(packed) / MIB:.1f} MiB; it accepts {most_mib} MiB")
+        async with server.asked():
+            _accepted(server, await self.client.put(f"{server.url}/image/{image.name}", content=packed, timeout=QUEUED))
 
     async def _image(self, task: SweTask) -> Path:
         key = image_key(task)
@@ -158,12 +180,8 @@ class RemoteRuntime(FilesByPrograms):
         self._client, self._server, self._limits, self._lease, self._end = client, server, limits, lease, end
         self._headers = {wire.LEASE: lease.lease} if lease else {}
         self._sessions: set[str] = set()
-        self._renewing: asyncio.Task[None] | None = None
+        self._renewing = asyncio.create_task(self._renew(lease.lease_s / 4)) if lease else None
         self._lost = ""
-
-    async def open(self) -> None:
-        if self._lease:
-            self._renewing = asyncio.create_task(self._renew(self._lease.lease_s / 4))
 
     async def run(
         self,
@@ -273,27 +291,47 @@ class RemoteRuntime(FilesByPrograms):
         """Raises RuntimeLostError, CommandFailedError for an operation that fails, TimeoutError for its own."""
         headers = {**self._headers, wire.REQUEST_ID: secrets.token_hex(16)}
         timeout = httpx2.Timeout(seconds + SLACK_S, connect=CONNECT_S)
-        problem = ""
-        for attempt in range(RETRIES):
+        failures, full_until = 0, time.monotonic() + PATIENCE_S
+        while True:
             if self._lost:
                 raise RuntimeLostError(self._lost)
             try:
                 async with self._server.asked():
                     url = f"{self._server.url}/{path}"
                     answer = await self._client.post(url, headers=headers, timeout=timeout, **fields)
-                break
             except ServiceDownError as error:
-                problem = error.problem
-                await asyncio.sleep(0.2 * 2**attempt)
-        else:
-            self._lost = problem
-            raise RuntimeLostError(f"{self._server.url}: {problem}")
+                failures += 1
+                if failures == RETRIES:
+                    self._lost = error.problem
+                    raise RuntimeLostError(f"{self._server.url}: {error.problem}") from error
+                await asyncio.sleep(0.1 * 2**failures)
+                continue
+            if answer.status_code != wire.FULL or time.monotonic() > full_until:
+                break
+            async with paused():
+                await asyncio.sleep(FULL_S)
         if answer.status_code == wire.FAILED:
             _raise(answer.json()["swerexception"])
+        if answer.status_code == wire.TOO_LARGE:
+            raise _too_large(self._server, answer.text[:300])
         if answer.status_code >= 400:
             self._lost = f"{self._server.url} answered {answer.status_code}: {answer.text[:300]}"
             raise RuntimeLostError(self._lost)
         return dict(answer.json() or {})
+
+
+def _accepted(server: Endpoint, answer: httpx2.Response) -> httpx2.Response:
+    """Raises DataError for a request that another server would refuse, too; httpx2.HTTPError for other failures."""
+    if answer.status_code == wire.REFUSED:
+        raise DataError(f"{server.url}: {answer.text[:500]}", field="environment")
+    if answer.status_code == wire.TOO_LARGE:
+        raise _too_large(server, answer.text[:300])
+    return answer.raise_for_status()
+
+
+def _too_large(server: Endpoint, sizes: str) -> DataError:
+    hint = "Start servers with a larger --max-body-mib, or leave out files that the task does not need"
+    return DataError(f"the repository or a file is too large for {server.url}: {sizes}", hint=hint, field="repository")
 
 
 def _raise(error: Mapping[str, Any]) -> None:

@@ -66,9 +66,15 @@ class Leases:
     """At most `capacity` runtimes; `queue` more requests wait for one."""
 
     def __init__(
-        self, runtimes: LocalRuntimes, capacity: int, queue: int, lease_s: float, environments: Path | None
+        self,
+        runtimes: LocalRuntimes,
+        capacity: int,
+        queue: int,
+        lease_s: float,
+        environments: Path | None,
+        max_body_mib: int,
     ) -> None:
-        self.runtimes, self.lease_s = runtimes, lease_s
+        self.runtimes, self.lease_s, self._max_body_mib = runtimes, lease_s, max_body_mib
         self._slots, self._queue, self._environments = asyncio.Semaphore(capacity), queue, environments
         self._waiting = 0
         self._open: dict[str, Leased] = {}
@@ -84,7 +90,8 @@ class Leases:
         """Raises HTTPException if the server is full, or lacks the image or the environment."""
         image = self.image(request.image)
         if not image.is_dir():
-            raise HTTPException(wire.NO_IMAGE, f"there is no image {request.image}")
+            limit = {wire.MAX_BODY: str(self._max_body_mib)}
+            raise HTTPException(wire.NO_IMAGE, f"there is no image {request.image}", limit)
         environment = ""
         if request.environment:
             folder = self._environments and self._environments / request.environment
@@ -385,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     environments = options.environments and options.environments.absolute()
-    leases = Leases(runtimes, options.capacity, options.queue, options.lease_s, environments)
+    leases = Leases(runtimes, options.capacity, options.queue, options.lease_s, environments, options.max_body_mib)
     return serve(make_app(leases), serving_config(options))
 
 

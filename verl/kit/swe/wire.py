@@ -20,7 +20,8 @@ from verl.kit.swe.runtime import RuntimeLimits
 
 API_KEY, REQUEST_ID, LEASE = "X-API-Key", "X-Request-ID", "X-Runtime-Lease"
 FAILED = 511
-NO_IMAGE, NO_LEASE, FULL, REFUSED = 409, 410, 429, 422
+MAX_BODY = "X-Max-Body-MiB"  # of an answer NO_IMAGE: the largest that is accepted
+NO_IMAGE, NO_LEASE, TOO_LARGE, REFUSED, FULL = 409, 410, 413, 422, 429
 ERRORS = "swerex.exceptions."  # of class paths
 TIMED_OUT = ERRORS + "CommandTimeoutError"
 
