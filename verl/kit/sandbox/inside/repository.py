@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Never
 
@@ -206,9 +207,9 @@ class Supervisor:
         used = disk.DiskUsage(counted.mib - before.mib, counted.files - before.files)
         room = disk.DiskUsage(used.mib + ROOM.mib, used.files + ROOM.files)
         if used.mib <= self._allowed.mib and used.files <= self._allowed.files:
-            self._allowed = disk.DiskUsage(*map(max, limit, map(min, self._allowed, room)))
+            self._allowed = _each(max, limit, _each(min, self._allowed, room))
             return ""
-        self._allowed = disk.DiskUsage(*map(max, limit, room))
+        self._allowed = _each(max, limit, room)
         share, what = max(
             (used.mib / limit.mib, f"{limit.mib} MiB of files"), (used.files / limit.files, f"{limit.files} files")
         )
@@ -255,6 +256,10 @@ def _wake_at_ends() -> int:
 def _copy(source: Path, target: Path) -> None:
     """With owners, links, whiteouts and attributes."""
     subprocess.run(["/bin/cp", "-a", "--reflink=auto", f"{source}/.", str(target)], check=True, capture_output=True)
+
+
+def _each(choose: Callable[[Iterable[Any]], Any], *usages: disk.DiskUsage) -> disk.DiskUsage:
+    return disk.DiskUsage(choose(each.mib for each in usages), choose(each.files for each in usages))
 
 
 def main() -> None:
