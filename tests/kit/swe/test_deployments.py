@@ -89,6 +89,42 @@ def test_every_runtime_is_a_fresh_container_and_none_is_left(docker: Docker) -> 
 
 
 @pytest.mark.long
+def test_the_base_of_a_patch_is_what_the_image_holds(docker: Docker) -> None:
+    """Its files that git ignores or does not know stay, and its changes since the commit of the row are no patch."""
+    task = docker.task()
+    image = docker.folder / "images" / "calc" / "testbed"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=image, capture_output=True, text=True, check=True).stdout
+    write(
+        image, {"calc.egg-info/PKG-INFO": "Name: calc\n", ".gitignore": "built\n", "built": "1\n", "README.md": "2\n"}
+    )
+    subprocess.run([*GIT, "commit", "-q", "-a", "-m", "prepared"], cwd=image, check=True)
+    write(image, {"README.md": "uncommitted\n", "calc/__init__.py": FILES["calc/__init__.py"] + "# own\n"})
+    found = "from pathlib import Path\nfrom calc import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+    found += "    assert Path('calc.egg-info/PKG-INFO').exists() and Path('built').read_text() == '1\\n'\n"
+    hidden = {"hidden_tests": {"tests/test_calc.py": found}, "fail_to_pass": ("tests/test_calc.py::test_add",)}
+    task = replace(task, base_commit=commit.strip(), pass_to_pass=(), **hidden)
+
+    async def main() -> None:
+        runtimes = docker.runtimes()
+        runtime = await runtimes.start(task)
+        assert await collect_patch(runtime, task) == ""
+        await runtime.run(
+            "sed -i 's/a - b/a + b/' calc/core.py; rm -rf .git; git init -q; echo x > calc.egg-info/PKG-INFO"
+        )
+        made = await collect_patch(runtime, task)
+        await runtime.close()
+        assert [line for line in made.splitlines() if line[:4] in ("--- ", "+++ ")] == [
+            "--- a/calc/core.py",
+            "+++ b/calc/core.py",
+        ]
+        verdict = await score_patch(runtimes, task, made)
+        assert verdict.outcome is PatchOutcome.RESOLVED, verdict.detail
+        await runtimes.close()
+
+    run(main(), 240)
+
+
+@pytest.mark.long
 def test_our_client_works_with_swe_rex_own_server(docker: Docker, tmp_path: Path) -> None:
     async def main() -> None:
         runtimes = docker.runtimes()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
-from tests.kit.swe.repositories import BUG, FIX, GOLD, TEST, calc_task, patch, pytest_environment
-from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import RuntimeLimits, RuntimeLostError
+from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, patch, pytest_environment, write
+from verl.kit.swe.local import LocalRuntime, LocalRuntimes
+from verl.kit.swe.runtime import Completed, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, PatchVerdict, collect_patch, make_sentinels, score_patch
-from verl.kit.swe.tasks import SweTask
+from verl.kit.swe.task_generation.validation import diff
+from verl.kit.swe.tasks import Repository, SweTask
 
 pytestmark = pytest.mark.long  # each starts runtimes
 
@@ -314,6 +316,67 @@ def test_what_a_session_leaves_elsewhere_does_not_reach_the_verdict(place: Place
     assert place.score(made).outcome is PatchOutcome.RESOLVED
 
 
+class Breaking(LocalRuntimes):
+    """Runtimes in which one of the programs beside the sessions runs out of time, or is killed."""
+
+    def __init__(self, folder: Path, number: int, code: int | None) -> None:
+        super().__init__(folder)
+        self.number, self.code = number, code
+        self.broken: Sequence[str] = ()
+
+    async def start(self, task: SweTask) -> LocalRuntime:
+        runtime, execute = await super().start(task), LocalRuntime.execute
+
+        async def breaking(argv: Sequence[str], *given: Any, **named: Any) -> Completed:
+            self.number -= 1
+            if self.number != 0:
+                return await execute(runtime, argv, *given, **named)
+            self.broken = argv
+            return Completed(self.code, b"", b"")
+
+        runtime.execute = breaking  # type: ignore[method-assign]
+        return runtime
+
+
+@pytest.mark.parametrize("code", [None, 137])
+def test_a_program_of_the_verdict_that_is_killed_is_a_fault(place: Place, tmp_path: Path, code: int | None) -> None:
+    """Whichever it is, before the tests run: writing and applying the patch, setting files back, placing tests."""
+    seen = []
+
+    async def main() -> None:
+        while "run_tests.py" not in " ".join(map(str, seen[-1:])):
+            runtimes = Breaking(tmp_path, len(seen) + 1, code)
+            try:
+                with pytest.raises(RuntimeLostError, match="calc"):
+                    await score_patch(runtimes, place.task, GOLD)
+            finally:
+                await runtimes.close()
+            seen.append(list(runtimes.broken))
+
+    place.runner.run(main())
+    assert len(seen) == 9 and sum("git apply" in " ".join(argv) for argv in seen) == 1
+
+
+def test_what_a_patch_unpacks_to_is_its_own_fault(place: Place) -> None:
+    """180 MiB of zeros, in a patch of one megabyte."""
+    made = place.session("truncate -s 60M zeros nulls naughts; sed -i 's/a - b/a + b/' calc/core.py")
+    assert len(made) < 2 << 20
+    verdict = place.score(made)
+    assert verdict.outcome is PatchOutcome.PATCH_FAILED and "memory" in verdict.detail
+
+
+def test_files_in_place_of_the_folder_of_the_tests_are_removed(place: Place) -> None:
+    task = replace(
+        place.task,
+        hidden_tests={"hidden/sub/test_calc.py": TEST},
+        fail_to_pass=("hidden/sub/test_calc.py::test_add",),
+        pass_to_pass=(),
+    )
+    for command in ("echo > hidden", "ln -s /tmp hidden", "mkdir hidden; ln -s /tmp hidden/sub"):
+        made = place.session(f"{command}; sed -i 's/a - b/a + b/' calc/core.py", task)
+        assert "b/hidden" in made and place.score(made, task).outcome is PatchOutcome.RESOLVED
+
+
 def test_a_runtime_that_breaks_is_a_fault(place: Place, tmp_path: Path) -> None:
     with pytest.raises(RuntimeLostError, match="pytest cannot be imported"):
         place.score(GOLD, replace(place.task, environment="", python="/usr/bin/python3"))
@@ -369,6 +432,54 @@ def test_a_test_patch_replaces_the_tests_of_the_base(place: Place) -> None:
     assert "README" not in place.session("echo mine > README.md; echo 2 > tests/data.txt; echo > kept", with_data)
     with pytest.raises(RuntimeLostError, match="the test patch of calc does not apply"):
         place.score(GOLD, replace(task, test_patch=test_patch.replace("return 'calc'", "x").replace("calc'", "x'")))
+
+
+HELPER = "def equal(left, right):\n    return left == right\n"
+HELPED = "from calc import add\nfrom helpers import equal\n\n\ndef test_add():\n    assert equal(add(1, 2), 3)\n"
+AGREES = "def equal(left, right):\n    return True\n"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tests/helpers.py": AGREES},
+        {"tests/helpers/__init__.py": AGREES},  # comes before the module
+        {"tests/helpers.py": None, "tests/helpers/__init__.py": AGREES},
+    ],
+)
+def test_a_helper_of_the_tests_is_set_back(place: Place, tmp_path: Path, changes: dict[str, str | None]) -> None:
+    """A patch that changes it scores 0, and 1 if it fixes the bug, too."""
+    before = {**FILES, "tests/helpers.py": HELPER}
+    task = replace(
+        place.task,
+        repository=Repository(str(write(tmp_path / "calc", before))),
+        hidden_tests={"tests/test_calc.py": HELPED},
+        fail_to_pass=("tests/test_calc.py::test_add",),
+        pass_to_pass=(),
+    )
+
+    def scored(changed: dict[str, str | None]) -> PatchOutcome:
+        after = {name: text for name, text in {**before, **changed}.items() if text is not None}
+        return place.score(diff(before, after), task).outcome
+
+    assert scored(changes) is PatchOutcome.UNRESOLVED
+    assert scored({**changes, "calc/core.py": FIX}) is PatchOutcome.RESOLVED
+
+
+def test_no_patch_changes_the_interpreter_of_the_repository(place: Place, tmp_path: Path) -> None:
+    """R2E-Gym's is in /testbed/.venv: such parts of a patch are dropped, others count."""
+    python = '#!/bin/sh\nexec /environment/bin/python "$@"\n'
+    before = {**FILES, ".venv/bin/python": python, ".venv/lib/x.py": "1\n"}
+    folder = write(tmp_path / "calc", before)
+    (folder / ".venv/bin/python").chmod(0o755)
+    task = replace(place.task, repository=Repository(str(folder)), python="/testbed/.venv/bin/python")
+    cheat = {".venv/bin/python": "#!/bin/sh\nexit 1\n", ".venv/lib/x.py": "2\n", ".venv/new/x.pth": "3\n"}
+    assert place.score(diff(before, {**before, **cheat}), task).outcome is PatchOutcome.UNRESOLVED
+    assert place.score(diff(before, {**before, **cheat, "calc/core.py": FIX}), task).outcome is PatchOutcome.RESOLVED
+    made = place.session("sed -i s/1/2/ .venv/lib/x.py; touch .venv/y; sed -i 's/a - b/a + b/' calc/core.py", task)
+    assert ".venv" not in made and "+    return a + b" in made
+    made = place.session("rm -r .venv; ln -s /tmp .venv; touch kept", task)
+    assert ".venv" not in made and "kept" in made
 
 
 def test_short_names_are_those_of_r2e_gym(place: Place) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.kit.swe.repositories import BUG, FILES, FIX, TEST, patch, write
 from verl.errors import DataError
 from verl.kit.swe.image import prepare_image
-from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks
+from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks, restored_files
 
 BENCH = {
     "instance_id": "owner__calc-1",
@@ -117,6 +117,29 @@ def test_images_have_their_publishers_names(repo: str, instance: str, image: str
     assert task.image == f"docker.io/{image}"
     named = read_swe_task(GYM | {"repo": repo, "instance_id": instance, "image_name": "own/image"}, remote=True)
     assert named.image == "own/image"
+
+
+@pytest.mark.parametrize(
+    ("changed", "restored"),
+    [
+        ("tests/helpers.py tests/data/a.json calc/core.py", "tests/helpers.py tests/data/a.json"),
+        ("calc/test/util.py other/tests/__init__.py latest/x.py", "calc/test/util.py other/tests/__init__.py"),
+        ("calc/core.py calc/test_core.py calc/test_util.py calc/util_test.py", "calc/test_core.py calc/test_util.py"
+         " calc/util_test.py"),
+        ("calc/testing.py other/test_x.py calc/tests.py", "calc/tests.py"),
+        ("calc tests deep/er deep", "calc tests"),  # a file in place of the tests' folder
+        ("conftest.py deep/conftest.py deep/setup.cfg", "conftest.py deep/conftest.py deep/setup.cfg"),
+        ("tests/fixed.py tests/new.png old.py moved.py", "tests/new.png moved.py old.py"),
+    ],
+)  # fmt: skip
+def test_what_hidden_tests_may_import_is_set_back(changed: str, restored: str) -> None:
+    """Not what the fix itself changes, nor code beside the tests."""
+    test_patch = (
+        "diff --git a/tests/new.png b/tests/new.png\nGIT binary patch\nrename from old.py\nrename to moved.py\n"
+    )
+    tests = ["calc/test_core.py::test_a", "tests/test_calc.py::test_b"]
+    row = GYM | {"FAIL_TO_PASS": tests, "repository": "x", "test_patch": test_patch, "patch": "--- a/tests/fixed.py\n"}
+    assert sorted(restored_files(read_swe_task(row), changed.split())) == sorted(restored.split())
 
 
 def test_the_layout_of_skyrl_v0_is_its_instance() -> None:

@@ -29,14 +29,11 @@ FREE_ROOTS = ("app", "project", "repo", "src", "task", "testbed", "work", "workd
 BUILD_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 BUILD = "Build it (docker build -t IMAGE environment/), and name it in task.toml: docker_image = IMAGE"
 RUN = "Run it with the option `deployment`"
-# In a container: the base of the patch, outside of the working folder, and the folders of the verifier.
+# In a container: the working folder, and the folders of the verifier.
 IN_IMAGE = """set -e
 mkdir -p {workdir}
 [ -e /testbed ] || ln -s {workdir} /testbed
 for name in tests solution logs; do rm -rf /$name; mkdir -p {linked}/$name; ln -s {linked}/$name /$name; done
-command -v git >/dev/null || {{ echo "the image has no git, which collects the patch"; false; }}
-(export GIT_DIR=/base.git GIT_WORK_TREE={workdir}; git init -q; git add -A -f
-git -c user.name=base -c user.email=base@localhost commit -q --allow-empty -m base)
 set +e
 """
 # Keys of task.toml: what is used, and what has no meaning here (limits of agents are those of `env`).

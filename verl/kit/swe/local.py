@@ -27,6 +27,7 @@ from verl.kit.sandbox.inside import frames
 from verl.kit.swe.abandoned import new_folder, remove_abandoned
 from verl.kit.swe.image import image_key, prepare_image
 from verl.kit.swe.runtime import (
+    BASE_GIT,
     DEFAULT_SESSION,
     TESTBED,
     CommandFailedError,
@@ -40,7 +41,6 @@ from verl.kit.swe.tasks import SweTask
 from verl.system.watcher import remove_tree
 
 ENVIRONMENT = "/environment"  # the task's interpreter, in every runtime
-BASE_GIT = "/base.git"
 HARBOR_FOLDERS = ("tests", "solution", "logs")  # at the root, where only the supervisor can write
 START = "import sys; sys.path.insert(0, '/sandbox'); from inside.repository import main; del sys.path[0]; main()"
 START_S = 60.0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from verl.kit.swe.tasks import SweTask
 
 TESTBED = "/testbed"  # the repository, in every runtime
+BASE_GIT = "/base.git"  # its history of one commit, the base of patches, in every runtime
 DEFAULT_SESSION = "default"
 MAX_OUTPUT_CHARS = 30_000
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 from verl.envs.clock import paused
 from verl.kit.swe.harbor import LATE, HarborTask, run_verifier
 from verl.kit.swe.runtime import (
+    BASE_GIT,
     TESTBED,
     CommandFailedError,
     Completed,
@@ -34,31 +35,44 @@ from verl.kit.swe.runtime import (
     Runtimes,
     checked,
 )
-from verl.kit.swe.tasks import SweTask, placed_files, test_files
+from verl.kit.swe.tasks import SweTask, placed_files, restored_files, test_files
 from verl.types import Score
 
 MAX_PATCH_BYTES = 16 << 20
+LEAST_APPLY_MIB = 128  # of memory for git, which reads all of a patch
 MOST_KEPT = 4096  # verdicts on patches that may come again
 SLACK_S = 60.0  # for starting the interpreter, beyond the limits of its runs
-COLLECT = f"""
-base=/base.git; [ -d $base ] || base=$PWD/.git
-rest=$(mktemp -d)
-export GIT_DIR=$base GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJECT_DIRECTORY=$rest/objects
-export GIT_ALTERNATE_OBJECT_DIRECTORIES=$base/objects GIT_CONFIG_NOSYSTEM=1 HOME=$rest
-mkdir $rest/objects
+APPLY_CPU_S = 60
+TRUSTED = f"""
+rest=$(mktemp -d); mkdir $rest/objects
+export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJECT_DIRECTORY=$rest/objects
+export GIT_ALTERNATE_OBJECT_DIRECTORIES={BASE_GIT}/objects GIT_CONFIG_NOSYSTEM=1 HOME=$rest
 trusted="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.autocrlf=false -c safe.directory=*"
-start=$0; [ -d /base.git ] && start=HEAD
-$trusted read-tree $start && $trusted add -A --ignore-errors 2>/dev/null
-$trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames $start -- . "$@" \\
+"""
+# $0 is the folder of the interpreter, if the repository holds it.
+COLLECT = f"""{TRUSTED}
+$trusted read-tree HEAD && $trusted add -A --ignore-errors -- . ${{0:+":(exclude)$0"}} 2>/dev/null
+$trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames HEAD -- . "$@" \\
   >$rest/diff
 code=$?; head -c {MAX_PATCH_BYTES + 1} $rest/diff; rm -rf $rest; exit $code
 """
-APPLY = """
-git apply --whitespace=nowarn "$0" 2>/tmp/apply.log && exit
-git diff --quiet HEAD && patch --batch --forward --fuzz=5 -p1 -i "$0" >>/tmp/apply.log && exit
-tail -c 400 /tmp/apply.log >&2; exit 1
+CHANGED = f"""{TRUSTED}
+$trusted read-tree HEAD && $trusted add -A -f -- . ${{0:+":(exclude)$0"}} &&
+  $trusted diff --cached --name-only --no-renames -z HEAD
+code=$?; rm -rf $rest; exit $code
 """
-CHANGED = "git add -A -f && git diff --cached --name-only --no-renames -z HEAD && git reset -q"
+SET_BACK = f"""{TRUSTED}
+$trusted read-tree HEAD && $trusted checkout-index -f -z --stdin
+code=$?; rm -rf $rest; exit $code
+"""
+# What a patch can cause ends git by itself: its CPU time and its memory, where its unpacked files are, have limits.
+APPLY = f"""
+export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent
+ulimit -S -t {APPLY_CPU_S}; ulimit -S -v $1
+git apply --whitespace=nowarn ${{2:+"--exclude=$2/*"}} "$0" 2>"$0.log"
+code=$?; tail -c 400 "$0.log" >&2; exit $code
+"""
+NOT_BY_ITSELF = (None, 126, 127, 137, 143)  # out of time, did not start, or was killed
 
 
 class PatchOutcome(StrEnum):
@@ -134,8 +148,7 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
     """
     excluded = [f":(exclude,glob)**/{pattern}" for pattern in task.protected]
     excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
-    base = task.base_commit if task.image and task.base_commit else "HEAD"
-    return (await checked(runtime, ["/bin/sh", "-c", COLLECT, base, *excluded])).decode("latin-1")
+    return (await checked(runtime, ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded])).decode("latin-1")
 
 
 async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: Path | None = None) -> PatchVerdict:
@@ -149,51 +162,50 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: P
         return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=f"more than {MAX_PATCH_BYTES} bytes")
     runtime = await runtimes.start(task)
     try:
-        try:
-            await _apply(runtime, patch.encode("latin-1", errors="replace"))
-            if task.harbor is None:
-                await _restore(runtime, task)
-        except CommandFailedError as error:
-            return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
-        return await (_judge(runtime, task, compiled) if task.harbor is None else _rewarded(runtime, task.harbor))
+        if problem := await _apply(runtime, task, patch.encode("latin-1", errors="replace")):
+            return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=problem)
+        if task.harbor is not None:
+            return await _rewarded(runtime, task.harbor)
+        await _restore(runtime, task)
+        return await _judge(runtime, task, compiled)
+    except CommandFailedError as error:  # of ours, in a runtime that only the patch has changed
+        raise RuntimeLostError(f"{task.id}: {error}") from error
     finally:
         await runtime.close()
 
 
-async def _apply(runtime: Runtime, patch: bytes) -> None:
+async def _apply(runtime: Runtime, task: SweTask, patch: bytes) -> str:
+    """Why git refuses the patch; empty if it does not. Raises RuntimeLostError if git did not end by itself."""
     name = f"/tmp/{secrets.token_hex(8)}.diff"
     await runtime.write(name, patch)
-    await checked(runtime, ["/bin/sh", "-c", APPLY, name])
+    memory_kib = max(LEAST_APPLY_MIB, min(task.limits.memory_mib, task.limits.file_mib) // 2) << 10
+    done = await runtime.execute(["/bin/sh", "-c", APPLY, name, str(memory_kib), task.own_interpreter])
+    problem = done.stderr.decode(errors="replace").strip()
+    if done.exit_code in NOT_BY_ITSELF:
+        raise RuntimeLostError(f"{task.id}: git apply did not end by itself ({done.exit_code}): {problem}")
+    return "" if done.exit_code == 0 else problem or f"git apply: exit code {done.exit_code}"
 
 
 async def _restore(runtime: Runtime, task: SweTask) -> None:
     """Undo changes to protected files and tests, then place the hidden tests."""
-    changed = (await checked(runtime, ["/bin/sh", "-c", CHANGED])).decode("latin-1").split("\0")[:-1]
-    placed = set(placed_files(task))
-    await _reset(runtime, [name for name in changed if name in placed or _matches(name, task.protected)])
+    listed = await checked(runtime, ["/bin/sh", "-c", CHANGED, task.own_interpreter])
+    base = await checked(runtime, ["git", f"--git-dir={BASE_GIT}", "ls-tree", "-r", "-z", "--name-only", "HEAD"])
+    names, known = restored_files(task, _names(listed)), frozenset(_names(base))
+    await checked(runtime, ["xargs", "-0", "rm", "-rf", "--"], _listed([*names, *task.hidden_tests]))
+    await checked(runtime, ["/bin/sh", "-c", SET_BACK], _listed(name for name in names if name in known))
     for name, text in task.hidden_tests.items():
-        await checked(runtime, ["/bin/rm", "-rf", "--", name])
         await runtime.write(f"{TESTBED}/{name}", text.encode())
-    if task.test_patch:
-        try:
-            await _apply(runtime, task.test_patch.encode())
-        except CommandFailedError as error:  # the task's fault, as its files are those of the base
-            raise RuntimeLostError(f"the test patch of {task.id} does not apply: {error}") from error
+    if task.test_patch and (problem := await _apply(runtime, task, task.test_patch.encode())):
+        # The task's fault, as its files are those of the base.
+        raise RuntimeLostError(f"the test patch of {task.id} does not apply: {problem}")
 
 
-async def _reset(runtime: Runtime, names: Sequence[str]) -> None:
-    if names:
-        quoted = [name.encode("latin-1").decode(errors="surrogateescape") for name in names]
-        await checked(runtime, ["/bin/rm", "-rf", "--", *quoted])
-        known = await checked(runtime, ["git", "ls-tree", "-r", "-z", "--name-only", "HEAD", "--", *quoted])
-        back = [name.decode(errors="surrogateescape") for name in known.split(b"\0")[:-1]]
-        if back:
-            await checked(runtime, ["git", "checkout", "-q", "HEAD", "--", *back])
+def _names(listed: bytes) -> list[str]:
+    return [os.fsdecode(name) for name in listed.split(b"\0")[:-1]]
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a path, or its end after a slash, matches a pattern."""
-    return any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for pattern in patterns)
+def _listed(names: Iterable[str]) -> bytes:
+    return b"".join(os.fsencode(name) + b"\0" for name in names)
 
 
 async def _rewarded(runtime: Runtime, task: HarborTask) -> PatchVerdict:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,6 +25,8 @@ PROTECTED = (
     "sitecustomize.py", "usercustomize.py", "sitecustomize/*", "usercustomize/*", "*.pth", "*.pyc", "*.egg-info/*",
     "*.dist-info/*",
 )  # fmt: skip
+TEST_FOLDERS = {"test", "tests"}  # all of their files belong to the tests
+TEST_FILES = ("test_*", "*_test.py", "tests.py")  # of the tests in other folders, beside code
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
 BENCH_IMAGES = "docker.io/swebench/sweb.eval.x86_64."  # SWE-bench's images, by instance
 GYM_IMAGES = "docker.io/xingyaoww/sweb.eval.x86_64."  # SWE-Gym's
@@ -82,6 +85,12 @@ class SweTask:
     limits: RuntimeLimits = field(default_factory=RuntimeLimits)
     workdir: str = ""
     harbor: HarborTask | None = None
+
+    @property
+    def own_interpreter(self) -> str:
+        """The folder of the repository with the interpreter, as R2E-Gym's .venv, which no patch changes; or ""."""
+        path = PurePosixPath(self.python)
+        return path.relative_to(TESTBED).parts[0] if path.is_relative_to(TESTBED) else ""
 
 
 def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remote: bool = False) -> SweTask:
@@ -143,8 +152,37 @@ def test_files(task: SweTask) -> list[str]:
 
 def placed_files(task: SweTask) -> list[str]:
     """The files that the tests bring, each once: those of the tests, hidden ones, and all of the test patch."""
-    patched = re.findall(r"^(?:--- a|\+\+\+ b)/(.+?)\t?$", task.test_patch, re.MULTILINE)
-    return list(dict.fromkeys([*task.hidden_tests, *test_files(task), *patched]))
+    return list(dict.fromkeys([*task.hidden_tests, *test_files(task), *_patched_files(task.test_patch)]))
+
+
+def restored_files(task: SweTask, changed: Iterable[str]) -> list[str]:
+    """Of the files that a patch changed, those that are set back to the base: all that decides what tests report.
+
+    Besides protected files and those that the tests bring: what they may import. That is every file of test folders,
+    and files named like tests beside the hidden ones; but none that the task's own fix changes.
+    """
+    placed = set(placed_files(task))
+    decided = placed | {str(each) for name in placed for each in PurePosixPath(name).parents}  # what stands in the way
+    beside = {str(PurePosixPath(name).parent) for name in placed}
+    fixed = set(_patched_files(task.gold_patch))
+
+    def is_of_tests(name: str) -> bool:
+        *folders, last = PurePosixPath(name).parts
+        named = str(PurePosixPath(*folders)) in beside and any(fnmatch(last, pattern) for pattern in TEST_FILES)
+        return name not in fixed and (named or not TEST_FOLDERS.isdisjoint(folders))
+
+    return [name for name in changed if name in decided or _matches(name, task.protected) or is_of_tests(name)]
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a path, or its end after a slash, matches a pattern."""
+    return any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for pattern in patterns)
+
+
+def _patched_files(patch: str) -> list[str]:
+    """Names with characters that git quotes are not found."""
+    named = r"^(?:diff --git a/(?P<both>.+) b/(?P=both)|(?:--- a/|\+\+\+ b/|rename from |rename to )(?P<one>.+?)\t?)$"
+    return [found[found.lastgroup or 0] for found in re.finditer(named, patch, re.MULTILINE)]
 
 
 def _of_swe(row: Mapping[str, Any]) -> SweTask:
