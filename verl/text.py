@@ -1,4 +1,4 @@
-"""Text of unknown length and origin: results as text, truncated, without lone surrogates; digests of prompts."""
+"""Text of unknown length and origin: results as text, truncated, without what no file or terminal takes; digests."""
 
 import hashlib
 import json
@@ -31,6 +31,14 @@ def as_text(result: Any) -> str:
 def prompt_sha256(messages: Iterable[Message]) -> str:
     text = json.dumps([[message.role, message.content] for message in messages])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def printable(text: str) -> str:
+    """The text for a terminal: U+FFFD for every character that is not printable, but for tabs and line breaks.
+
+    These are C0 and C1 controls (escape sequences), controls of the writing direction, and lone surrogates.
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def counted(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from verl.system.files import step_files
+from verl.text import printable
 from verl.tracking.jsonl import write_jsonl
 from verl.types import Message, Score, Trajectory, TrajectoryGroup
 
@@ -62,7 +63,7 @@ class Transcripts:
         """The text for a terminal: truncated, and without control characters."""
         left = len(text) - self._max_chars
         shown = text if left <= 0 else f"{text[: self._max_chars]} [{left} more characters]"
-        return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in shown)
+        return printable(shown)
 
 
 def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:

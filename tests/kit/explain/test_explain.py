@@ -19,6 +19,7 @@ from tests.support.tiny import run_words, save_tiny_model
 from tests.trainer.test_recipes import HalfScripted
 from verl.batch.experience import with_loss_weights
 from verl.batch.token_batch import TokenBatch
+from verl.checkpoint.crash import CRASH_FILES
 from verl.config.commands import TRAIN
 from verl.config.load import load_config
 from verl.config.show import as_yaml
@@ -26,7 +27,7 @@ from verl.envs.base import Observation, StepResult
 from verl.errors import ConfigError, DataError
 from verl.kit.collapse.collapse import CollapseWatch
 from verl.kit.explain.__main__ import main
-from verl.kit.explain.explanation import Explanation, explain, read_step
+from verl.kit.explain.explanation import Explanation, clean, explain, read_step
 from verl.kit.report.folder import read_run
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.tracking.jsonl import append_jsonl
@@ -362,4 +363,44 @@ def test_what_there_is_not_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         explain(read_run(run), 2, 5)
     assert main([str(run), "--step", "3"]) == 2 and "no samples of step 3" in capsys.readouterr().err
     (run / "config.yaml").unlink()
-    assert json.dumps(read_run(run).notes) and main([str(run), "--step", "2", "--sample", "0"]) == 2
+    (run / "transcripts" / "step-000002.jsonl").write_text('{"responses": [], "step": 2}\n')
+    capsys.readouterr()
+    assert main([str(run), "--step", "2", "--sample", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: config.yaml cannot be read" in shown
+    assert "note: transcripts of step 2: line 1, the rollout of this sample, is missing or damaged" in shown
+    assert "not computed: the settings of the run (config.yaml) cannot be read" in shown
+    assert "add up to 1.25, actor/loss is 1.25: they agree" in shown
+
+
+CONTROLS = "\x1b[2J\x07\x9b31m\x1b]0;title\x07\x9d\x9c\x00\r\x7f\u202e\u2066\u200f\u2028\ud800"
+
+
+def controlled(value: Any) -> Any:
+    """With control characters at the end of every text, and of every key that is data."""
+    if isinstance(value, dict):
+        keys = (lambda key: key + CONTROLS) if "correct" in value else (lambda key: key)
+        return {keys(key): controlled(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [controlled(each) for each in value]
+    return value + CONTROLS if isinstance(value, str) and value != "assistant" else value
+
+
+def test_no_control_character_reaches_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_report_run(tmp_path / "run", steps=1)
+    path = run / "transcripts" / "step-000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    for row in rows:
+        row["responses"][0]["tool_calls"] = [{"id": "call", "name": "weather", "arguments": {"city": "Oslo"}}]
+    path.write_text("".join(json.dumps(controlled(row)) + "\n" for row in rows))
+    kept = read_step(read_run(run), 1)
+    samples = [replace(each, task_id=each.task_id + CONTROLS) for each in kept.samples]
+    SampleFiles(run, lambda ids: CONTROLS).write(1, replace(kept, samples=samples))
+    crash = run / CRASH_FILES.replace("*", "1")
+    crash.parent.mkdir()
+    crash.write_text(f"failed {CONTROLS}\n", errors="replace")
+    codes = [main([str(run), "--step", "1", *words]) for words in ((), ("--sample", "0"), ("--sample", "4"))]
+    shown = capsys.readouterr().out
+    assert codes == [0, 0, 0] and shown.count("weather") > 3 and "Oslo" in shown and "\ufffd" in shown
+    assert {char for char in shown if not char.isprintable()} == {"\n"}
+    assert "\nfine" not in clean("text\nfine")

@@ -25,6 +25,7 @@ from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import load_preset
 from verl.errors import ConfigError
+from verl.kit.explain.explanation import explain
 from verl.kit.report import png, rollouts
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
@@ -69,6 +70,17 @@ def test_a_page_refers_to_nothing_and_no_text_of_the_model_is_part_of_it(folder:
     one = embedded(page, f"chunk-{meta['chunk'][row]}")[meta["place"][row]]
     assert one["prompt"] == [{"role": "user", "content": f"question 0 {HOSTILE}"}] and one["answer"] == HOSTILE
     assert data["metrics"]["reward/total"]["unit"] == "points" and "mine/own" not in data["metrics"]
+
+
+def test_a_kept_sample_has_what_the_terminal_prints_of_it(folder: Path) -> None:
+    page, _ = render([folder])
+    meta, run = embedded(page, "data")["runs"][0]["rollouts"]["meta"], read_run(folder)
+    chunks = [embedded(page, f"chunk-{chunk}") for tokens in meta["tokens"] for chunk in tokens]
+    assert len(chunks) == 12 * 5
+    for each in chunks:
+        found = explain(run, each["step"], each["number"])
+        assert each["explanation"]["sections"] == [[title, list(lines)] for title, lines in found.sections]
+        assert each["explanation"]["failed"] == found.failed
 
 
 def test_the_filters_have_what_they_need(folder: Path) -> None:

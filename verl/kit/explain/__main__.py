@@ -18,6 +18,7 @@ from rich.console import Console
 from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
 from verl.kit.report.folder import RunFolder, read_run
+from verl.text import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--gradient needs --sample")
     console = Console(highlight=False, emoji=False)
     try:
-        return _explained(read_run(options.run), options.step, options.sample, options.gradient, console)
+        run = read_run(options.run)
+        code = _explained(run, options.step, options.sample, options.gradient, console)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{type(error).__name__}: {printable(str(error))}\n")
         return exit_code_of(error)
+    for note in run.notes:
+        console.print(f"note: {printable(note)}", markup=False, soft_wrap=True)
+    return code
 
 
 def _explained(run: RunFolder, step: int, sample: int | None, gradient: bool, console: Console) -> int:
@@ -53,8 +58,7 @@ def _explained(run: RunFolder, step: int, sample: int | None, gradient: bool, co
             console.print(line, markup=False, soft_wrap=True)
     if explanation.failed:
         console.print(f"\nchecks that fail: {', '.join(explanation.failed)}", style="bold red", markup=False)
-        return 1
-    return 0
+    return 1 if explanation.failed else 0
 
 
 if __name__ == "__main__":

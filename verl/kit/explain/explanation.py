@@ -8,36 +8,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.kl import KL_ESTIMATORS
-from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
-from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.config.load import restored_config
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, VerlError
 from verl.kit.explain.formulas import Known, advantage_formula
 from verl.kit.explain.penalty import is_penalized, kl_of_tokens
-from verl.kit.report.folder import RunFolder, parsed
+from verl.kit.explain.tokens import SHOWN, token_lines
+from verl.kit.report import rows
+from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check
-from verl.kit.report.reasons import Reasons, call_lines, reasons_of
+from verl.kit.report.reasons import CallReader, Reasons, call_reader, reasons_of
+from verl.kit.report.transcript import rollout_of, rollouts_at
+from verl.text import counted, printable
 from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
 
-_RELATIVE = 1e-3  # of the largest token loss
-_SHOWN_TOKENS = 8
 _SHOWN_CHARS = 600
 _REUSED_FROM = 32  # steps before, at most, in which a reused rollout is looked for
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """sections: (title, lines); failed: checks whose two sides differ"""
+    """What the terminal prints of a sample, and the page of the report shows.
+
+    sections: (title, lines) in the order of reading. A line may hold line breaks, behind which it goes on indented; it
+        has no other characters that a terminal interprets
+    failed: names of the checks whose two sides differ; empty: the record agrees
+    """
 
     sections: Sequence[tuple[str, Sequence[str]]]
     failed: Sequence[str]
@@ -54,11 +56,19 @@ def read_step(run: RunFolder, step: int) -> StepSamples:
 def summary(kept: StepSamples) -> list[str]:
     """A line per kept sample, with its number."""
     return [
-        f"{number:3}  {each.task_id} #{each.index}"
-        + (f" segment {each.segment + 1} of {each.num_segments}" if each.num_segments > 1 else "")
-        + f": reward {each.reward:.4g}, share of the loss {_share(kept.loss.get(each.row))}"
+        clean(f"{number:3}  {each.task_id} #{each.index}{_segment(each)}: reward {each.reward:.4g}, ")
+        + f"share of the loss {_share(kept.loss.get(each.row))}"
         for number, each in enumerate(kept.samples)
     ]
+
+
+def clean(text: str) -> str:
+    """Text of a model, a data file or an error for the terminal; what follows a line break cannot pass for our own."""
+    return printable(text).replace("\n", "\n    ")
+
+
+def _segment(sample: KeptSample) -> str:
+    return f" segment {sample.segment + 1} of {sample.num_segments}" if sample.num_segments > 1 else ""
 
 
 def _share(share: float | None) -> str:
@@ -68,79 +78,173 @@ def _share(share: float | None) -> str:
 def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> Explanation:
     """number: of the kept sample in the step's file; gradient: compute its share of the gradient norm, by a replay
 
-    Raises DataError or ConfigError if there is no such sample, or no record for the gradient.
+    Raises DataError or ConfigError if there is no such sample, or no record for the gradient. What is missing or
+    damaged otherwise is in the notes of the run.
     """
     kept = read_step(run, step)
     if not 0 <= number < len(kept.samples):
         raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
     sample = kept.samples[number]
-    rollouts = [row for text in run.transcript(step) if (row := parsed(text)) is not None]
-    rollout = _reused(run, step, sample) if sample.line is None else _rollout(run, step, sample.line)
-    algorithm = _algorithm(run)
-    logged = next((row.get("actor/loss") for row in run.rows if row["step"] == step), None)
-    beta = next((row.get("kl/coefficient") or 0.0 for row in run.rows if row["step"] == step), 0.0)
-    computed, failed = computed_loss(kept), list[str]()
-    sections = [
-        ("Texts", _texts(run, rollout, sample)),
-        ("Reward", _reward(rollout, sample, reasons_of(run))),
-        ("Group and advantage", _advantage(sample, rollout, kept, rollouts, algorithm, beta, failed)),
-        ("Tokens", _tokens(sample, kept, algorithm, computed, failed)),
-        ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
-        ("Share of the gradient norm", _gradient(run, step, sample, gradient)),
-    ]
-    if unknown := _unknown(sample):
-        sections.append(("Not known", unknown))
-    return Explanation(sections, failed)
+    rollout = _reused(run, step, sample) if sample.line is None else _own(run, step, sample.line)
+    group = [row for row in map(rollout_of, run.transcript(step)) if row and row["task_id"] == sample.task_id]
+    return Explainer.of(run).explanation(step, kept, computed_loss(kept), number, rollout, gradient, group)
 
 
-def _rollout(run: RunFolder, step: int, line: int) -> dict[str, Any] | None:
-    return next((parsed(text) for text in islice(run.transcript(step), line, line + 1)), None)
+def _own(run: RunFolder, step: int, line: int) -> dict[str, Any] | None:
+    found = rollouts_at(run, step, {line}).get(line)
+    if found is None:
+        run.notes.append(
+            f"transcripts of step {step}: line {line + 1}, the rollout of this sample, is missing or damaged"
+        )
+    return found
 
 
 def _reused(run: RunFolder, step: int, sample: KeptSample) -> dict[str, Any] | None:
     """The rollout of an earlier step: the newest with the task, the index and the reward."""
     earlier = [each for each in run.transcript_steps() if each < step]
     for each in earlier[: -_REUSED_FROM - 1 : -1]:
-        for row in map(parsed, run.transcript(each)):
+        for row in map(rollout_of, run.transcript(each)):
             known = row is not None and (row.get("task_id"), row.get("index")) == (sample.task_id, sample.index)
             if row and known and math.isclose(row.get("reward") or 0.0, sample.reward, abs_tol=1e-6):
                 return row
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explainer:
+    """What all samples of a run have in common.
+
+    algorithm: None if it cannot be built, with the reason in `unknown`; logged: metrics by step
+    """
+
+    run: RunFolder
+    logged: Mapping[int, Mapping[str, Any]]
+    algorithm: Algorithm | None
+    unknown: str
+    reasons: Reasons | None
+    calls: CallReader
+
+    @classmethod
+    def of(cls, run: RunFolder) -> Explainer:
+        algorithm, unknown = None, "the settings of the run (config.yaml) cannot be read"
+        try:
+            algorithm = _algorithm(run) if run.settings else None
+        except VerlError as error:
+            unknown = str(error)
+        logged = {row["step"]: row for row in run.rows}
+        reasons, calls = reasons_of(run), call_reader(run)
+        return cls(run=run, logged=logged, algorithm=algorithm, unknown=unknown, reasons=reasons, calls=calls)
+
+    def explanation(
+        self,
+        step: int,
+        kept: StepSamples,
+        computed: ComputedLoss | None,
+        number: int,
+        rollout: Mapping[str, Any] | None,
+        gradient: bool = False,
+        group: Sequence[Mapping[str, Any]] = (),
+    ) -> Explanation:
+        """computed: the loss of the step; rollout: of the sample, from a transcript, or None if it is not known
+
+        gradient: as in `explain`, and so are the errors; group: the rollouts of the sample's task in the step
+        """
+        sample, failed = kept.samples[number], list[str]()
+        row = self.logged.get(step, {})
+        logged, beta = (rows.number(row.get(name)) for name in ("actor/loss", "kl/coefficient"))
+        sections = [
+            ("Texts", self._texts(rollout, sample)),
+            ("Reward", _reward(rollout, sample, self.reasons)),
+            (
+                "Group and advantage",
+                [*_group(sample), *self._advantage(sample, rollout, kept, group, beta or 0.0, failed)],
+            ),
+            ("Tokens", self._tokens(sample, kept, computed, failed)),
+            ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
+            ("Share of the gradient norm", _gradient(self.run, step, sample, gradient)),
+        ]
+        if unknown := _unknown(sample):
+            sections.append(("Not known", unknown))
+        return Explanation([(title, [clean(line) for line in lines]) for title, lines in sections], failed)
+
+    def _texts(self, rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
+        counts = f"{counted(len(sample.mask), 'token')}, {int(sample.mask.sum())} of them trained"
+        if rollout is None:
+            return [counts, "the transcript of this rollout is not in the step's file"]
+        uses = [
+            f"{use.get('name')}: {use.get('status')}, {_seconds(use.get('seconds'))}"
+            for use in rollout.get("tool_uses", ())
+        ]
+        lines = []
+        for message in (*rollout.get("prompt", ()), *rollout["responses"]):
+            lines.append(f"{message.get('role')}: {_cut(message.get('content', ''))}")
+            if message.get("role") == "assistant":
+                lines += [f"  {_cut(line)}" for line in self.calls.lines(message)]
+        lines.append(f"gold answer: {_cut(str(rollout.get('answer')))}")
+        lines += [f"outcome of a call: {_cut(use)}" for use in uses]
+        if sample.line is None:
+            lines.append(f"generated for step {rollout.get('step')}, whose report shows it, and trained again here")
+        return [*lines, counts]
+
+    def _advantage(
+        self,
+        sample: KeptSample,
+        rollout: Mapping[str, Any] | None,
+        kept: StepSamples,
+        group: Sequence[Mapping[str, Any]],
+        beta: float,
+        failed: list[str],
+    ) -> list[str]:
+        """beta: coefficient of the KL penalty in the reward"""
+        algorithm, recorded, lines = self.algorithm, sample.columns.get("advantages", np.empty(0)), _group(sample)
+        if not len(recorded):
+            return [*lines, "no token is trained"]
+        shown = _recorded(recorded)
+        if algorithm is None:
+            return [*lines, f"not computed: {self.unknown}", shown]
+        if is_penalized(algorithm, beta):
+            lines += _penalty(sample, kept.texts, algorithm, beta)
+        turns = [value for value in (rollout or {}).get("turn_rewards", ()) if value is not None]
+        options = getattr(algorithm.advantage, "keywords", {})
+        known = Known(sample, sample.reward + sum(turns), kept.samples, group, algorithm, options, beta)
+        formula = advantage_formula(known)
+        if formula is None:
+            return [*lines, f"The formula of {algorithm.name} is in docs/algorithms.md (`toolrl algorithms`).", shown]
+        if formula.values_A is None:
+            return [*lines, formula.text, shown]
+        agrees = np.allclose(formula.values_A, recorded, rtol=1e-3, atol=1e-4)
+        if not agrees:
+            failed.append("advantage")
+        value = f" = {formula.values_A:.6g}" if isinstance(formula.values_A, float) else ""
+        return [*lines, formula.text + value, shown, "The record agrees." if agrees else "The record differs."]
+
+    def _tokens(
+        self, sample: KeptSample, kept: StepSamples, computed: ComputedLoss | None, failed: list[str]
+    ) -> list[str]:
+        if self.algorithm is None:
+            return [f"not computed: {self.unknown}"]
+        return token_lines(sample, kept, self.algorithm, computed, failed)
+
+
 def _algorithm(run: RunFolder) -> Algorithm:
-    if not run.settings:
-        raise DataError("cannot be read", "the settings of the run", file=str(run.folder / "config.yaml"))
     config = restored_config(run.settings)
     return build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
 
 
-def _texts(run: RunFolder, rollout: Mapping[str, Any] | None, sample: KeptSample) -> list[str]:
-    counts = f"{len(sample.mask)} tokens, {int(sample.mask.sum())} of them trained"
-    if rollout is None:
-        return [counts, "the transcript of this rollout is not in the step's file"]
-    uses = [f"{use['name']}: {use['status']}, {use['seconds']:.3g} s" for use in rollout.get("tool_uses", ())]
-    lines = []
-    for message in (*rollout["prompt"], *rollout["responses"]):
-        lines.append(f"{message['role']}: {_cut(str(message['content']))}")
-        if message["role"] == "assistant":
-            lines += [f"  {_cut(line)}" for line in call_lines(run, message)]
-    lines += [f"gold answer: {_cut(str(rollout['answer']))}", *(f"outcome of a call: {use}" for use in uses)]
-    if sample.line is None:
-        lines.append(f"generated for step {rollout['step']}, whose report shows it, and trained again here")
-    return [*lines, counts]
+def _seconds(seconds: Any) -> str:
+    return f"{seconds:.3g} s" if isinstance(seconds, int | float) else "no time recorded"
 
 
 def _cut(text: str) -> str:
     left = len(text) - _SHOWN_CHARS
-    shown = text if left <= 0 else f"{text[:_SHOWN_CHARS]} [{left} more characters]"
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in shown)
+    return text if left <= 0 else f"{text[:_SHOWN_CHARS]} [{counted(left, 'more character')}]"
 
 
 def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample, reasons: Reasons | None) -> list[str]:
-    if rollout is None:
+    score = (rollout or {}).get("score") or {}
+    total, parts = score.get("total"), score.get("parts", {})
+    if rollout is None or total is None:
         return [f"reward for training: {sample.reward:.6g}"]
-    total, parts = rollout["score"]["total"], rollout["score"]["parts"]
     named = [f"{name} {value:.4g}" for name, value in parts.items()]
     lines = [_cut(line) for line in reasons.of(rollout)] if reasons else []
     if parts and math.isclose(sum(parts.values()), total, abs_tol=1e-6):
@@ -152,40 +256,18 @@ def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample, reasons: Reas
     return [*lines, f"rewards of turns: {_listed(turns)}"] if turns else lines
 
 
-def _advantage(
-    sample: KeptSample,
-    rollout: Mapping[str, Any] | None,
-    kept: StepSamples,
-    rollouts: Sequence[Mapping[str, Any]],
-    algorithm: Algorithm,
-    beta: float,
-    failed: list[str],
-) -> list[str]:
-    """rollouts: of the step. beta: coefficient of the KL penalty in the reward"""
+def _group(sample: KeptSample) -> list[str]:
     returns = np.array(sample.group_returns, dtype=np.float64)
-    std = float(returns.std(ddof=1)) if len(returns) > 1 else 0.0
-    lines = [f"returns of the group: {_listed(returns.tolist())}; mean {returns.mean():.6g}, std {std:.6g} (n - 1)"]
-    recorded = sample.columns["advantages"]
-    if not len(recorded):
-        return [*lines, "no token is trained"]
-    if is_penalized(algorithm, beta):
-        lines += _penalty(sample, kept.texts, algorithm, beta)
-    turns = [value for value in (rollout or {}).get("turn_rewards", ()) if value is not None]
-    shown = f"recorded: {recorded[0]:.6g} on every token"
-    if not (recorded == recorded[0]).all():
-        shown = f"recorded: from {recorded.min():.6g} to {recorded.max():.6g}"
-    options = getattr(algorithm.advantage, "keywords", {})
-    known = Known(sample, sample.reward + sum(turns), kept.samples, rollouts, algorithm, options, beta)
-    formula = advantage_formula(known)
-    if formula is None:
-        return [*lines, f"The formula of {algorithm.name} is in docs/algorithms.md (`toolrl algorithms`).", shown]
-    if formula.values_A is None:
-        return [*lines, formula.text, shown]
-    agrees = np.allclose(formula.values_A, recorded, rtol=1e-3, atol=1e-4)
-    if not agrees:
-        failed.append("advantage")
-    value = f" = {formula.values_A:.6g}" if isinstance(formula.values_A, float) else ""
-    return [*lines, formula.text + value, shown, "The record agrees." if agrees else "The record differs."]
+    if len(returns) == 1:
+        return [f"the group has one response, with return {returns[0]:.6g}"]
+    std = float(returns.std(ddof=1)) if len(returns) else math.nan
+    return [f"returns of the group: {_listed(returns.tolist())}; mean {returns.mean():.6g}, std {std:.6g} (n - 1)"]
+
+
+def _recorded(advantages_A: npt.NDArray[np.float32]) -> str:
+    if (advantages_A == advantages_A[0]).all():
+        return f"recorded: {advantages_A[0]:.6g} on every token"
+    return f"recorded: from {advantages_A.min():.6g} to {advantages_A.max():.6g}"
 
 
 def _penalty(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, beta: float) -> list[str]:
@@ -199,101 +281,11 @@ def _penalty(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm,
         f"r - beta * sum(KL) = {sample.reward:.6g} - {beta:.6g} * {total:.6g} = {left:.6g}; the tokens with the "
         "largest KL, and the last:",
     ]
-    for at in sorted({*np.abs(kl_A).argsort()[::-1][: _SHOWN_TOKENS - 1].tolist(), last}):
+    for at in sorted({*np.abs(kl_A).argsort()[::-1][: SHOWN - 1].tolist(), last}):
         token, start = texts.get(int(sample.token_ids[places[at]]), ""), sample.reward if at == last else 0.0
         lines.append(
             f"  {places[at]:5} {token!r}: {start:.4g} - {beta:.4g} * {kl_A[at]:.4g} = {start - beta * kl_A[at]:.4g}"
         )
-    return lines
-
-
-def _tokens(
-    sample: KeptSample, kept: StepSamples, algorithm: Algorithm, computed: ComputedLoss | None, failed: list[str]
-) -> list[str]:
-    """The loss of every token again from the recorded log-probs, and the tokens with the largest shares."""
-    columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
-    if "loss" not in columns:
-        return ["The update did not compute this sample: its advantage is zero, so is its gradient."]
-    if algorithm.selection is not None:
-        return [f"{algorithm.name} treats some tokens of a mini-batch differently; which ones is not kept."]
-    old_A = _old_logprobs(columns, algorithm)
-    token = algorithm.policy_loss(
-        LossInputs(columns["logprobs"], old_A, columns["advantages"], torch.zeros(len(old_A), dtype=torch.long))
-    )
-    unweighted_A, terms = _unweighted(token, columns, algorithm)
-    sums = kept.sums.get(sample.row, ())
-    lines = [f"loss of a token = weight * ({' '.join(terms)})"]
-    if len(sums) > 1:
-        lines.append(f"of the first of {len(sums)} epochs, as are all values of tokens; the others are not kept")
-    if computed is None:
-        lines.append("the weight is not known: the step was recorded without the settings and token counts of its loss")
-    else:
-        lines.append(f"weight = {computed.formula(sample.row)}")
-        off_A = computed.weight(sample.row) * unweighted_A - columns["loss"]
-        off, largest = float(off_A.abs().max()), float(columns["loss"].abs().max())
-        if off > _RELATIVE * largest or not math.isclose(float(unweighted_A.double().sum()), sums[0], abs_tol=1e-3):
-            failed.append("token losses")
-        lines.append(f"computed again so, every token differs by at most {off:.2g}; the largest is {largest:.2g}")
-    clipped = token.metrics_T.get("clip_fraction")
-    if clipped is not None:
-        lines.append(f"clipped: {int(clipped.sum())} of {len(old_A)} tokens")
-    ratio = _ratios(token, algorithm)
-    return [*lines, *ratio, *_token_table(sample, kept.texts, columns, token)]
-
-
-def _unweighted(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, list[str]]:
-    """([A] token losses without weight, their terms), as in `policy_loss` of the policy worker."""
-    loss_A = token.loss_T * columns.get("importance", torch.ones(()))
-    loss_A = loss_A - algorithm.entropy_coefficient * columns["entropy"]
-    terms = ["importance weight * policy loss" if "importance" in columns else "policy loss"]
-    if algorithm.entropy_coefficient:
-        terms.append(f"- {algorithm.entropy_coefficient:g} * entropy")
-    if algorithm.kl.placement is KLPlacement.LOSS:
-        kl_A = KL_ESTIMATORS[algorithm.kl.estimator](columns["logprobs"], columns["ref_logprobs"])
-        loss_A = loss_A + algorithm.kl.coefficient * kl_A
-        terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
-    return loss_A, terms
-
-
-def _ratios(token: TokenLoss, algorithm: Algorithm) -> list[str]:
-    ratio_A = token.ratio_T
-    if ratio_A is None:
-        return [f"{algorithm.name} uses no importance ratio"]
-    low, high = float(ratio_A.min()), float(ratio_A.max())
-    if len(ratio_A) > 1 and math.isclose(low, high, rel_tol=1e-6):
-        return [f"ratio in the loss: {low:.8g} on every token"]
-    return [f"ratio in the loss: from {low:.6g} to {high:.6g}"]
-
-
-def _old_logprobs(columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
-    """[A] the denominator of the ratio, as in `policy_loss` of the policy worker."""
-    if algorithm.old_logprobs is OldLogprobs.ROLLOUT:
-        return columns["rollout_logprobs"]
-    return columns.get("old_logprobs", columns["logprobs"])
-
-
-def _token_table(
-    sample: KeptSample, texts: Mapping[int, str], columns: Mapping[str, Tensor], token: TokenLoss
-) -> list[str]:
-    places = np.flatnonzero(sample.mask)
-    largest = sorted(columns["loss"].abs().argsort(descending=True)[:_SHOWN_TOKENS].tolist())
-    clipped = token.metrics_T.get("clip_fraction")
-    shown = {
-        "log p engine": columns["rollout_logprobs"],
-        "trainer": columns["logprobs"],
-        "ratio": token.ratio_T,
-        "advantage": columns["advantages"],
-        "importance": columns.get("importance"),
-        "loss": columns["loss"],
-    }
-    digits = {"ratio": 8}  # GSPO clips at 1.0004
-    lines = [f"the {len(largest)} tokens with the largest shares:"]
-    for at in largest:
-        values = ", ".join(
-            f"{name} {float(each[at]):.{digits.get(name, 4)}g}" for name, each in shown.items() if each is not None
-        )
-        text = texts.get(int(sample.token_ids[places[at]]), "")
-        lines.append(f"  {places[at]:5} {text!r}: {values}{', clipped' if clipped is not None and clipped[at] else ''}")
     return lines
 
 

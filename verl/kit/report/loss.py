@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl.text import counted
 from verl.tracking.samples import LossScale, StepSamples
 
 TOLERANCE = 1e-5  # of the loss; relative above 1
@@ -123,16 +124,13 @@ def share_of(kept: StepSamples, computed: ComputedLoss | None, row: int) -> Chec
     share, sums = computed.shares[row], kept.sums[row]
     epochs = " + ".join(f"{each:.6g}" for each in sums)
     text = (
-        f"{share:.6g} = weight * ({epochs}) / {_counted(computed.updates)}, with weight = {computed.formula(row)}; in "
-        f"brackets the sum of its token losses without the weight{' in each epoch' if len(sums) > 1 else ''}"
+        f"{share:.6g} = weight * ({epochs}) / {counted(computed.updates, 'update')}, with weight = "
+        f"{computed.formula(row)}; in brackets the sum of its token losses without the weight"
+        f"{' in each epoch' if len(sums) > 1 else ''}"
     )
     if math.isclose(share, recorded, rel_tol=_SHARE, abs_tol=1e-9):
         return Check(text, True)
     return Check(f"{text}. It differs from the trainer's share, {recorded:.6g}", False)
-
-
-def _counted(updates: int) -> str:
-    return "1 update" if updates == 1 else f"{updates} updates"
 
 
 _LACKS = "the step was recorded without the settings and token counts of its loss"
@@ -143,7 +141,7 @@ def sum_check(kept: StepSamples, computed: ComputedLoss | None, logged: float | 
     if computed is None:
         total = f"the recorded shares add up to {math.fsum(kept.loss.values()):.8g}"
         return Check(f"not possible: {_LACKS}, so the scale cannot be known; {total}, actor/loss is {logged}", None)
-    shares = f"the computed shares of {len(computed.shares)} samples add up to {computed.total:.8g}"
+    shares = f"the computed shares of {counted(len(computed.shares), 'sample')} add up to {computed.total:.8g}"
     if logged is None:
         return Check(f"not possible: {shares}, and no loss is logged", None)
     off, limit = abs(computed.total - logged), TOLERANCE * max(1.0, abs(logged))

@@ -139,21 +139,35 @@ def calls_of(turn: Mapping[str, Any], tool_call_format: ToolCallFormat | None) -
     return calls_as_json(parsed.calls) if isinstance(parsed, Calls) else []
 
 
-def call_lines(run: RunFolder, turn: Mapping[str, Any]) -> list[str]:
-    """The parsed calls of an assistant turn, a line each; without a format of the run, those in ToolRL's tags."""
-    env = restored_config(run.settings).env
-    name, text = env.tool_call_format, call_text(turn["content"].strip())
+@dataclass(frozen=True, slots=True)
+class CallReader:
+    """in_tags: the run names no format, so calls in ToolRL's tags are read"""
+
+    tool_call_format: ToolCallFormat | None
+    in_tags: bool
+
+    def lines(self, turn: Mapping[str, Any]) -> list[str]:
+        """The parsed calls of an assistant turn, a line each."""
+        try:
+            calls: Sequence[Any] = calls_of(turn, self.tool_call_format)
+            text = call_text(turn["content"].strip()) if self.in_tags and not calls else None
+            if text is not None:
+                calls = parse_calls(text)
+        except MALFORMED as error:
+            return [f"calls: they cannot be read ({_cut(str(error))})"]
+        return [f"call {number}: {_shown(call)}" for number, call in enumerate(calls, 1)]
+
+
+def call_reader(run: RunFolder) -> CallReader:
+    """In ToolRL's tags also where the settings cannot be read."""
     try:
-        built = build_tool_call_format(name, env.tool_call_format_options) if name else None
-    except VerlError:  # auto: a format that follows from the model
-        built = None
-    try:
-        calls: Sequence[Any] = calls_of(turn, built)
-        if not calls and name is None and text is not None:
-            calls = parse_calls(text)
-    except MALFORMED as error:
-        return [f"calls: they cannot be read ({_cut(str(error))})"]
-    return [f"call {number}: {_shown(call)}" for number, call in enumerate(calls, 1)]
+        env = restored_config(run.settings).env
+        built = (
+            build_tool_call_format(env.tool_call_format, env.tool_call_format_options) if env.tool_call_format else None
+        )
+    except VerlError:  # also auto: a format that follows from the model
+        return CallReader(None, run.settings.get("env.tool_call_format") is None)
+    return CallReader(built, env.tool_call_format is None)
 
 
 def reasons_of(run: RunFolder) -> Reasons | None:

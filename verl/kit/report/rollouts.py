@@ -1,4 +1,4 @@
-"""Rollouts and their tokens, as chunks of the page, within the room that it has for them.
+"""Rollouts as chunks of the page, within the room that it has for them.
 
 Of every step the first rollouts of its transcript are read, and those whose tokens are kept. They are embedded step by
 step, in an order that spreads any part evenly over the run, until the room is used up.
@@ -6,26 +6,23 @@ step, in an order that spreads any part evenly over the run, until the room is u
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.kit.report.chunks import Chunks, encoded, spread_order
-from verl.kit.report.folder import RunFolder, parsed
-from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
+from verl.kit.report.folder import RunFolder
 from verl.kit.report.reasons import Reasons, reasons_of
-from verl.kit.report.rows import is_rollout, number
+from verl.kit.report.rows import number
+from verl.kit.report.samples import embed_samples
+from verl.kit.report.transcript import rollout_of
 from verl.text import counted
-from verl.tracking.samples import KeptSample, StepSamples
 
 MAX_READ = 100_000  # rollouts of a run, for distributions
 MAX_ROLLOUTS = 20_000  # of a page
 _CHUNK = 32  # rollouts
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-_DIGITS = 4
-_RATIO_DIGITS = 7  # GSPO clips ratios at 1.0004
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
 
@@ -54,13 +51,11 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     start, read, cut, shown_steps = chunks.size, 0, False, 0
     kept, reasons = set(run.kept_steps()), reasons_of(run)
     found: dict[int, dict[int, dict[str, Any]]] = {}
-    logged = {row["step"]: number(row.get("actor/loss")) for row in run.rows}
-    samples: dict[int, _Kept] = {}
+    samples: dict[int, list[int | None]] = {}  # step -> their lines in its transcript
     for step in (steps[place] for place in spread_order(len(steps))):
         if step in kept and (opened := run.samples(step)) is not None:
-            samples[step] = _kept(opened, logged.get(step))
-        lines = {each.line for each in samples[step].samples} if step in samples else set()
-        rows, more = _rows(run, step, per_step, lines)
+            samples[step] = [each.line for each in opened.samples]
+        rows, more = _rows(run, step, per_step, set(samples.get(step, ())))
         found[step], cut = {line: _summary(row) for line, row in rows.items()}, cut or more
         read += len(rows)
         if rows and chunks.size - start < max_chars * 2 // 3 and len(result.meta["step"]) < MAX_ROLLOUTS:
@@ -69,13 +64,13 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     for step in steps:
         for name in quantiles:
             quantiles[name].append(_quantiles([each[name] for each in found[step].values()]))
-    num_samples, reused = _embed_tokens(samples, result.meta, chunks, start + max_chars)
+    num_samples, reused = embed_samples(run, samples, result.meta, chunks, start + max_chars)
     rules = []
     if cut:
         rules.append(f"of every step the first {per_step} rollouts are read, and those whose tokens are kept")
     if shown_steps < len(steps):
         rules.append(f"{shown_steps} of {len(steps)} steps, spread over the run, fit into the file with their rollouts")
-    kept_samples = sum(len(each.samples) for each in samples.values())
+    kept_samples = sum(map(len, samples.values()))
     if num_samples < kept_samples:
         rules.append(f"{num_samples} of {kept_samples} kept samples fit into it with their tokens")
     return Rollouts(
@@ -98,7 +93,7 @@ def _rows(run: RunFolder, step: int, limit: int, kept: set[int | None]) -> tuple
     for line, text in enumerate(run.transcript(step)):
         if line >= limit and line not in kept:
             more = True
-        elif (row := parsed(text, finite=True)) is not None and is_rollout(row):
+        elif (row := rollout_of(text)) is not None:
             rows[line] = row
         else:
             damaged += 1
@@ -167,84 +162,3 @@ def _groups_without_spread(rows: Iterable[Mapping[str, Any]]) -> set[Any]:
         rewards.setdefault(row.get("task_id"), set()).add(row.get("reward"))
         sizes[row.get("task_id")] += 1
     return {task for task, values in rewards.items() if len(values) == 1 and sizes[task] > 1}
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is shown of a step's kept samples. shares: of the samples, in their order"""
-
-    samples: Sequence[KeptSample]
-    texts: Mapping[int, str]
-    shares: Sequence[Check]
-    total: Check
-
-
-def _kept(step: StepSamples, logged: float | None) -> _Kept:
-    computed = computed_loss(step)
-    shares = [share_of(step, computed, sample.row) for sample in step.samples]
-    return _Kept(step.samples, step.texts, shares, sum_check(step, computed, logged))
-
-
-def _embed_tokens(
-    samples: Mapping[int, _Kept], meta: Mapping[str, list[Any]], chunks: Chunks, room: int
-) -> tuple[int, list[list[int]]]:
-    """Add the samples of embedded rollouts, and their chunks to `meta["tokens"]`.
-
-    Returns their number, and those of rollouts that were generated for an earlier step (`Rollouts.reused`).
-    """
-    place = {key: row for row, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
-    made = _made(meta)
-    added, reused = 0, []
-    for step, kept in sorted(samples.items()):
-        for rank, (sample, share) in enumerate(zip(kept.samples, kept.shares, strict=True)):
-            row = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
-            if row is not None and chunks.size < room:
-                value = token_view(sample, kept.texts, share, kept.total)
-                meta["tokens"][row].append(chunks.add(encoded({**value, "step": step, "number": rank})))
-                added += 1
-                if sample.line is None and sample.segment == 0:
-                    reused.append([step, meta["step"][row], meta["line"][row]])
-    return added, reused
-
-
-_Made = Mapping[tuple[Any, Any], Sequence[tuple[int, float, int]]]
-
-
-def _made(meta: Mapping[str, list[Any]]) -> _Made:
-    """(task, index) -> (step, reward, row of the page) of every embedded rollout."""
-    found: dict[tuple[Any, Any], list[tuple[int, float, int]]] = {}
-    for row, key in enumerate(zip(meta.get("task_id", ()), meta.get("index", ()), strict=True)):
-        found.setdefault(key, []).append((meta["step"][row], meta["reward"][row], row))
-    return found
-
-
-def _origin(sample: KeptSample, step: int, made: _Made) -> int | None:
-    """The row of the page of a reused rollout: the newest of an earlier step with its task, index and reward."""
-    earlier = [each for each in made.get((sample.task_id, sample.index), ()) if each[0] < step]
-    same = [each for each in earlier if math.isclose(each[1] or 0.0, sample.reward, abs_tol=1e-6)]
-    return max(same)[2] if same else None
-
-
-def token_view(sample: KeptSample, texts: Mapping[int, str], share: Check, total: Check) -> dict[str, Any]:
-    """A sample for the page. share: of the loss; total: of the step's shares"""
-    return {
-        "segment": sample.segment,
-        "num_segments": sample.num_segments,
-        "reward": sample.reward,
-        "group_returns": sample.group_returns,
-        "share": asdict(share),
-        "total": asdict(total),
-        "ids": sample.token_ids.tolist(),
-        "texts": [texts.get(token, "") for token in sample.token_ids.tolist()],
-        "mask": sample.mask.astype(int).tolist(),
-        "versions": sample.versions.tolist(),
-        "columns": {
-            name: _rounded(values.tolist(), _RATIO_DIGITS if name == "ratio" else _DIGITS)
-            for name, values in sample.columns.items()
-        },
-    }
-
-
-def _rounded(values: Sequence[float], digits: int) -> list[float | None]:
-    """With as many significant digits; None if not finite."""
-    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

@@ -1,0 +1,133 @@
+"""The losses of a sample's tokens again from its recorded log-probs, by the algorithm's own loss.
+
+Shape legend: A trained tokens of the sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
+from verl.algorithms.names import KLPlacement, OldLogprobs
+from verl.kit.report.loss import ComputedLoss
+from verl.text import counted
+from verl.tracking.samples import KeptSample, StepSamples
+
+SHOWN = 8  # tokens
+_RELATIVE = 1e-5  # of a token's loss: a few operations with 32 bits, exponentials of log ratios up to 20 among them
+_ULP = 2.0**-24  # relative rounding error of one addition with 32 bits
+_CLIPS = {"clip_fraction": "clipped", "dual_clip_fraction": "dual clip"}  # metric of the loss -> its name here
+
+
+def token_lines(
+    sample: KeptSample, kept: StepSamples, algorithm: Algorithm, computed: ComputedLoss | None, failed: list[str]
+) -> list[str]:
+    """The arithmetic of the token losses, and the tokens with the largest shares."""
+    columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
+    if "loss" not in columns:
+        return ["The update did not compute this sample: its advantage is zero, so is its gradient."]
+    if algorithm.selection is not None:
+        return [f"{algorithm.name} treats some tokens of a mini-batch differently; which ones is not kept."]
+    old_A = _old_logprobs(columns, algorithm)
+    token = algorithm.policy_loss(
+        LossInputs(columns["logprobs"], old_A, columns["advantages"], torch.zeros(len(old_A), dtype=torch.long))
+    )
+    unweighted_A, terms = _unweighted(token, columns, algorithm)
+    sums = kept.sums.get(sample.row, ())
+    lines = [f"loss of a token = weight * ({' '.join(terms)})"]
+    if len(sums) > 1:
+        lines.append(f"of the first of {len(sums)} epochs, as are all values of tokens; the others are not kept")
+    if computed is None:
+        lines.append("the weight is not known: the step was recorded without the settings and token counts of its loss")
+    else:
+        weight, error_A = computed.weight(sample.row), _errors(token, columns, algorithm)
+        lines.append(f"weight = {computed.formula(sample.row)}")
+        off_A = (weight * unweighted_A - columns["loss"]).abs()
+        sum_off = abs(float(unweighted_A.double().sum()) - sums[0])
+        if bool((off_A > weight * error_A).any()) or sum_off > float(error_A.double().sum()):
+            failed.append("token losses")
+        largest = float(columns["loss"].abs().max())
+        lines.append(
+            f"computed again so, every token differs by at most {float(off_A.max()):.2g}; the largest is {largest:.2g}"
+        )
+    for metric, name in _CLIPS.items():
+        clipped_A = token.metrics_T.get(metric)
+        if clipped_A is not None and (metric == "clip_fraction" or clipped_A.any()):
+            lines.append(f"{name}: {int(clipped_A.sum())} of {counted(len(old_A), 'token')}")
+    return [*lines, *_ratios(token, algorithm), *_table(sample, kept.texts, columns, token)]
+
+
+def _errors(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
+    """[A] by how much a token's loss may differ: operations with 32 bits in another order.
+
+    Relative to the sum of its terms without their signs, where k3 is a difference of terms of about 1. The ratio of a
+    sequence has the error of a mean over its tokens.
+    """
+    size_A = (token.loss_T * columns.get("importance", torch.ones(()))).abs()
+    size_A = size_A + algorithm.entropy_coefficient * columns["entropy"].abs()
+    if algorithm.kl.placement is KLPlacement.LOSS:
+        gap_A = (columns["logprobs"] - columns["ref_logprobs"]).abs()
+        size_A = size_A + algorithm.kl.coefficient * (1.0 + gap_A)
+    return (_RELATIVE + _ULP * len(size_A)) * size_A
+
+
+def _unweighted(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> tuple[Tensor, list[str]]:
+    """([A] token losses without weight, their terms), as in `policy_loss` of the policy worker."""
+    loss_A = token.loss_T * columns.get("importance", torch.ones(()))
+    loss_A = loss_A - algorithm.entropy_coefficient * columns["entropy"]
+    terms = ["importance weight * policy loss" if "importance" in columns else "policy loss"]
+    if algorithm.entropy_coefficient:
+        terms.append(f"- {algorithm.entropy_coefficient:g} * entropy")
+    if algorithm.kl.placement is KLPlacement.LOSS:
+        kl_A = KL_ESTIMATORS[algorithm.kl.estimator](columns["logprobs"], columns["ref_logprobs"])
+        loss_A = loss_A + algorithm.kl.coefficient * kl_A
+        terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
+    return loss_A, terms
+
+
+def _ratios(token: TokenLoss, algorithm: Algorithm) -> list[str]:
+    ratio_A = token.ratio_T
+    if ratio_A is None:
+        return [f"{algorithm.name} uses no importance ratio"]
+    low, high = float(ratio_A.min()), float(ratio_A.max())
+    if len(ratio_A) > 1 and math.isclose(low, high, rel_tol=1e-6):
+        return [f"ratio in the loss: {low:.8g} on every token"]
+    return [f"ratio in the loss: from {low:.6g} to {high:.6g}"]
+
+
+def _old_logprobs(columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
+    """[A] the denominator of the ratio, as in `policy_loss` of the policy worker."""
+    if algorithm.old_logprobs is OldLogprobs.ROLLOUT:
+        return columns["rollout_logprobs"]
+    return columns.get("old_logprobs", columns["logprobs"])
+
+
+def _table(sample: KeptSample, texts: Mapping[int, str], columns: Mapping[str, Tensor], token: TokenLoss) -> list[str]:
+    places = np.flatnonzero(sample.mask)
+    largest = sorted(columns["loss"].abs().argsort(descending=True)[:SHOWN].tolist())
+    clips = {name: token.metrics_T[metric] for metric, name in _CLIPS.items() if metric in token.metrics_T}
+    shown = {
+        "log p engine": columns["rollout_logprobs"],
+        "trainer": columns["logprobs"],
+        "ratio": token.ratio_T,
+        "advantage": columns["advantages"],
+        "importance": columns.get("importance"),
+        "loss": columns["loss"],
+    }
+    digits = {"ratio": 8}  # GSPO clips at 1.0004
+    lines = [f"{counted(len(largest), 'token')} with the largest shares:"]
+    for at in largest:
+        values = ", ".join(
+            f"{name} {float(each[at]):.{digits.get(name, 4)}g}" for name, each in shown.items() if each is not None
+        )
+        text = texts.get(int(sample.token_ids[places[at]]), "")
+        clipped = "".join(f", {name}" for name, clipped_A in clips.items() if clipped_A[at])
+        lines.append(f"  {places[at]:5} {text!r}: {values}{clipped}")
+    return lines

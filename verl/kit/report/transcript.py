@@ -1,0 +1,21 @@
+"""Lines of a transcript as rollouts, where all that is shown of them has its type."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from verl.kit.report.folder import RunFolder, parsed
+from verl.kit.report.rows import is_rollout
+
+
+def rollout_of(line: bytes) -> dict[str, Any] | None:
+    """None if the line is damaged: no JSON, a number that is not finite, or a field of another type."""
+    row = parsed(line, finite=True)
+    return row if row is not None and is_rollout(row) else None
+
+
+def rollouts_at(run: RunFolder, step: int, lines: Container[int | None]) -> dict[int, dict[str, Any]]:
+    """The rollouts of some lines of a step's transcript, by line; damaged ones are missing."""
+    found = ((number, rollout_of(text)) for number, text in enumerate(run.transcript(step)) if number in lines)
+    return {number: row for number, row in found if row is not None}
