@@ -36,7 +36,7 @@ from verl.tracking.flops import Device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import GIB, shape_of
-from verl.workers.model import PackedPolicy, PolicyOutput, hidden_states
+from verl.workers.model import PackedPolicy, PolicyOutput
 
 SIZES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary, tied head
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -64,8 +64,9 @@ class FullLogits(PackedPolicy):
     """Logits at every position, of which the responses' are normalized in float32."""
 
     def forward(self, packed: PackedBatch, temperature: float, with_entropy: bool) -> PolicyOutput:
-        everywhere = replace(packed, source=packed.token_ids)
-        logits_TV = self.model.get_output_embeddings()(hidden_states(self.model.get_decoder(), everywhere))
+        inputs = {"input_ids": packed.token_ids[None], "position_ids": packed.position_ids[None]}
+        output = self.model.get_decoder()(**inputs, use_cache=False, segments=packed.segments)
+        logits_TV = self.model.get_output_embeddings()(output.last_hidden_state.squeeze(0))
         logprobs_AV = (logits_TV[packed.source].float() / temperature).log_softmax(-1)
         logprobs_A = logprobs_AV.gather(-1, packed.target[:, None]).squeeze(-1)
         entropy_A = -(logprobs_AV.detach().exp() * logprobs_AV.detach()).sum(-1) if with_entropy else None

@@ -86,6 +86,14 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return apply_rotary_pos_emb(query, key, cos, sin)
 
 
+FORMULAS = SimpleNamespace(
+    LigerRMSNormFunction=SimpleNamespace(apply=rms_norm),
+    LigerFusedAddRMSNormFunction=SimpleNamespace(apply=add_norm),
+    LigerRopeFunction=SimpleNamespace(apply=rope),
+    LigerSiLUMulFunction=SimpleNamespace(apply=lambda gate, up: nn.functional.silu(gate) * up),
+)
+
+
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In place of liger-kernel's functions; lists their calls."""
@@ -94,12 +102,8 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(name: str, function: Any) -> Any:
         return SimpleNamespace(apply=lambda *args: (calls.append(name), function(*args))[1])
 
-    ops = SimpleNamespace(
-        LigerRMSNormFunction=counted("norm", rms_norm),
-        LigerFusedAddRMSNormFunction=counted("add_norm", add_norm),
-        LigerRopeFunction=counted("rope", rope),
-        LigerSiLUMulFunction=counted("mlp", lambda gate, up: nn.functional.silu(gate) * up),
-    )
+    names = dict(zip(vars(FORMULAS), ("norm", "add_norm", "rope", "mlp"), strict=True))
+    ops = SimpleNamespace(**{each: counted(name, getattr(FORMULAS, each).apply) for each, name in names.items()})
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     return calls

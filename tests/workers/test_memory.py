@@ -20,7 +20,7 @@ from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
-from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
+from verl.workers.memory import ModelShape, PackShape, RankSettings, activations, layers_to_checkpoint, shape_of
 from verl.workers.model import PackedCritic, PackedPolicy, checkpoint_layers, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -39,9 +39,20 @@ def test_layers_by_hand(held: int, layers: int) -> None:
     10 * 2 + 4 * 1 + 2 * 10 * 2: 284 bytes; recomputed, its input: 20. Beside the layers: rotary angles 40, last norm
     60, gradients of an MLP 30. Needed are 126,600 bytes without recomputing, and 26,400 less for each layer.
     """
-    shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False)
+    shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False, selects=False)
     settings = RankSettings(compute=2, shards=1)
     assert layers_to_checkpoint(shape, PackShape(tokens=100, trained=0), settings, 100_000, held) == layers
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "saved"), [(0, 124_100 - 13_500), (3, 124_100 - 13_500 - 3 * 26_400), (4, 14_000)]
+)
+def test_the_last_layer_keeps_the_trained_positions_alone_by_hand(checkpointed: int, saved: float) -> None:
+    """As above, with 25 trained tokens of 20 bytes each. At 75 positions the last layer's second norm and MLP save
+    nothing, 60 + 20 + 40 bytes, nor does the last norm, 60. Of four recomputed layers 2,000 bytes each remain, 4,000 of
+    angles, and of trained tokens 60 + 20."""
+    shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False)
+    assert activations(shape, PackShape(100, 25), RankSettings(2, 1, checkpointed)) == saved
 
 
 def test_if_nothing_suffices_all_layers_are_recomputed() -> None:
@@ -91,7 +102,7 @@ def test_a_rank_recomputes_what_its_gpu_requires_and_nothing_on_a_cpu(
     states = [3 * policy.engine.param_bytes, 3 * critic.engine.param_bytes, policy.engine.param_bytes]
     shape = shape_of(policy.engine.module, policy.engine.module.model.config)  # type: ignore[arg-type,union-attr]
     settings, chosen = RankSettings(compute=2, shards=1), []
-    for total in range(10**7, 10**8, 4 * 10**6):
+    for total in range(8 * 10**6, 10**8, 4 * 10**6):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=total: (0, total))
         gpu = {"device": "cuda", "gradient_checkpointing": "auto", "fused_kernels": "none"}
         chosen.append(choice(**gpu))

@@ -33,7 +33,7 @@ PACKED = "verl_packed"
 _HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
 _UNLIMITED = -1  # flash attention: no window bound on this side
 # Options of transformers' layers that do not change the attention of a pack.
-_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions"})
+_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "output_attentions", "source"})
 _PLAIN = (bool, int, float, str)  # values that an error shows
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, "VarlenPlan", float | None, tuple[int, int]], Tensor]

@@ -1,5 +1,7 @@
 """Fused kernels of liger-kernel in a loaded model: RMS norms, residual additions, rotary embeddings and gated MLPs.
 
+Linear layers with the same input have one gradient of it (`joint_linear.py`).
+
 Transformers computes each of these by several operations, which all read and write whole tensors. A module is given the
 kernel only if its own forward, on small random inputs, gives what the kernel's formula gives; others keep theirs, such
 as norms with an offset. Instances are changed, no class and no module of transformers.
@@ -18,9 +20,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +31,11 @@ from torch.func import functional_call
 from torch.nn.functional import linear, silu
 
 from verl.errors import ConfigError
+from verl.workers.joint_linear import joint_linear
+from verl.workers.pre_norm import PreNormLayer, is_pre_norm_layer
 
 _ROTARY = "apply_rotary_pos_emb"  # the global function that attention modules of transformers call
-_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_QKV = ("q_proj", "k_proj", "v_proj")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -65,10 +69,13 @@ def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
             kind, forward = "norms", partial(_norm, ops.LigerRMSNormFunction.apply, module)
         elif is_gated_mlp(module):
             kind, forward = "mlps", partial(_gated_mlp, ops.LigerSiLUMulFunction.apply, module)
-        elif is_pre_norm_layer(module):
-            kind, forward = "layers", partial(_layer, ops.LigerFusedAddRMSNormFunction.apply, module)
+        elif is_pre_norm_layer(module) and is_rms_norm(module.get_submodule("post_attention_layernorm")):
+            add_norm, own = partial(_add_norm, ops.LigerFusedAddRMSNormFunction.apply), module.forward
+            selects = isinstance(own, PreNormLayer) and own.selects
+            kind, forward = "layers", PreNormLayer(module, add_norm, selects)
         elif calls_rotary(module):
-            kind, forward = "rotary", with_rotary(module, partial(_rotary, ops.LigerRopeFunction.apply))
+            rotated = with_rotary(module, partial(_rotary, ops.LigerRopeFunction.apply))
+            kind, forward = "rotary", partial(_attention, rotated, module)
         else:
             continue
         module.forward = forward
@@ -82,18 +89,43 @@ def _norm(kernel: Any, module: Any, hidden: Tensor) -> Tensor:
     return normalized
 
 
+def _add_norm(kernel: Any, attended: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = kernel(attended, residual, norm.weight, norm.variance_epsilon, 0.0, "llama", False)
+    return found
+
+
 def _gated_mlp(kernel: Any, module: Any, hidden: Tensor) -> Tensor:
-    projected: Tensor = module.down_proj(kernel(module.gate_proj(hidden), module.up_proj(hidden)))
+    gate, up = _joint(module, _PROJECTIONS[:2], hidden)
+    projected: Tensor = module.down_proj(kernel(gate, up))
     return projected
 
 
-def _layer(kernel: Any, module: Any, hidden_states: Tensor, **options: Any) -> Tensor:
-    """Attention's output is added to the residual and normalized by one kernel."""
-    attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **options)
-    norm = module.post_attention_layernorm
-    normalized, residual = kernel(attended, hidden_states, norm.weight, norm.variance_epsilon, 0.0, "llama", False)
-    added: Tensor = residual + module.mlp(normalized)
-    return added
+def _attention(own: Callable[..., Any], module: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    """The module's own forward, `own`, with its three projections computed together."""
+    if not all(hasattr(module, name) for name in _QKV):
+        return own(module, hidden_states, *args, **options)
+    projected = dict(zip(_QKV, _joint(module, _QKV, hidden_states), strict=True))
+    return own(_Projected(module, hidden_states, projected), hidden_states, *args, **options)
+
+
+class _Projected:
+    """A module some of whose parts are computed, for the input given. Otherwise it is the module."""
+
+    def __init__(self, module: nn.Module, hidden: Tensor, projected: Mapping[str, Tensor]) -> None:
+        self._module, self._hidden, self._projected = module, hidden, projected
+
+    def __getattr__(self, name: str) -> Any:
+        part = getattr(self._module, name)
+        if (found := self._projected.get(name)) is None:
+            return part
+        return lambda hidden: found if hidden is self._hidden else part(hidden)
+
+
+def _joint(module: nn.Module, names: Sequence[str], hidden: Tensor) -> Sequence[Tensor]:
+    """The outputs of the module's parts."""
+    parts = [module.get_submodule(name) for name in names]
+    plain = [each for each in parts if type(each) is nn.Linear]
+    return joint_linear(hidden, plain) if len(plain) == len(parts) else [each(hidden) for each in parts]
 
 
 def _rotary(kernel: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,22 +157,6 @@ def is_gated_mlp(module: nn.Module) -> bool:
     return torch.allclose(functional_call(module, weights, (hidden,)), linear(product, down, bias.get("down")))
 
 
-def is_pre_norm_layer(module: nn.Module) -> bool:
-    """Whether the module is x = h + attention(norm(h)), x + mlp(norm(x)), with Llama's norm: tried with matrices in
-    place of its parts."""
-    if not all(hasattr(module, name) for name in _LAYER) or not is_rms_norm(module.get_submodule(_LAYER[2])):
-        return False
-    hidden, *matrices = _random((1, 3, 4), (4, 4), (4, 4), (4, 4), (4, 4))
-    before, attention, after, mlp = (partial(linear, weight=each) for each in matrices)
-    parts = (before, lambda hidden_states, **_: (attention(hidden_states), None), after, mlp)
-    try:
-        found = type(module).forward(SimpleNamespace(**dict(zip(_LAYER, parts, strict=True))), hidden)
-    except AttributeError:  # it has further parts
-        return False
-    middle = hidden + attention(before(hidden))
-    return isinstance(found, Tensor) and torch.allclose(found, middle + mlp(after(middle)))
-
-
 def calls_rotary(module: nn.Module) -> bool:
     """Whether the module's forward rotates query and key by Llama's rotary embedding: halves, not pairs."""
     forward = type(module).forward
@@ -156,12 +172,12 @@ def calls_rotary(module: nn.Module) -> bool:
 
 
 def with_rotary(module: nn.Module, rotary: Callable[..., Any]) -> Callable[..., Any]:
-    """The module's own forward with another function for the rotary embedding, in a copy of its global names."""
+    """The forward of the module's class with another function for the rotary embedding, in a copy of its globals."""
     own = type(module).forward
     assert isinstance(own, FunctionType)
     copy = FunctionType(own.__code__, {**own.__globals__, _ROTARY: rotary}, own.__name__, own.__defaults__)
     copy.__kwdefaults__ = own.__kwdefaults__
-    return MethodType(copy, module)
+    return copy
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:

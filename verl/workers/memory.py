@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
+from verl.workers.pre_norm import selects_in_last_layer
 
 Terms = dict[str, float]
 
@@ -43,6 +44,7 @@ class ModelShape:
     vocabulary: int
     norms: int  # norms over the hidden size per layer
     head_norms: bool  # whether queries and keys are normalized
+    selects: bool = True  # whether the last layer goes on with the trained positions alone (`pre_norm.py`)
 
     @property
     def root_parameters(self) -> int:
@@ -96,6 +98,9 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic returns one value
         norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
         head_norms=any("q_norm" in name for name in named),
+        selects=selects_in_last_layer(
+            module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
+        ),
     )
 
 
@@ -115,23 +120,33 @@ def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> floa
     return pack.tokens * (2 * (shape.query + shape.key) * c + 4 * shape.heads) + copies + masks
 
 
-def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
+def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings, selects: bool = False) -> float:
     """Saved by one layer: norms save a float32 copy and the normalized input (fused: their input), linear layers their
-    input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the product."""
+    input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the product.
+
+    selects: whether the second norm and the MLP see the trained positions alone
+    """
     c, fused = settings.compute, settings.fused
     norm = c if fused else 4 + c
-    norms = norm * (shape.norms * shape.hidden + shape.head_norms * (shape.query + shape.key))
-    linear = 2 * shape.hidden * c + shape.query * c
-    gated = (3 if fused else 4) * shape.intermediate * c
-    return pack.tokens * (norms + linear + gated) + _attention(shape, pack, c, settings.on_cpu)
+    mlp = (norm + c) * shape.hidden + (3 if fused else 4) * shape.intermediate * c
+    norms = norm * ((shape.norms - 1) * shape.hidden + shape.head_norms * (shape.query + shape.key))
+    attention = norms + shape.hidden * c + shape.query * c
+    return (
+        pack.tokens * attention
+        + (pack.trained if selects else pack.tokens) * mlp
+        + _attention(shape, pack, c, settings.on_cpu)
+    )
 
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
     """Saved for one backward: layers (with checkpointing their inputs), final norm, loss inputs."""
     c, recomputed = settings.compute, min(settings.checkpointed, shape.layers)
     layers = recomputed * pack.tokens * shape.hidden * c + (shape.layers - recomputed) * _layer(shape, pack, settings)
+    if shape.selects and recomputed < shape.layers:
+        layers += _layer(shape, pack, settings, selects=True) - _layer(shape, pack, settings)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
-    last = pack.tokens * (c if settings.fused else 4 + c) * shape.hidden
+    read = pack.trained if shape.selects else pack.tokens
+    last = read * (c if settings.fused else 4 + c) * shape.hidden
     return layers + rotary + last + pack.trained * shape.hidden * c
 
 

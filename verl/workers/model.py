@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.pretrained import read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
+from verl.workers.pre_norm import select_in_last_layer, selects_in_last_layer
 
 
 class PolicyOutput(NamedTuple):
@@ -31,14 +32,16 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "mo
 
 def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
     """[A, E] the last hidden states that predict the trained tokens."""
+    selects = selects_in_last_layer(decoder)
     output = decoder(
         input_ids=packed.token_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,  # with a cache, transformers would treat the pack as one sequence
         segments=packed.segments,
+        **({"source": packed.source} if selects else {}),
     )
-    states_TE: Tensor = output.last_hidden_state.squeeze(0)
-    return states_TE[packed.source]
+    states: Tensor = output.last_hidden_state.squeeze(0)
+    return states if selects else states[packed.source]
 
 
 class PackedPolicy(nn.Module):
@@ -51,6 +54,7 @@ class PackedPolicy(nn.Module):
     def __init__(self, model: PreTrainedModel, fused: bool = True, kept_bytes: int = 0) -> None:
         super().__init__()
         self.model = model
+        select_in_last_layer(model.get_decoder())
         self.fused = fused
         self.kept_bytes = kept_bytes
 
@@ -68,6 +72,7 @@ class PackedCritic(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.decoder = model.get_decoder()
+        select_in_last_layer(self.decoder)
         self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=model.dtype)
         nn.init.zeros_(self.value_head.weight)
 

@@ -133,7 +133,7 @@ def test_activations_are_what_autograd_saves(
     shape = shape_of(policy, model.config)
     settings = RankSettings(dtype.itemsize, shards=1, checkpointed=shape.layers * checkpointing, on_cpu=True)
     expected = activations(shape, pack, settings)
-    assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.06)
+    assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.08)  # recomputed layers hold the angles
 
 
 @pytest.mark.slow

@@ -37,7 +37,8 @@ from verl.workers.model import PackedCritic, PackedPolicy, head_size
 from verl.workers.policy_worker import policy_loss
 
 _META = torch.device("meta")
-_GEMMS = {"aten::mm", "aten::addmm", "aten::bmm"}
+_GEMMS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"}
+_COUNTED = 3  # layers: the first, the last, which selects positions (`pre_norm.py`), and one between them
 _ATTENTION_BACKWARD = 2.5  # five matrix products instead of two
 # Operators without a kernel, beside views.
 _FREE = {"aten::detach", "aten::empty_like", "aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh"}
@@ -176,7 +177,7 @@ class CostCounter(TorchDispatchMode):
     def _count(self, name: str, args: Sequence[Any], out: Any) -> None:
         self.kernels[name] += 1
         if name in _GEMMS:
-            matrices = [each for each in args if isinstance(each, Tensor)][name == "aten::addmm" :]
+            matrices = [each for each in args if isinstance(each, Tensor)]["addmm" in name :]
             self.gemm_flops += 2.0 * matrices[0].numel() * matrices[1].shape[-1]
         elif "varlen" in name or "flash" in name:
             self.attention_flops += self._pair_flops * (_ATTENTION_BACKWARD if "backward" in name else 1.0)
@@ -327,16 +328,19 @@ def score_pass(
     def count(layers: int) -> PassCost:
         return count_score(wrapper(meta_model(config, layers, fused=fused), fused), packed)
 
-    return replace(over_layers(count, config.num_hidden_layers), peak=count(2).peak)  # no layer keeps anything
+    layers: int = config.num_hidden_layers
+    return replace(over_layers(count, layers), peak=count(min(layers, _COUNTED)).peak)  # no layer keeps anything
 
 
 def over_layers(count: Callable[[int], PassCost], layers: int) -> PassCost:
-    """What all layers cost, from counts of one and of two: every further layer adds the same.
+    """What all layers cost, from counts of two and of three: every further layer adds the same, the last less.
 
     The peak is exact where it is in the loss, otherwise (with checkpointing) a lower bound.
     """
-    one, two = count(1), count(2)
-    return one + (two - one) * (layers - 1)
+    if layers < _COUNTED:
+        return count(layers)
+    fewer, more = count(_COUNTED - 1), count(_COUNTED)
+    return more + (more - fewer) * (layers - _COUNTED)
 
 
 def _counter(module: Any, packed: PackedBatch) -> CostCounter:
