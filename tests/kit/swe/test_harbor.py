@@ -113,6 +113,14 @@ def test_what_cannot_be_used_is_one_clear_error(tmp_path: Path, changes: dict[st
         read_swe_task({"harbor": str(folder)})
 
 
+def test_an_environment_is_used_or_refused(tmp_path: Path) -> None:
+    row = {"harbor": str(folder_of(tmp_path)), "environment": "own"}
+    assert read_swe_task(row).environment == "own"
+    (tmp_path / "sum" / "task.toml").write_text('[environment]\ndocker_image = "a/b"\n')
+    with pytest.raises(DataError, match="'environment': has no effect with the option `deployment`"):
+        read_swe_task(row, remote=True)
+
+
 def test_columns_of_other_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'setup'.*cannot be used with a task folder"):
         read_swe_task({"harbor": str(folder_of(tmp_path)), "setup": "true"})

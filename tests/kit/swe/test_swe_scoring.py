@@ -493,6 +493,39 @@ def test_short_names_are_those_of_r2e_gym(place: Place) -> None:
     assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
 
 
+PARAMETRIZED = """import pytest
+from calc import add
+
+
+@pytest.mark.parametrize("text", ["one two", "one three", "four"])
+def test_add(text):
+    assert add(1, 2) == (3 if text != "one three" else EXPECTED)
+"""
+
+
+@pytest.mark.parametrize(("expected", "outcome"), [(3, PatchOutcome.RESOLVED), (4, PatchOutcome.UNRESOLVED)])
+def test_an_id_that_is_cut_at_a_space_stands_for_several_tests(
+    place: Place, expected: int, outcome: PatchOutcome
+) -> None:
+    """As SWE-bench's rows have them: all must pass."""
+    task = replace(
+        place.task,
+        hidden_tests={"tests/test_calc.py": PARAMETRIZED.replace("EXPECTED", str(expected))},
+        fail_to_pass=("tests/test_calc.py::test_add[one",),
+        pass_to_pass=(),
+    )
+    assert place.score(GOLD, task).outcome is outcome
+
+
+def test_names_of_functions_are_looked_up_in_the_test_patch(place: Place) -> None:
+    test_patch = diff({}, {"calc/tests/test_core.py": TEST})
+    task = replace(
+        place.task, hidden_tests={}, test_patch=test_patch, fail_to_pass=("test_add",), pass_to_pass=("test_nothing",)
+    )
+    assert place.score(GOLD, task).outcome is PatchOutcome.RESOLVED
+    assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
+
+
 def test_collecting_survives_unreadable_files(place: Place) -> None:
     made = place.session("mkdir locked; echo x > locked/f; chmod 000 locked; sed -i 's/a - b/a + b/' calc/core.py")
     assert "+    return a + b" in made

@@ -12,6 +12,7 @@ from tests.kit.swe.repositories import BUG, FILES, FIX, TEST, patch, write
 from verl.errors import DataError
 from verl.kit.swe.image import prepare_image
 from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks, restored_files
+from verl.kit.swe.tasks import test_files as files_of_tests
 
 BENCH = {
     "instance_id": "owner__calc-1",
@@ -60,6 +61,24 @@ def test_rows_of_a_remote_runtime_name_their_image() -> None:
     assert (r2e.id, r2e.image) == ("calc__abc", "namanjain12/calc_final:abc") and "/r2e_tests" in r2e.setup
 
 
+def test_names_of_functions_are_those_of_the_test_patch(tmp_path: Path) -> None:
+    """As in sympy's rows; their images have no pytest."""
+    files = "--- a/sympy/tests/test_a.py\n+++ b/sympy/tests/test_a.py\n--- a/sympy/tests/data.py\n"
+    row = BENCH | {"FAIL_TO_PASS": '["test_x"]', "PASS_TO_PASS": '["test_y", "TestZ.test_z"]', "test_patch": files}
+    write(tmp_path / "owner__calc", FILES)
+    assert files_of_tests(read_swe_task(row, tmp_path)) == ["sympy/tests/test_a.py"]
+    with pytest.raises(DataError, match=r"owner/calc: test 'test_x' .*its image has no pytest"):
+        read_swe_task(row, remote=True)
+
+
+def test_an_environment_is_used_or_refused(tmp_path: Path) -> None:
+    write(tmp_path / "owner__calc", FILES)
+    assert read_swe_task(GYM | {"environment": "own"}, tmp_path).environment == "own"
+    for row in (GYM, R2E):
+        with pytest.raises(DataError, match="'environment': has no effect with the option `deployment`"):
+            read_swe_task({**row, "environment": "own"}, remote=True)
+
+
 def test_a_prepared_folder_is_the_runtime_of_a_row(tmp_path: Path) -> None:
     write(tmp_path / "owner__calc", FILES)
     (tmp_path / "environments" / "owner__calc").mkdir(parents=True)
@@ -86,7 +105,12 @@ def test_the_bug_of_swe_smith_is_applied_and_its_tests_are_hidden(tmp_path: Path
         ({"problem_statement": " "}, "'problem_statement': is missing"),
         ({"FAIL_TO_PASS": []}, "'FAIL_TO_PASS': names no test"),
         ({"FAIL_TO_PASS": "[a"}, "is no JSON"),
-        ({"FAIL_TO_PASS": ["test_x (module.Class)"]}, "'FAIL_TO_PASS'.*node ids"),
+        ({"FAIL_TO_PASS": ["test_x (module.Class)"]}, r"'FAIL_TO_PASS': owner/calc: test 'test_x \(module.*node ids"),
+        ({"FAIL_TO_PASS": ["Adds numbers."], "PASS_TO_PASS": ["test_x"]}, "owner/calc: test 'Adds numbers.' names no"),
+        ({"FAIL_TO_PASS": ["test_x"]}, "owner/calc: test 'test_x' names no file"),
+        ({"FAIL_TO_PASS": ["test_x"], "PASS_TO_PASS": []}, "owner/calc: test 'test_x' names no file"),
+        ({"FAIL_TO_PASS": "test_x"}, "is no JSON"),
+        ({"FAIL_TO_PASS": '"test_x"'}, "test_x are no tests"),
         ({"repository": 3}, "'repository': 3 is no repository"),
         ({"repository": "x", "hidden_tests": {"../a.py": ""}}, "'hidden_tests'"),
         ({"repository": "x", "limits": {"speed": 3}}, "'limits'.*speed"),

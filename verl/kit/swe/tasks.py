@@ -27,6 +27,7 @@ PROTECTED = (
 )  # fmt: skip
 TEST_FOLDERS = {"test", "tests"}  # all of their files belong to the tests
 TEST_FILES = ("test_*", "*_test.py", "tests.py")  # of the tests in other folders, beside code
+FUNCTION = r"[A-Za-z_]\w*(\.\w+)*"  # a test without its file
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
 BENCH_IMAGES = "docker.io/swebench/sweb.eval.x86_64."  # SWE-bench's images, by instance
 GYM_IMAGES = "docker.io/xingyaoww/sweb.eval.x86_64."  # SWE-Gym's
@@ -54,7 +55,7 @@ class SweTask:
     environment:  folder of the repository's own interpreter (scripts/swe/prepare.py); empty: the system's
     file:         what the agent style `line` edits
     setup:        shell commands after the start of a runtime
-    fail_to_pass, pass_to_pass: pytest's node ids, which must all pass after the fix
+    fail_to_pass, pass_to_pass: pytest's node ids, which must all pass after the fix; or, for all, names without files
     hidden_tests: path in the repository -> content; the policy never sees them
     test_patch:   the same as a diff
     bug_patch:    applied to the repository first
@@ -102,15 +103,19 @@ def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remot
     """
     if "harbor" in row:
         return _of_harbor(row, prepared, remote)
-    published = _of_r2e(row) if "expected_output_json" in row else _of_swe(row)
+    is_r2e = "expected_output_json" in row
+    published = _of_r2e(row) if is_r2e else _of_swe(row)
     task = published if "repository" not in row else replace(published, **_own_fields(row))
+    repo, in_image = str(row.get("repo") or row.get("repo_name") or ""), remote and bool(task.image)
     if not task.fail_to_pass:
         raise DataError("names no test", "at least one", field="FAIL_TO_PASS")
-    if task.repository is None and remote and task.bug_patch:
+    if not is_r2e:
+        _check_names(task, repo or task.id, in_image)
+    if in_image and task.bug_patch:
         raise DataError("images of SWE-smith are not supported", "a prepared folder", field="image_name")
-    if task.repository is not None or (remote and task.image):
-        return task
-    return _in_folder(task, str(row.get("repo") or row.get("repo_name") or ""), prepared)
+    if in_image:
+        _refuse_environment(row)
+    return task if task.repository is not None or in_image else _in_folder(task, repo, prepared, row)
 
 
 def read_swe_tasks(
@@ -145,9 +150,10 @@ def as_task_row(row: Any) -> Any:
 
 
 def test_files(task: SweTask) -> list[str]:
-    """The files of its tests, each once; with R2E-Gym's short names those of the hidden tests."""
+    """The files of its tests, each once; with names that lack them those of the hidden tests and the test patch."""
     named = [name.partition("::")[0] for name in (*task.fail_to_pass, *task.pass_to_pass) if "::" in name]
-    return list(dict.fromkeys(named)) or [path for path in task.hidden_tests if Path(path).name.startswith("test")]
+    brought = [*task.hidden_tests, *_patched_files(task.test_patch)]
+    return list(dict.fromkeys(named or (path for path in brought if fnmatch(PurePosixPath(path).name, "test*.py"))))
 
 
 def placed_files(task: SweTask) -> list[str]:
@@ -236,6 +242,8 @@ def _of_harbor(row: Mapping[str, Any], prepared: Path | None, remote: bool) -> S
     if unknown := sorted(name for name in row.keys() - {"harbor", "environment"} if row[name]):
         raise DataError("cannot be used with a task folder", "harbor and environment alone", field=unknown[0])
     found = read_harbor_task(Path(_text(row, "harbor")).absolute(), prepared, remote=remote)
+    if found.image:
+        _refuse_environment(row)
     return SweTask(
         id=found.folder.name,
         statement=found.instruction,
@@ -276,7 +284,30 @@ def _own_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _in_folder(task: SweTask, repo: str, prepared: Path | None) -> SweTask:
+def _refuse_environment(row: Mapping[str, Any]) -> None:
+    if row.get("environment"):
+        problem = "has no effect with the option `deployment`: the task's image has an interpreter of its own"
+        raise DataError(problem, "a row without it", field="environment")
+
+
+def _check_names(task: SweTask, repo: str, in_image: bool) -> None:
+    """Raises DataError if pytest cannot find a test by its name."""
+    names = (*task.fail_to_pass, *task.pass_to_pass)
+    short = sorted((name for name in names if "::" not in name), key=lambda name: bool(re.fullmatch(FUNCTION, name)))
+    if not short:
+        return
+    problem, expected = f"{repo}: test {short[0]!r}", "pytest's node ids: FILE::TEST"
+    if not re.fullmatch(FUNCTION, short[0]) or len(short) < len(names) or not test_files(task):
+        hint = "Tests of other runners, such as Django's, are not supported; names of functions need their test files"
+        raise DataError(f"{problem} names no file", expected, hint, field="FAIL_TO_PASS")
+    if in_image:
+        hint = "Prepare its folder, with an environment that has pytest"
+        raise DataError(
+            f"{problem} is for another runner; its image has no pytest", expected, hint, field="FAIL_TO_PASS"
+        )
+
+
+def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str, Any]) -> SweTask:
     names = [task.id, *([repo.replace("/", "__")] if repo else [])]
     found = [prepared / name for name in names if prepared is not None and (prepared / name).is_dir()]
     if not found:
@@ -284,7 +315,7 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None) -> SweTask:
         hint = "Prepare it (scripts/swe/prepare.py), or use a remote runtime that runs its image"
         raise DataError(f"the runtime of {task.id} is missing: {where}", "a folder of that name", hint)
     environments = [prepared / "environments" / name for name in names if prepared is not None]
-    environment = next((str(each) for each in environments if each.is_dir()), "")
+    environment = str(row.get("environment") or next((each for each in environments if each.is_dir()), ""))
     folder = found[0]
     revision = task.base_commit if (folder / ".git").exists() else ""
     repository = Repository(str(folder), revision)
@@ -309,7 +340,7 @@ def _names(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """A list, or its JSON, as SWE-bench writes it. Our rows may write the name in small letters."""
     value = row.get(name, row.get(name.lower()))
     value = [] if value is None else _json(value)
-    if not isinstance(value, Sequence) or not all(isinstance(each, str) and "::" in each for each in value):
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise DataError(f"{str(value)[:100]} are no tests", "a list of pytest's node ids: FILE::TEST", field=name)
     return tuple(value)
 

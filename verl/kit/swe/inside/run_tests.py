@@ -96,10 +96,14 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any) -> dict[str,
     os.close(writes)
     data, code = _wait(pid, reads, run["timeout_s"])
     messages = []
+    outcomes: dict[str, str] = {}
     for line in data.decode(errors="replace").splitlines():
         start, _, rest = line.partition(" ")
         if start == token:
             messages.append(json.loads(rest))
+    for each in messages:
+        if "test" in each and outcomes.get(each["test"], "passed") == "passed":  # one name may stand for several tests
+            outcomes[each["test"]] = each["outcome"]
     log.seek(max(0, log.seek(0, 2) - LOG_BYTES))
     tampered = [each["tampered"] for each in messages if "tampered" in each]
     if _hashes(files) != before:
@@ -107,7 +111,7 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any) -> dict[str,
     with suppress(OSError):
         sentinel.unlink()
     return {
-        "outcomes": {each["test"]: each["outcome"] for each in messages if "test" in each},
+        "outcomes": outcomes,
         "ended": any("end" in each for each in messages),
         "timeout": code is None,
         "tampered": tampered,
@@ -193,9 +197,9 @@ def _run_pytest(
         idle_until = clock() + MOST_IDLE * (clock() - began)
 
     def name_of(nodeid: str) -> str:
-        """Its node id, or R2E-Gym's name, which lacks the file."""
-        short = ".".join(nodeid.split("::")[1:])
-        return short if short in wanted else nodeid
+        """Its node id, or a name of published rows: without the file (R2E-Gym), or cut at a space (SWE-bench)."""
+        names = [".".join(nodeid.split("::")[1:]), nodeid.split(" ")[0]]
+        return next((name for name in names if name in wanted), nodeid)
 
     def pytest_load_initial_conftests(early_config: Any) -> None:
         """The environment's plugins are loaded, and patched pytest if they do. The repository becomes importable only
