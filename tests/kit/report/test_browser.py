@@ -17,6 +17,13 @@ from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import append_jsonl
 
 PAGES = ("overview", "curves", "validation", "times", "distributions", "rollouts", "compare")
+LATE_STREAM = """
+const real = EventSource, waiting = [];
+window.EventSource = function (at) {
+  this.addEventListener = (...each) => waiting.push(each);
+  window.late = () => { const stream = new real(at); waiting.forEach((each) => stream.addEventListener(...each)); };
+}
+"""
 pytestmark = pytest.mark.browser
 
 
@@ -188,12 +195,12 @@ def test_the_token_view_marks_what_is_trained_in_every_segment(driver: Any, file
     press(driver, "t")
     until(driver, "document.querySelectorAll('.segment').length === 2")
     first, second = texts(driver, ".segment > p")
-    share, checked, *_ = texts(driver, ".explained .good")
-    assert share.startswith("0.25 = weight * (3.75)")
+    lines = texts(driver, ".segment:first-of-type .explained p")
+    assert any(line.startswith("share of this sample: 0.25 = weight * (3.75)") for line in lines)
     assert texts(driver, ".explained code")[0].endswith("/one --step 3 --sample 0")
-    assert "0 on every token = (r - mean) / (std + 1e-6)" in texts(driver, ".explained td")
-    assert checked == "the computed shares of 5 samples add up to 1.25, actor/loss is 1.25: they agree within 1.3e-05"
-    assert first.startswith("segment 1 of 2: 3 of 5 tokens are trained") and second.startswith("segment 2 of 2")
+    check = "the computed shares of 5 samples add up to 1.25, actor/loss is 1.25: they agree within 1.3e-05"
+    assert f"sum check: {check}" in lines
+    assert first.startswith("segment 1 of 2: 3 of 5 tokens trained") and second.startswith("segment 2 of 2")
     marks = driver.execute_script("return [...document.querySelector('.tokens').children].map((e) => e.className)")
     assert marks == ["", "", "trained", "trained", "trained"]
     options = texts(driver, ".segment:first-child option, .segment option")
@@ -207,6 +214,77 @@ def test_the_token_view_marks_what_is_trained_in_every_segment(driver: Any, file
     assert len(set(backs)) == 3
     press(driver, "t")
     until(driver, "!document.querySelector('.tokens')")
+
+
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        ({"total": 3, "parts": {"a": 1, "b": 2}}, "a 1 + b 2 = 3; for training 7"),
+        ({"total": 5, "parts": {"a": 1, "b": 2}}, "5; the parts do not add up to it, but to 3; for training 7"),
+        ({"total": 5, "parts": {}}, "5; for training 7"),
+        (None, "for training 7"),
+    ],
+    ids=str,
+)
+def test_the_recorded_total_is_shown_and_parts_that_do_not_add_up(
+    driver: Any, files: tuple[Path, Path], score: Any, text: str
+) -> None:
+    load(driver, files[0].as_uri())
+    assert driver.execute_script("return rewardText({ reward: 7 }, arguments[0])", score) == text
+
+
+def test_an_explanation_is_shown_as_text(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[0].as_uri(), "rollouts/0/3/1/explain")
+    until(driver, "document.querySelector('.explained[open]') && location.hash === '#rollouts/0/3/1/explain'")
+    assert not texts(driver, ".tokens") and not texts(driver, ".message")
+    press(driver, "e")
+    until(driver, "document.querySelector('.message') && location.hash === '#rollouts/0/3/1'")
+    press(driver, "e")
+    until(driver, "document.querySelector('.explained[open]')")
+    press(driver, "t")
+    until(driver, "document.querySelector('.tokens') && !document.querySelector('.explained[open]')")
+    press(driver, "t")
+    sections = [["Texts", [f"assistant: {HOSTILE}"]], [HOSTILE, ["1 + 2 = 3"]]]
+    driver.execute_script(
+        "const sample = { step: 3, number: 1, explanation: { sections: arguments[0], failed: [arguments[1]] } };"
+        "document.querySelector('main').append(explanation(sample, null, true))",
+        sections,
+        HOSTILE,
+    )
+    assert texts(driver, ".explained h4") == ["Texts", HOSTILE]
+    assert texts(driver, ".explained section p") == [f"assistant: {HOSTILE}", "1 + 2 = 3"]
+    assert texts(driver, ".explained .bad") == [f"checks that fail: {HOSTILE}"]
+    assert driver.execute_script("return document.querySelectorAll('main img, main script').length") == 0
+    assert driver.title == "one" and driver.get_log("browser") == []
+
+
+def test_tokens_are_reached_by_keys(driver: Any, files: tuple[Path, Path]) -> None:
+    """The tab key goes to one token of a segment, arrows to the others, and the tooltip is that of the focus."""
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    load(driver, files[0].as_uri(), "rollouts/0/3/0")
+    press(driver, "t")
+    until(driver, "document.querySelectorAll('.segment').length === 2")
+
+    def place() -> list[str]:
+        tip = texts(driver, ".tip td.number")
+        focused = driver.execute_script("return document.activeElement.dataset.place ?? document.activeElement.tagName")
+        return [focused, *tip[1:2]]
+
+    def typed(*pressed: str) -> list[str]:
+        driver.switch_to.active_element.send_keys(*pressed)
+        return place()
+
+    driver.execute_script("document.querySelector('.shade').focus()")
+    assert typed(keys.TAB) == ["0", "0"]
+    assert typed(keys.ARROW_RIGHT) == ["1", "1"] and typed(keys.ARROW_RIGHT, keys.ARROW_RIGHT) == ["3", "3"]
+    assert typed(keys.ARROW_LEFT) == ["2", "2"] and typed(keys.END) == ["4", "4"] and typed(keys.ARROW_RIGHT)[0] == "4"
+    assert typed(keys.HOME) == ["0", "0"] and typed(keys.ARROW_LEFT)[0] == "0" and typed(keys.ARROW_UP)[0] == "0"
+    assert typed(keys.ARROW_RIGHT) == ["1", "1"] and typed(keys.ESCAPE) == ["1"]
+    assert typed(keys.TAB) == ["SUMMARY"] and typed(keys.SHIFT + keys.TAB) == ["1", "1"]  # back to where it was
+    driver.execute_script("document.querySelectorAll('.tokens span').forEach((e) => { e.style.display = 'block' })")
+    assert typed(keys.ARROW_DOWN) == ["2", "2"] and typed(keys.ARROW_UP, keys.ARROW_UP) == ["0", "0"]
+    press(driver, "t")
+    assert driver.get_log("browser") == []
 
 
 def test_keys_of_a_keyboard(driver: Any, files: tuple[Path, Path]) -> None:
@@ -342,7 +420,6 @@ def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Pat
     press(driver, "p")
     until(driver, "document.getElementById('pin').getAttribute('aria-pressed') === 'true'")
     driver.execute_script("document.getElementById('search').focus()")
-    time.sleep(1.5)  # the stream of events is open
     append_jsonl(run / "metrics.jsonl", {"step": 13, "time": 2000.0, "reward/total": 9.5})
     until(driver, "document.documentElement.dataset.refreshed")
     assert driver.execute_script("return report.data.runs[0].metrics.step.at(-1)") == 13
@@ -355,4 +432,17 @@ def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Pat
     assert [text[:2] for text in pressed] == ["#2", "#3"]
     assert driver.execute_script("return document.getElementById('pin').getAttribute('aria-pressed')") == "true"
     assert driver.get_log("browser") == []
+    driver.get("about:blank")
+
+
+def test_a_step_before_the_stream_is_open_is_shown(driver: Any, served: tuple[Path, ReportServer]) -> None:
+    """The page's script waits until the step has ended, then opens the stream."""
+    run, server = served
+    driver.get("about:blank")
+    identifier = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LATE_STREAM})["identifier"]
+    load(driver, f"http://127.0.0.1:{server.server_port}/")
+    driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": identifier})
+    append_jsonl(run / "metrics.jsonl", {"step": 13, "time": 2000.0, "reward/total": 9.5})
+    driver.execute_script("late()")
+    until(driver, "report.data.runs[0].metrics.step.at(-1) === 13")
     driver.get("about:blank")

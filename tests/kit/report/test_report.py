@@ -26,7 +26,7 @@ from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import load_preset
 from verl.errors import ConfigError
 from verl.kit.explain.explanation import explain
-from verl.kit.report import png, rollouts
+from verl.kit.report import png, rollouts, serve
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, data_files, differences
@@ -36,7 +36,7 @@ from verl.kit.report.page import render
 from verl.kit.report.png import smoothed
 from verl.kit.report.rollouts import read_rollouts
 from verl.kit.report.serve import ReportServer
-from verl.tracking.jsonl import read_jsonl, write_jsonl
+from verl.tracking.jsonl import append_jsonl, read_jsonl, write_jsonl
 from verl.tracking.samples import SampleFiles, read_samples, samples_path
 
 
@@ -427,7 +427,7 @@ def test_the_server_answers_this_machine_alone(folder: Path) -> None:
             server.shutdown()
             thread.join()
         assert [status for status, _ in answers] == [200, 200, 403, 404]
-        assert embedded(answers[0][1], "data")["live"] is True
+        assert embedded(answers[0][1], "data")["live"] == server.version()
         assert server.server_address[0] == "127.0.0.1" and server.page() is server.page()
         with pytest.raises(ConfigError, match="cannot listen on"):
             ReportServer([folder], port=server.server_port)
@@ -445,6 +445,42 @@ def test_a_server_for_other_machines_answers_by_its_own_name(folder: Path) -> No
             server.shutdown()
             thread.join()
     assert found == [200, 403]
+
+
+def test_a_step_between_the_page_and_its_stream_is_an_event(tmp_path: Path) -> None:
+    """Also one that ends while the page is rendered: the page has the version from before."""
+    folder = save_report_run(tmp_path / "run")
+
+    def step(number: int) -> None:
+        append_jsonl(folder / "metrics.jsonl", {"step": number, "time": 2000.0})
+
+    with ReportServer([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            seen = embedded(_answer(server.server_port, "/", "localhost")[1], "data")["live"]
+            assert _first_event(server.server_port, seen) == ":"
+            step(13)
+            assert _first_event(server.server_port, seen) == f"event: changed\nid: {server.version()}"
+            assert _first_event(server.server_port, seen, last=server.version()) == ":"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(serve, "render", lambda *args, **options: (step(14), render(*args, **options))[1])
+                seen = embedded(_answer(server.server_port, "/", "localhost")[1], "data")["live"]
+            assert _first_event(server.server_port, seen) == f"event: changed\nid: {server.version()}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _first_event(port: int, seen: str, last: str | None = None) -> str:
+    """What the stream begins with, without its data. last: the event's id that a browser connects again with"""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", f"/events?seen={seen}", headers={} if last is None else {"Last-Event-ID": last})
+    answer = connection.getresponse()
+    first = answer.readline().decode()
+    text = first if first.startswith(":") else first + answer.readline().decode()
+    connection.close()
+    return text.strip()
 
 
 def _answer(port: int, path: str, host: str) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from scipy.special import stdtrit
 
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.rows import is_step, number
+from verl.text import counted
 from verl.tracking.names import METRICS, STDERR, Metric
 
 _Z = 1.96  # of 95 %, for means over many tasks
@@ -180,7 +181,7 @@ def _first_look(run: RunFolder) -> str:
     for name, limit, advice in signs:
         values = [value for row in recent if (value := number(row.get(name))) is not None]
         if values and _mean(values) > limit:
-            return f"Look first: {advice}. It is {_mean(values):.3g} in the last {len(recent)} steps."
+            return f"Look first: {advice}. It is {_mean(values):.3g} in the last {counted(len(recent), 'step')}."
     return "Nothing stands out in the metrics: look first at the rollouts of the last step with the lowest rewards."
 
 

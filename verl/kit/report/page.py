@@ -38,8 +38,8 @@ def write_report(folders: Sequence[Path], out: Path) -> list[str]:
     return notes
 
 
-def render(folders: Sequence[Path], live: bool = False) -> tuple[str, list[str]]:
-    """(the page, notes on files that could not be read). live: the page follows the server that it comes from"""
+def render(folders: Sequence[Path], live: str = "") -> tuple[str, list[str]]:
+    """(the page, notes on files that could not be read). live: version of a page that follows its server"""
     runs = read_runs(folders)
     chunks = Chunks()
     comparisons = [asdict(each) for each in compare_runs(runs, chunks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
@@ -30,7 +32,9 @@ def _own_names() -> set[str]:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """`/` is the report as of now, `/events` a stream with an event `changed` after every step of a run.
+    """`/` is the report as of now, `/events?seen=VERSION` a stream with an event `changed` after every step of a run.
+
+    A page has the version that it was rendered from, so a step that ends before its stream is open is an event, too.
 
     host: only pages of this host and of this machine are answered, so that no other site can read the report by a name
         that it points here
@@ -41,7 +45,7 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, folders: Sequence[Path], host: str = "127.0.0.1", port: int = 0) -> None:
         self.folders = folders
         self._lock = threading.Lock()
-        self._page: tuple[object, bytes] | None = None
+        self._page: tuple[str, bytes] | None = None
         self.names = {host, *_LOCAL, *(_own_names() if host in _EVERY else ())}
         try:
             super().__init__((host, port), _Handler)
@@ -49,16 +53,17 @@ class ReportServer(ThreadingHTTPServer):
             why = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"cannot listen on {host}:{port} ({why}); choose another --port") from error
 
-    def signature(self) -> tuple[tuple[float, int], ...]:
+    def version(self) -> str:
         """Changes with every step of a run."""
-        return tuple(_stamp(folder / name) for folder in self.folders for name in _WATCHED)
+        stamps = [_stamp(folder / name) for folder in self.folders for name in _WATCHED]
+        return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
     def page(self) -> bytes:
         """The report, written once per change."""
         with self._lock:
-            now = self.signature()
+            now = self.version()  # before the files are read: what is written meanwhile is a later version
             if self._page is None or self._page[0] != now:
-                self._page = (now, render(self.folders, live=True)[0].encode())
+                self._page = (now, render(self.folders, live=now)[0].encode())
             return self._page[1]
 
 
@@ -68,10 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host", "").rpartition(":")[0] not in self.server.names:
             self.send_error(HTTPStatus.FORBIDDEN, "the host of the request is not this server")
-        elif self.path == "/":
+        elif (asked := urlsplit(self.path)).path == "/":
             self._send_page()
-        elif self.path == "/events":
-            self._send_events()
+        elif asked.path == "/events":
+            seen = parse_qs(asked.query).get("seen", [""])[0]
+            self._send_events(self.headers.get("Last-Event-ID", seen))
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -88,17 +94,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(page)
 
-    def _send_events(self) -> None:
-        """Until the browser closes the connection; comments in between find out that it has."""
+    def _send_events(self, known: str) -> None:
+        """Until the browser closes the connection; comments in between find out that it has.
+
+        known: the version that the browser has, by its page or by the last event before it connected again
+        """
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        known = self.server.signature()
         try:
             while True:
-                now = self.server.signature()
-                self.wfile.write(b": \n\n" if now == known else b"event: changed\ndata: \n\n")
+                now = self.server.version()
+                event = ": \n\n" if now == known else f"event: changed\nid: {now}\ndata: {now}\n\n"
+                self.wfile.write(event.encode())
                 self.wfile.flush()
                 known = now
                 time.sleep(_PERIOD_S)

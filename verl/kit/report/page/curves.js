@@ -129,7 +129,7 @@ addPage("overview", "Overview", (main) => {
     const setting = (name) => shown(run.all_settings[name]);
     main.append(element("h2", {}, run.name),
       element("p", { class: "quiet" }, [setting("model.path"), setting("algorithm.name"), setting("data.train_files"),
-        `${run.metrics.step.at(-1) ?? 0} steps`].filter(Boolean).join(" · ")),
+        counted(run.metrics.step.at(-1) ?? 0, "step")].filter(Boolean).join(" · ")),
       element("p", { class: "lead verdict" }, run.verdict.join(" ")));
     if (run.notes.length) main.append(element("ul", { class: "bad notes" }, run.notes.map((note) => element("li", {}, note))));
     for (const [kind, name] of Object.entries(MARKS)) {

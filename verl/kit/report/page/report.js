@@ -103,10 +103,14 @@ function onKey(event) {
   event.preventDefault();
 }
 
-// Server-sent events of `toolrl report --serve`: the data are loaded again, filters and place are kept.
+// Server-sent events of `toolrl report --serve`: the data are loaded again, filters and place are kept. The page names the
+// version that it has, so that a step which ended before the stream was open is an event, too.
 function listen() {
-  const events = new EventSource("events");
-  events.addEventListener("changed", refresh);
+  const events = new EventSource(`events?seen=${report.data.live}`);
+  let last = Promise.resolve();
+  events.addEventListener("changed", (event) => {
+    last = last.then(() => (event.data === report.data.live ? null : refresh())).catch(() => null); // the server may have ended
+  });
 }
 
 async function refresh() {
@@ -134,7 +138,7 @@ async function start() {
     element("a", { href: `#${page.id}`, title: `key ${number + 1}` }, page.title)));
   document.querySelector("footer").textContent =
     `toolrl ${report.data.version}, ${report.data.made}. Keys: 1 to ${report.pages.length} pages, d light or dark, ` +
-    "in rollouts j and k next and previous, t tokens, p pin, / search, Escape leaves a field.";
+    "in rollouts j and k next and previous, t tokens (arrows move), e explain, p pin, / search, Escape leaves a field.";
   document.getElementById("theme").addEventListener("click", toggleTheme);
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", open);

@@ -3,7 +3,7 @@
 const STATUS = { s: "success", u: "user error", t: "timeout", n: "unavailable" };
 const PAGE_LENGTH = 200;
 const LONG_SYSTEM = 300; // characters; a longer system message is folded
-const found = { run: 0, step: "", task: "", stop: "", status: "", low: "", high: "", text: "", equal: false, kept: false, rows: [], shown: PAGE_LENGTH, tokens: false,
+const found = { run: 0, step: "", task: "", stop: "", status: "", low: "", high: "", text: "", equal: false, kept: false, rows: [], shown: PAGE_LENGTH, tokens: false, explain: false,
   at: "", beside: [], pinned: "" }; // addresses, which stay when rows are numbered anew
 
 const meta = () => report.data.runs[found.run].rollouts.meta;
@@ -85,18 +85,19 @@ async function rolloutBox(row) {
   const m = meta(), one = await detail(row), parts = one.score?.parts ?? {};
   const box = element("article", { "data-row": row },
     element("h3", {}, `step ${m.step[row]}, rollout ${m.index[row]}: reward ${shown(m.reward[row])}`),
-    element("p", { class: "quiet" }, [m.task_id[row], m.stop_reason[row], `${m.num_tokens[row]} tokens`, one.tools ? `tools: ${one.tools.join(", ")}` : "", one.exceeded ? `scored as empty: ${one.exceeded} exceeded` : ""].filter(Boolean).join(" · ")),
+    element("p", { class: "quiet" }, [m.task_id[row], m.stop_reason[row], counted(m.num_tokens[row], "token"), one.tools ? `tools: ${one.tools.join(", ")}` : "", one.exceeded ? `scored as empty: ${one.exceeded} exceeded` : ""].filter(Boolean).join(" · ")),
     table(["part of the reward", "points"], [...Object.entries(parts).map(([name, value]) => [name, shown(value)]), ["total, before shaping in the group", shown(one.score?.total)]], 1));
   if (one.reasons?.length) box.append(element("details", { class: "reasons", open: true }, element("summary", {}, "why this score"), element("ul", {}, one.reasons.map((line) => element("li", {}, line)))));
-  if (found.tokens && m.tokens[row].length) {
+  const wanted = found.tokens || found.explain;
+  if (wanted && m.tokens[row].length) {
     for (const number of m.tokens[row]) {
       const sample = await chunk(number);
       if (sample.step !== m.step[row]) box.append(element("h3", {}, `trained again in step ${sample.step}`));
-      box.append(tokenView(sample, one.score));
+      box.append(found.tokens ? tokenView(sample, one.score) : explanation(sample, one.score, true));
     }
     return box;
   }
-  if (found.tokens) box.append(element("p", { class: "quiet" }, "The tokens of this rollout are not in the report (trainer.samples_kept); the filter “with tokens” lists those that are."));
+  if (wanted) box.append(element("p", { class: "quiet" }, "The tokens of this rollout are not in the report (trainer.samples_kept); the filter “with tokens” lists those that are."));
   box.append(...dialogue(one));
   return box;
 }
@@ -132,12 +133,12 @@ addPage("rollouts", "Rollouts", (main, rest) => {
 
   function fill() {
     const m = meta(), { rollouts } = report.data.runs[found.run];
-    count.textContent = `${found.rows.length} of ${rollouts.shown} rollouts${rollouts.left_out.length ? ` (left out: ${rollouts.left_out.join("; ")})` : ""}`;
+    count.textContent = `${found.rows.length} of ${counted(rollouts.shown, "rollout")}${rollouts.left_out.length ? ` (left out: ${rollouts.left_out.join("; ")})` : ""}`;
     const reused = rollouts.reused.filter(([step]) => String(step) === found.step);
     again.replaceChildren(...(reused.length ? ["trained again in this step, generated in an earlier one: "] : []),
       ...reused.flatMap(([, step, line]) => [element("a", { href: `#rollouts/${found.run}/${step}/${line}` }, `step ${step}, line ${line + 1}`), " "]));
     list.replaceChildren(...found.rows.slice(0, found.shown).map((row) => element("button", { class: "item", role: "option", "data-row": row, "aria-current": String(row === current), onclick: () => select(row) },
-      `step ${m.step[row]} · ${shown(m.reward[row], 3)} · ${m.num_tokens[row]} tokens${m.tokens[row].length ? " ◆" : ""}`, element("small", {}, `${m.task_id[row]} #${m.index[row]} ${m.stop_reason[row]}`))));
+      `step ${m.step[row]} · ${shown(m.reward[row], 3)} · ${counted(m.num_tokens[row], "token")}${m.tokens[row].length ? " ◆" : ""}`, element("small", {}, `${m.task_id[row]} #${m.index[row]} ${m.stop_reason[row]}`))));
     if (found.rows.length > found.shown) list.append(element("button", { class: "item", onclick: () => { found.shown += PAGE_LENGTH; fill(); } }, `${found.rows.length - found.shown} more`));
   }
 
@@ -146,12 +147,12 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     if (address(row) !== found.at) Object.assign(found, { at: address(row), beside: [] });
     list.querySelectorAll(".item").forEach((item) => item.setAttribute("aria-current", String(item.dataset.row === String(row))));
     list.querySelector('[aria-current="true"]')?.scrollIntoView({ block: "nearest" });
-    history.replaceState(null, "", `#rollouts/${found.at}`);
     await render();
   }
 
   async function render() {
     const m = meta(), rows = groupOf(current), row = current;
+    history.replaceState(null, "", `#rollouts/${found.at}${found.explain ? "/explain" : ""}`);
     const pick = (other) => element("button", { "aria-pressed": String(other === current || found.beside.includes(address(other))), title: "show beside", onclick: () => {
       if (other === current) return;
       const at = address(other);
@@ -164,21 +165,24 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     if (row !== current) return;
     right.replaceChildren(
       element("div", { class: "bar" }, element("button", { id: "tokens", "aria-pressed": String(found.tokens), onclick: toggle }, "tokens (t)"),
+        element("button", { id: "explain", "aria-pressed": String(found.explain), onclick: explain }, "explain (e)"),
         element("button", { id: "pin", "aria-pressed": String(found.pinned === found.at), title: "keep it beside those of other groups", onclick: pin }, "pin (p)"),
         element("span", { class: "quiet" }, "group: "), rows.slice(0, 64).map(pick)),
       element("div", { class: "beside" }, boxes));
   }
 
-  const toggle = () => { found.tokens = !found.tokens; if (current !== null) render(); };
+  const show = (tokens, explain) => { Object.assign(found, { tokens, explain }); if (current !== null) render(); };
+  const toggle = () => show(!found.tokens, false), explain = () => show(false, !found.explain);
   const pin = () => { found.pinned = found.pinned === found.at ? "" : found.at; if (current !== null) render(); };
   const move = (by) => { const at = found.rows.indexOf(current) + by; if (found.rows[at] !== undefined) { if (at >= found.shown) { found.shown = at + PAGE_LENGTH; fill(); } select(found.rows[at]); } };
   const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:8.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
   const choice = (name, label, options) => element("select", { title: label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
-  const check = (name, label) => element("label", {}, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
+  const check = (name, label, title = "") => element("label", { title }, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
 
-  if (rest.length === 3) {
+  if (rest.length >= 3) {
     found.run = Math.min(Number(rest[0]) || 0, report.data.runs.length - 1);
-    opening = [found.run, ...rest.slice(1)].join("/");
+    opening = [found.run, ...rest.slice(1, 3)].join("/");
+    if (rest[3] === "explain") Object.assign(found, { tokens: false, explain: true });
   }
   const build = () => {
     const m = meta();
@@ -188,14 +192,15 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     const stops = [...new Set(m.stop_reason)].sort().map((stop) => [stop, stop]);
     const statuses = Object.entries(STATUS).filter(([letter]) => m.tool_status.some((letters) => letters.includes(letter)));
     main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
-      choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups without advantage"), count), again,
+      choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups of equal returns", "Advantages that are relative to the group are zero in them; those of a critic are not."), count), again,
       element("div", { class: "viewer" }, list, right));
     search();
   };
-  report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, p: pin, "/": () => document.getElementById("search").focus() };
+  report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, e: explain, p: pin, "/": () => document.getElementById("search").focus() };
   build();
   return (parts) => {
-    const row = parts.length === 3 ? rowAt(parts.join("/")) : -1;
+    const row = parts.length >= 3 ? rowAt(parts.slice(0, 3).join("/")) : -1;
+    if (parts[3] === "explain") Object.assign(found, { tokens: false, explain: true });
     if (row >= 0) select(row);
   };
 });
