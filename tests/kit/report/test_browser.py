@@ -254,6 +254,14 @@ def test_an_explanation_is_shown_as_text(driver: Any, files: tuple[Path, Path]) 
     assert texts(driver, ".explained h4") == ["Texts", HOSTILE]
     assert texts(driver, ".explained section p") == [f"assistant: {HOSTILE}", "1 + 2 = 3"]
     assert texts(driver, ".explained .bad") == [f"checks that fail: {HOSTILE}"]
+    driver.execute_script(
+        "const check = (agrees) => ({ text: 'a check', agrees }), columns = { advantages: [1, 1] };"
+        "const sample = { reward: 3, group_returns: [1, 3], columns, share: check(true), total: check(false) };"
+        "document.querySelector('main').replaceChildren(explanation({ ...sample, explanation: null }, null, true))"
+    )
+    assert texts(driver, ".explained td")[:6:2] == ["reward", "group", "advantage"]
+    assert texts(driver, ".explained td")[1:6:2] == ["for training 3", "mean 2, std 1.414 (n - 1)", "1 on every token"]
+    assert texts(driver, ".explained .bad") == texts(driver, ".explained .good") == ["a check"]
     assert driver.execute_script("return document.querySelectorAll('main img, main script').length") == 0
     assert driver.title == "one" and driver.get_log("browser") == []
 
