@@ -1,4 +1,4 @@
-"""Environments of packages whose pins do not fit ours, for slow tests: built once per requirements file, then kept."""
+"""Environments of packages whose pins do not fit ours: built once per requirements file, then kept."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Docker:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         need_bubblewrap()
-        self.folder, self.python = folder / "docker", swerex("python")
+        self.folder, self.python = folder / "docker", swerex()
         self.environment = pytest_environment(folder)
         venv = Path(self.python).parents[1]
         homes = {str(Path(python).resolve().parents[1]) for python in (self.python, sys.executable)}

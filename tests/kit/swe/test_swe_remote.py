@@ -20,6 +20,7 @@ import pytest
 
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import FILES, calc_task, patch, pytest_environment, run
+from tests.support.foreign import foreign_python
 from verl.envs.clock import EnvTimer
 from verl.errors import ConfigError, DataError
 from verl.kit.serving.endpoints import Endpoint
@@ -138,12 +139,9 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_SERVICE_TOKEN", TOKEN)
 
 
-def swerex(program: str) -> str:
-    """A program of an environment with SWE-ReX, or a skip."""
-    folder = os.environ.get("TOOLRL_SWEREX")
-    if folder is None or not Path(folder, "bin", program).exists():
-        pytest.skip("no SWE-ReX: sh scripts/swe/swerex_env.sh FOLDER, then set TOOLRL_SWEREX=FOLDER")
-    return str(Path(folder, "bin", program))
+def swerex() -> str:
+    """The interpreter of an environment with SWE-ReX, or a skip."""
+    return str(foreign_python(ROOT / "scripts" / "swe" / "swerex.txt"))
 
 
 @pytest.mark.long
@@ -333,7 +331,7 @@ async def make_empty() -> None:
 
 @pytest.mark.long
 def test_swe_rex_own_client_works_with_our_server(tmp_path: Path) -> None:
-    python = swerex("python")
+    python = swerex()
     (tmp_path / "source").mkdir()
     with runtime_server(tmp_path) as url:
         command = [python, "-c", SWEREX_CLIENT, url.rpartition(":")[2], str(tmp_path / "source")]
