@@ -91,5 +91,9 @@ class ServiceDownError(VerlError):
         return f"{self.service}: {self.problem}"
 
 
+class EpisodeLostError(ServiceDownError):
+    """What an episode did was lost with a service before its verdict: it begins anew, as after a failure in a step."""
+
+
 class JudgeError(VerlError):
     """An environment could not judge an episode in time. Not retried: that would bias the sample."""

@@ -196,6 +196,7 @@ class Trajectory:
     score: Score | None = None  # the environment's own score, if any
     num_malformed_calls: int = 0  # calls that could not be parsed
     lost_uses: tuple[ToolUse, ...] = ()  # tool uses of earlier attempts that failed with a service: logged, not scored
+    repeats: int = 0  # earlier attempts that failed with a service
     opening: tuple[Message, ...] = ()  # the environment's first messages
     counts: Mapping[str, int] = field(default_factory=dict, hash=False)  # of a program that drives it, by metric
 

@@ -25,7 +25,7 @@ from verl.envs.clock import EnvTimer
 from verl.envs.sandbox import Sandbox
 from verl.envs.task_envs import check_offered
 from verl.episodes.program import SEEDS_BETWEEN_TURNS, ProgramEnv, ProgramPolicy
-from verl.errors import DataError, JudgeError, ServiceDownError, VerlError
+from verl.errors import DataError, EpisodeLostError, JudgeError, ServiceDownError, VerlError
 from verl.formats.base import Calls, Continue, Final, ParseError
 from verl.formats.response import parsed_response
 from verl.net.services import check_services
@@ -103,10 +103,10 @@ class EpisodeRunner:
         """Runs one episode; restarts it after a service failure and returns a Fault when the retries are used up."""
         problem = ""
         lost: list[ToolUse] = []
-        for _ in range(1 + self.limits.retries):
+        for repeats in range(1 + self.limits.retries):
             attempt = _Episode(self, engine, sampling, task, index, seed)
             try:
-                return replace(await attempt.run(), lost_uses=tuple(lost))
+                return replace(await attempt.run(), lost_uses=tuple(lost), repeats=repeats)
             except ServiceDownError as error:
                 problem = str(error)
                 lost += attempt.uses
@@ -315,6 +315,8 @@ class _Episode:
                     score = await env.judge()
         except TimeoutError as error:
             raise JudgeError(f"the environment: judge exceeded env.turn_timeout_s={limit_s:g}") from error
+        except EpisodeLostError:
+            raise
         except ServiceDownError as error:
             raise JudgeError(str(error)) from error
         if score is None:

@@ -58,6 +58,7 @@ METRICS = (
     Metric("tools/user_error", "share", "calls that failed by the policy's fault: wrong arguments, code that raises"),
     Metric("tools/timeout", "share", "calls that timed out"),
     Metric("tools/unavailable", "share", "calls whose service was unavailable, including those of retried episodes"),
+    Metric("tools/repeats", "count", "attempts at episodes that were repeated because a service failed"),
     Metric("tools/<tool>/seconds_mean", "s", "mean duration of one tool's calls"),
     Metric("actor/loss", "1", "policy loss, mean over the step's optimizer steps"),
     Metric("actor/grad_norm", "1", "norm of the gradient before clipping"),

@@ -72,6 +72,7 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         "tools/calls_mean": len(uses) / len(responses),
         **{f"tools/{name}": sum(bool(each.tool_uses) for each in of) / len(of) for name, of in rates.items()},
         "tools/parse_errors_mean": num_malformed / len(responses),
+        "tools/repeats": sum(trajectory.repeats for trajectory in responses),
         **{f"tools/{status}": sum(use.status is status for use in made) / len(made) for status in ToolStatus if made},
         **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(made).items()},
     }

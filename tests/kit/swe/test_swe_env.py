@@ -39,6 +39,7 @@ from verl.kit.swe.tools import SUBMIT
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.trainer.builders.env import build_episode_runner
+from verl.trainer.metrics import tool_metrics
 from verl.types import Completion, FinishReason, Message, Score, StopReason, Task, ToolCall, ToolStatus
 from verl.utils.reward_score.base import build_reward
 
@@ -461,6 +462,35 @@ def test_after_a_lost_runtime_the_episode_starts_again(place: Place, losses: dic
         assert (found.rewards, found.faults) == ((1.0,), ())
         await group.close()
 
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("quick_scoring")
+@pytest.mark.parametrize("lost", [2, 3])
+def test_an_episode_whose_runtime_is_lost_with_its_patch_starts_again(
+    place: Place, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, left = env.collect_patch, [lost]
+
+    async def losing(runtime: Any, task: Any) -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            await runtime.close()
+        return await collect(runtime, task)
+
+    async def main() -> None:
+        factory = SweFactory()
+        group = rollout(factory, GOLD_TEXTS)
+        (found,) = await group.run_all([place.task], 1)
+        if lost == 2:
+            assert (found.rewards, found.faults) == ((1.0,), ())
+            assert found.trajectories[0].repeats == 2 and tool_metrics([found])["tools/repeats"] == 2
+            assert factory._kept == {} and next(factory._places) == 1  # with the place that it had
+        else:
+            assert found.rewards == () and "it is closed" in found.faults[0]
+        await group.close()
+
+    monkeypatch.setattr(env, "collect_patch", losing)
     asyncio.run(main())
 
 

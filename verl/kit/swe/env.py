@@ -25,7 +25,7 @@ from verl.envs.tools.base import ToolError, ToolTimeoutError
 from verl.envs.tools.function import FunctionTool
 from verl.envs.tools.functions import Toolbox
 from verl.envs.tools.runner import MAX_CHARS
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, EpisodeLostError
 from verl.formats.prompt import PromptTemplate, load_template
 from verl.kit.swe.deployments import runtimes_at
 from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError
@@ -174,6 +174,9 @@ class SweEnv(Env):
             patch = await collect_patch(self._runtime, self._task)
         except CommandFailedError as error:  # the agent left no work tree that git can read
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=str(error))
+        except RuntimeLostError as error:
+            self._owner.keep_place(self._task, self._place)
+            raise EpisodeLostError(error.service, error.problem) from error
         finally:
             await self.close()
         if not patch.strip():  # needs no runtime, and no slot
