@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-OFFLOAD = ["actor.offload_params=true", "actor.offload_optimizer=true", "ref.offload_params=true"]
+OFFLOAD = ["actor.offload=all", "ref.offload_params=true"]
 WITH_REFERENCE = ["algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.001"]
 
 

@@ -22,6 +22,7 @@ from verl.registry import resolve
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.run import run_folder
 from verl.trainer.builders.workers import rank_spec
+from verl.workers.fsdp_engine import Offload
 
 
 def built(config: Config) -> Algorithm:
@@ -35,7 +36,7 @@ def built(config: Config) -> Algorithm:
         ("actor_rollout_ref.actor.fsdp_config.grad_offload=False", "FSDP2 shards all state"),
         ("actor_rollout_ref.model.use_remove_padding=True", "packs have no padding"),
         ("critic.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size covers both"),
-        ("data.prompt_key=prompt", "this is the only supported value"),
+        ("algorithm.kl_ctrl.horizon=10000", "this is the only supported value"),
         ("actor_rollout_ref.rollout.top_p=null", "null keeps the default"),
         ("actor_rollout_ref.actor.kl_loss_coef=0.1", "KL is in the reward"),
         ("custom_reward_function.name=judge", "custom_reward_function.path is not set"),
@@ -269,11 +270,40 @@ def test_warmups_are_shares_of_the_run_or_of_training_steps() -> None:
     assert left.actor.optim.warmup_steps == 0.285
 
 
+@pytest.mark.parametrize(
+    ("flags", "offload"),
+    [("True True", "all"), ("True False", "params"), ("False True", "optimizer"), ("False False", "none")],
+)
+def test_verls_two_flags_of_offload_are_one_setting(flags: str, offload: str) -> None:
+    keys = ("fsdp_config.param_offload", "fsdp_config.optimizer_offload")
+    given = list(zip(keys, flags.split(), strict=True))
+    words = [f"actor_rollout_ref.actor.{key}={flag}" for key, flag in given]
+    words += ["algorithm.adv_estimator=gae", *(f"critic.model.{key}={flag}" for key, flag in given)]
+    config = load_config(words)
+    assert (config.actor.offload, config.critic.offload) == (offload, offload)
+    assert Offload.of(offload) == Offload(*(flag == "True" for flag in flags.split()))
+
+
+def test_options_of_benchmarks_are_of_known_parts() -> None:
+    assert load_config(["eval.options.judge.url=http://x"], EVAL).eval.options == {"judge": {"url": "http://x"}}
+    for wrong in ("eval.options={jugde: {url: x}}", "eval.options.search=http"):
+        with pytest.raises(ConfigError, match=r"eval\.options must be options of search, judge and user"):
+            load_config([wrong], EVAL)
+
+
+def test_verls_prompt_key_renames_a_column() -> None:
+    assert load_config(["data.prompt_key=prompt"]).data.columns == {}
+    assert load_config(["data.prompt_key=messages"]).data.columns == {"messages": "prompt"}
+    with pytest.raises(ConfigError, match=r"data\.columns and data\.prompt_key contradict"):
+        load_config(["data.columns={other: prompt}", "data.prompt_key=messages"])
+
+
 def test_adaptive_kl_by_verls_names() -> None:
-    words = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=99"]
-    algorithm = load_config([*words, "algorithm.kl_ctrl.target_kl=0.3"]).algorithm
-    assert (algorithm.kl_target, algorithm.kl_horizon) == (0.3, 99)
+    words = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=10000"]
+    assert load_config([*words, "algorithm.kl_ctrl.target_kl=0.3"]).algorithm.kl_target == 0.3
     assert load_config(words).algorithm.kl_target == 0.1
+    with pytest.raises(ConfigError, match="horizon=99 is refused"):
+        load_config(["algorithm.kl_ctrl.horizon=99"])
     assert load_config(["algorithm.kl_ctrl.type=fixed", "algorithm.kl_ctrl.target_kl=0.1"]).algorithm.kl_target is None
 
 
@@ -420,7 +450,7 @@ def test_reward_options_are_open() -> None:
             "rollout.max_num_batched_tokens=4096 has no effect",
         ),
         (["trainer.device=cpu", "ref.offload_params=true"], "ref.offload_params=True has no effect: there is no GPU"),
-        (["trainer.device=cpu", "actor.offload_optimizer=true"], "actor.offload_optimizer=True has no effect"),
+        (["trainer.device=cpu", "actor.offload=optimizer"], "actor.offload=optimizer has no effect"),
         (["rollout.kv_cache_gib=4", "trainer.device=cuda"], "rollout.kv_cache_gib=4 has no effect: on a GPU"),
         (["trainer.num_threads=4", "trainer.device=cuda"], "trainer.num_threads=4 has no effect"),
         (["trainer.test_freq=7"], "trainer.test_freq=7 has no effect: there are no data.val_files"),

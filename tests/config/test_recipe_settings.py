@@ -287,7 +287,7 @@ def test_a_recipe_says_nothing_of_the_machine(recipe: str) -> None:
     """One command runs on a laptop and on eight GPUs; ranks and parallel sizes are the user's."""
     config = load_config([f"recipe={recipe}"])
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.num_engines) == (1, 1, None)
-    assert config.rollout.tensor_model_parallel_size == 1 and not config.actor.offload_params
+    assert config.rollout.tensor_model_parallel_size == 1 and config.actor.offload == "none"
 
 
 @pytest.mark.parametrize(

@@ -661,7 +661,7 @@ def test_colocated_engines_get_what_the_largest_rank_leaves() -> None:
     assert share_beside(load_config([]), ranks_holding(20.0, 30.3)) == 0.67  # less 2 GiB for the CUDA context
     assert share_beside(load_config([]), ranks_holding(0.0)) == 0.9
     assert share_beside(load_config(["rollout.gpu_memory_utilization=0.5"]), ranks_holding(99.0)) == 0.5
-    with pytest.raises(ConfigError, match=r"holds 100.0 of the GPU's 100.0 GiB .* actor.offload_optimizer=true"):
+    with pytest.raises(ConfigError, match=r"holds 100.0 of the GPU's 100.0 GiB .* actor.offload=optimizer"):
         share_beside(load_config([]), ranks_holding(98.0))
 
 

@@ -55,7 +55,7 @@ class AdaptiveKL:
 
     coefficient: float
     target: float
-    horizon: int
+    horizon: int = 10_000  # episodes; veRL's default
 
     def observe(self, divergence: float, num_episodes: int) -> None:
         """divergence: a step's mean KL"""

@@ -23,9 +23,9 @@ _FREE = (
     "actor.max_tokens_per_pack",  # this and the next affect rounding only
     "model.enable_gradient_checkpointing",
     "model.fused_kernels",
-    "actor.offload_",
-    "critic.offload_",
-    "ref.offload_",
+    "actor.offload",
+    "critic.offload",
+    "ref.offload_params",
     "rollout.placement",
     "rollout.num_engines",
     "rollout.max_num_seqs",

@@ -17,6 +17,7 @@ Settings = dict[str, Any]
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
 _MAX_RESAMPLE_ROUNDS = 10  # veRL: no limit
+_OFFLOADED = {"params": "param", "optimizer": "optimizer"}  # our name: that in veRL's keys
 _NULL = "null keeps the default"
 
 
@@ -158,6 +159,9 @@ def _read_data(result: Translation) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(result.settings.get(key), str):
             result.settings[key] = [result.settings[key]]
+    column = result.take("data.prompt_key")
+    if column not in (None, "prompt"):
+        result.put("data.columns", {column: "prompt"}, "data.prompt_key")
     if result.flag("data.filter_overlong_prompts"):
         if "data.truncation" in result.spelled:
             result.obsolete["data.truncation"] = "data.filter_overlong_prompts drops overlong prompts"
@@ -237,6 +241,15 @@ def _advantage_of(name: str) -> Callable[..., object]:
     from verl.algorithms.algorithm import load_preset  # imports torch
 
     return load_preset(name).advantage
+
+
+def _read_offload(result: Translation) -> None:
+    for ours, group in (("actor.offload", "actor"), ("critic.offload", "critic.model")):
+        names = {part: f"{group}.fsdp_config.{key}_offload" for part, key in _OFFLOADED.items()}
+        written = [name for name in names.values() if name in result.theirs]
+        parts = [part for part, name in names.items() if result.flag(name)]
+        if written:
+            result.put(ours, "all" if len(parts) == 2 else "".join(parts) or "none", spelled(written[0]))
 
 
 def _read_kl(result: Translation) -> None:
@@ -470,6 +483,7 @@ _READERS = (
     _read_data,
     _read_division,
     _read_clip,
+    _read_offload,
     _read_discount,
     _read_kl,
     _read_kl_control,

@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _DTYPES = ("bfloat16", "float32")
+OFFLOAD = ("none", "params", "optimizer", "all")
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
@@ -130,13 +131,13 @@ class ActorConfig:
     ppo_epochs: int = 1  # passes over each batch
     max_tokens_per_pack: int = 16384  # tokens per forward pass and rank; raised if the longest sample needs it
     grad_clip: float = 1.0
-    offload_params: bool = False  # GPU: to host memory from weight sync to the next scoring or update
-    offload_optimizer: bool = False  # GPU: to host memory between updates
+    offload: str = "none"  # GPU, to host memory when unused: none | params | optimizer | all (docs/training.md)
     optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
 
     def __post_init__(self) -> None:
         _at_least(1, self, "actor.", "ppo_mini_batch_size", "ppo_epochs", "max_tokens_per_pack")
         _positive(self, "actor.", "grad_clip")
+        _one_of(OFFLOAD, "actor.offload", self.offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +154,11 @@ class CriticConfig:
     path: str | None = None  # default: the policy's model
     cliprange_value: float = 0.5
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    offload_params: bool = False  # GPU: to host memory from the last update of a step to the next scoring
-    offload_optimizer: bool = False  # GPU: to host memory between the updates of two steps
+    offload: str = "none"  # as the actor's, from the last update of a step
 
     def __post_init__(self) -> None:
         _positive(self, "critic.", "cliprange_value")
+        _one_of(OFFLOAD, "critic.offload", self.offload)
 
 
 ON_WEIGHT_SYNC = ("auto", "continue", "finish", "abort_and_retry")
@@ -369,8 +370,7 @@ class AlgorithmConfig:
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3 | abs
     kl_coefficient: float | None = None
-    kl_target: float | None = None  # target of the adaptive KL coefficient; default: a fixed coefficient
-    kl_horizon: int = 10000  # horizon of the adaptation, in samples
+    kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
     entropy_coefficient: float | None = None
     gamma: float | None = None  # discount
     lam: float | None = None  # GAE lambda
@@ -384,8 +384,7 @@ class AlgorithmConfig:
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             _require(value is None or value in known, f"algorithm.{name}", f"one of {', '.join(known)}", value)
-        _positive(self, "algorithm.", "clip_low", "clip_high", "kl_target", "kl_horizon")
-        _positive(self, "algorithm.", "aggregation_length", "overlong_factor")
+        _positive(self, "algorithm.", "clip_low", "clip_high", "kl_target", "aggregation_length", "overlong_factor")
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
         _at_least(1, self, "algorithm.", "max_resample_rounds")
         _at_least(0, self, "algorithm.", "overlong_buffer")
@@ -491,13 +490,16 @@ class EvalConfig:
         "dataset/benchmarks"  # folder of the benchmarks' files; what is not there or below it is loaded by name
     )
     output: str = "outputs/eval"  # parent of one folder per model and settings; the file that `generate` writes
-    search: dict[str, Any] = field(default_factory=dict)  # options of the search tool; default: BM25 over data_dir
-    judge: dict[str, Any] = field(default_factory=dict)  # url, model, key_variable of an endpoint that judges answers
-    user: dict[str, Any] = field(default_factory=dict)  # options of tau2's user simulator; default: the scripted one
+    # search: options of the search tool; judge: url, model, key_variable of an endpoint; user: of tau2's simulator
+    options: dict[str, Any] = field(default_factory=dict)
     allow_train_overlap: bool = False  # evaluate on tasks in the model's training data, too
 
     def __post_init__(self) -> None:
         _at_least(1, self, "eval.", "limit")
+        known = set(self.options) <= {"search", "judge", "user"} and all(
+            isinstance(each, dict) for each in self.options.values()
+        )
+        _require(known, "eval.options", "options of search, judge and user, such as {search: {topk: 5}}", self.options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,14 +63,12 @@ _RULES = (
     Rule("rollout.max_num_batched_tokens", _on_hf, "the transformers engine has no chunked prefill"),
     Rule("rollout.tensor_model_parallel_size", _on_hf, "the transformers engine has no tensor parallelism"),
     Rule("rollout.top_p rollout.top_k", lambda c: c.rollout.temperature == 0, "rollout.temperature=0 is greedy"),
-    Rule("actor.offload_params critic.offload_params ref.offload_params", _on_cpu, _NO_GPU),
-    Rule("actor.offload_optimizer critic.offload_optimizer", _on_cpu, _NO_GPU),
+    Rule("actor.offload critic.offload ref.offload_params", _on_cpu, _NO_GPU),
     Rule(
         "ref.offload_params algorithm.kl_coefficient algorithm.kl_estimator",
         lambda c: c.algorithm.kl_placement == "none",
         "algorithm.kl_placement is none",
     ),
-    Rule("algorithm.kl_horizon", lambda c: c.algorithm.kl_target is None, "algorithm.kl_target is not set"),
     Rule("rollout.val_kwargs", _no_rows, _NO_VALIDATION),
     Rule(
         "rollout.val_kwargs.top_p rollout.val_kwargs.top_k",

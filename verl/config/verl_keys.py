@@ -28,17 +28,12 @@ ALIASES: Mapping[str, str] = {
     "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
     "actor.optim.warmup_style": "actor.optim.schedule",
     "actor.optim.lr_scheduler_type": "actor.optim.schedule",
-    "actor.fsdp_config.param_offload": "actor.offload_params",
-    "actor.fsdp_config.optimizer_offload": "actor.offload_optimizer",
     "ref.fsdp_config.param_offload": "ref.offload_params",
     "rollout.sampling_params.temperature": "rollout.temperature",
     "rollout.sampling_params.top_p": "rollout.top_p",
     "rollout.sampling_params.top_k": "rollout.top_k",
     "rollout.sampling_params.repetition_penalty": "rollout.repetition_penalty",
     "critic.model.path": "critic.path",
-    "critic.model.fsdp_config.param_offload": "critic.offload_params",
-    "critic.model.fsdp_config.optimizer_offload": "critic.offload_optimizer",
-    "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
     "algorithm.rollout_correction.rollout_is": "algorithm.correction.is_level",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.is_cap",
     "algorithm.rollout_correction.rollout_rs": "algorithm.correction.rejection_level",
@@ -50,6 +45,7 @@ ALIASES: Mapping[str, str] = {
 
 # Translated to one or several of our keys by verl.config.legacy: a description of each.
 INTERPRETED: Mapping[str, str] = {
+    "data.prompt_key": "`data.columns={NAME: prompt}`, if it names another column",
     "data.filter_overlong_prompts": "`data.truncation=drop` where true",
     "data.max_start_length": "`data.max_prompt_length`; Search-R1's `data.max_response_length` then becomes "
     "`env.max_turn_tokens`, and its `data.max_prompt_length` our `data.max_response_length`, over all turns",
@@ -60,6 +56,10 @@ INTERPRETED: Mapping[str, str] = {
     "actor.optim.lr_warmup_steps": "`actor.optim.warmup_steps` (in optimizer steps instead of training steps)",
     "actor.optim.lr_warmup_steps_ratio": "`actor.optim.warmup_steps`, which is a share of the run below 1",
     "actor.optim.min_lr_ratio": "`actor.optim.min_lr_ratio`; null is 0",
+    "actor.fsdp_config.param_offload": "`actor.offload=params` where true; with `optimizer_offload`, `all`",
+    "actor.fsdp_config.optimizer_offload": "`actor.offload=optimizer` where true",
+    "critic.model.fsdp_config.param_offload": "`critic.offload=params` where true; with `optimizer_offload`, `all`",
+    "critic.model.fsdp_config.optimizer_offload": "`critic.offload=optimizer` where true",
     "actor.state_masking": "`env.train_on_observations`, negated",
     "actor.masking": "`env.train_on_observations`, negated",
     "rollout.name": "`rollout.name`; engines other than `vllm` and `hf` map to vLLM",
@@ -120,11 +120,11 @@ class Only:
 
 
 REFUSED: Mapping[str, Only] = {
-    "data.prompt_key": Only("prompt", "the column `prompt` holds the messages; rename yours"),
     "data.train_data_num": Only(None, "all rows of a file are used; write a smaller file"),
     "data.val_data_num": Only(None, "all rows of a file are used; write a smaller file"),
     "model.external_lib": Only(None, "no external model code; packs support transformers' architectures"),
     "rollout.ignore_eos": Only(False, "a response ends at the model's end-of-turn token"),
+    "algorithm.kl_ctrl.horizon": Only(10000, "an adaptive KL coefficient has the horizon of veRL's default"),
     "algorithm.no_think_rl": Only(False, "the policy generates its own reasoning"),
     "reward_model.enable": Only(False, "rewards are functions (docs/reward.md), which may call a judge model"),
     "reward_model.retrieval_score": Only(0, "there is no separate reward for retrieving the answer"),
@@ -135,7 +135,7 @@ REFUSED: Mapping[str, Only] = {
 _NO_PADDING = "packs have no padding"
 _PACKS = "forward passes are packs of at most `actor.max_tokens_per_pack` tokens"
 _WHOLE = "a sample is not split over ranks"
-_SHARDED = "FSDP2 shards all state over the ranks; use `offload_params` and `offload_optimizer` for offloading"
+_SHARDED = "FSDP2 shards all state over the ranks; use `actor.offload`, `critic.offload` and `ref.offload_params`"
 _VLLM = "the engine's start settings follow from training with weight sync"
 _SET = "a validation set is generated as a whole"
 _BESIDE = "reference and policy share the same ranks and packs"

@@ -88,6 +88,11 @@ class Offload:
     params: bool = False
     optimizer: bool = False
 
+    @classmethod
+    def of(cls, setting: str) -> Self:
+        """setting: none, params, optimizer or all"""
+        return cls(setting in ("params", "all"), setting in ("optimizer", "all"))
+
 
 NO_OFFLOAD = Offload()
 

@@ -55,7 +55,6 @@ from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.trainer.builders.run import build_meter, load_chat_template
 from verl.trainer.builders.workers import BUCKET_BYTES, rank_spec
 from verl.workers import attention
-from verl.workers.fsdp_engine import Offload
 from verl.workers.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, shape_of, updating
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.optim import OptimizerSettings
@@ -239,9 +238,8 @@ def test_a_reference_a_critic_and_longer_packs_cost_memory_checkpointing_saves_i
 
 
 def test_what_is_offloaded_is_away_while_nobody_needs_it() -> None:
-    keys = ("actor.offload_params", "actor.offload_optimizer", "critic.offload_params", "critic.offload_optimizer")
     words = ["algorithm.name=ppo", "algorithm.kl_placement=loss"]
-    offloaded = [f"{key}=true" for key in (*keys, "ref.offload_params")]
+    offloaded = ["actor.offload=all", "critic.offload=all", "ref.offload_params=true"]
     before, after = plan_of(words).memory(), plan_of([*words, *offloaded]).memory()
     gone = {phase: set(before[phase]) - set(after[phase]) for phase in before}
     assert gone == {
@@ -272,7 +270,7 @@ def test_a_critic_can_make_room_and_so_can_a_smaller_cache_on_a_cpu() -> None:
     words = ["algorithm.name=ppo", "rollout.n=1", "trainer.n_gpus_per_node=8"]
     words.append("model.enable_gradient_checkpointing=true")
     beside = plan_of([*words, "rollout.gpu_memory_utilization=0.72"], "h100")
-    assert beside.violations() and {"critic.offload_optimizer": True} in beside.suggested_changes()
+    assert beside.violations() and {"critic.offload": "optimizer"} in beside.suggested_changes()
     small = replace(SEVEN, parameters=1_000_000, layer_parameters=20_000, vocabulary=100, largest=1000)
     words = ["rollout.kv_cache_gib=8", "data.max_response_length=64", "actor.max_tokens_per_pack=4096"]
     plan = plan_of(words, "cpu", small)
@@ -304,21 +302,19 @@ def test_an_engine_gets_what_the_rank_beside_it_leaves() -> None:
     assert held + plan.gpu_share * 139.8 <= 139.8
     assert plan_of(["rollout.gpu_memory_utilization=0.7"]).gpu_share == 0.7
     assert plan_of(["rollout.placement=separate"]).gpu_share == 0.9  # nothing else is on its GPU
-    assert plan_of(["actor.offload_optimizer=true"]).gpu_share > plan_of([]).gpu_share
+    assert plan_of(["actor.offload=optimizer"]).gpu_share > plan_of([]).gpu_share
     crowded = plan_of([], "rtx4090")
     assert crowded.sequences == 0 and "cannot hold one sequence" in crowded.violations()[-1]
     assert "9%" in format_engine(plan_of(["rollout.gpu_memory_utilization=0.09"]))
 
 
-@pytest.mark.parametrize(
-    "offload", [Offload(), Offload(optimizer=True), Offload(params=True)], ids=["none", "optimizer", "params"]
-)
+@pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
 @pytest.mark.parametrize("name", ["toolrl_grpo", "ppo"])
-def test_the_plan_knows_what_a_rank_holds_beside_an_engine(name: str, offload: Offload, model: Path) -> None:
+def test_the_plan_knows_what_a_rank_holds_beside_an_engine(name: str, offload: str, model: Path) -> None:
     words = [f"algorithm.name={name}", f"model.path={model}", "data.max_prompt_length=512", RESPONSES]
     words.append("rollout.n=1" if name == "ppo" else "rollout.n=4")
     for each in ("actor", "critic") if name == "ppo" else ("actor",):
-        words += [f"{each}.offload_params={offload.params}", f"{each}.offload_optimizer={offload.optimizer}"]
+        words.append(f"{each}.offload={offload}")
     config = load_config(words)
     plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "h100"))
     spec = rank_spec(config, plan.algorithm, "cpu", total_steps=1)

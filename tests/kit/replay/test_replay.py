@@ -98,7 +98,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
 @pytest.mark.parametrize(
     "words",
     [
-        ["algorithm.name=ppo", "algorithm.kl_placement=reward", "algorithm.kl_target=0.01", "algorithm.kl_horizon=32"],
+        ["algorithm.name=ppo", "algorithm.kl_placement=reward", "algorithm.kl_target=0.01"],
         ["algorithm.name=remax"],
         ["algorithm.name=kl_cov", "algorithm.options.share=0.3"],
         ["rollout.max_staleness=2", "rollout.max_reuse=2"],

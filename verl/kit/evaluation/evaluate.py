@@ -60,9 +60,7 @@ async def evaluate(config: Config, console: Console) -> list[dict[str, Any]]:
     wanted = config.eval
     context = BenchmarkContext(
         data_dir=Path(wanted.data_dir),
-        search=wanted.search,
-        judge=wanted.judge,
-        user=wanted.user,
+        **wanted.options,
         max_tool_calls=config.env.max_tool_calls,
         tool_call_format=models[0].tool_call_format,
         reward=config.reward.name,

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -37,6 +36,7 @@ from verl.trainer.builders.env import prompt_fn
 from verl.trainer.builders.run import Inputs
 from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, largest_pack, sees_gpu, sequence_length
 from verl.types import Task
+from verl.workers.fsdp_engine import Offload
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import (
     GIB,
@@ -158,13 +158,13 @@ class Plan:
             terms["reference"] = reference_model(self.policy, self.rank)
         if self.hardware.on_cpu:
             return terms
-        actor, critic, ref = self.config.actor, self.config.critic, self.config.ref
+        actor, critic = (Offload.of(each.offload) for each in (self.config.actor, self.config.critic))
         offloaded = {
-            "parameters": actor.offload_params and phase == "rollout",
-            "optimizer": actor.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
-            "critic's parameters": critic.offload_params and phase in ("rollout", "weight_sync", "save"),
-            "critic's optimizer": critic.offload_optimizer and phase in ("rollout", "score", "weight_sync", "save"),
-            "reference": ref.offload_params and phase != "score",
+            "parameters": actor.params and phase == "rollout",
+            "optimizer": actor.optimizer and phase in ("rollout", "score", "weight_sync", "save"),
+            "critic's parameters": critic.params and phase in ("rollout", "weight_sync", "save"),
+            "critic's optimizer": critic.optimizer and phase in ("rollout", "score", "weight_sync", "save"),
+            "reference": self.config.ref.offload_params and phase != "score",
         }
         return {name: size for name, size in terms.items() if not offloaded.get(name)}
 
@@ -308,14 +308,17 @@ class Plan:
             "rollout.placement": ["separate"] * (config.rollout.colocated and not on_cpu),
         }
 
-    def _offloads(self) -> dict[str, list[bool]]:
+    def _offloads(self) -> dict[str, list[Any]]:
         """Options not enabled yet: they free memory for an engine on the same GPU."""
         if self.hardware.on_cpu or not self.config.rollout.colocated:
             return {}
-        models = ("actor", "critic") if self.critic else ("actor",)
-        keys = [f"{model}.{each}" for model in models for each in ("offload_optimizer", "offload_params")]
-        keys += ["ref.offload_params"] * needs_reference(self.algorithm)
-        return {key: [True] for key in keys if not attrgetter(key)(self.config)}
+        further = {"none": ["optimizer", "params", "all"], "optimizer": ["all"], "params": ["all"], "all": []}
+        found: dict[str, list[Any]] = {"actor.offload": further[self.config.actor.offload]}
+        if self.critic:
+            found["critic.offload"] = further[self.config.critic.offload]
+        if needs_reference(self.algorithm) and not self.config.ref.offload_params:
+            found["ref.offload_params"] = [True]
+        return found
 
     def _fits_with(self, changes: dict[str, Any]) -> bool:
         try:

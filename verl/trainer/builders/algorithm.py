@@ -238,4 +238,4 @@ def build_kl_control(config: AlgorithmConfig, algorithm: Algorithm) -> AdaptiveK
         return None
     if algorithm.kl.placement is not KLPlacement.REWARD:
         raise ConfigError("algorithm.kl_target has no effect: it adapts the coefficient of KL in the reward")
-    return AdaptiveKL(algorithm.kl.coefficient, config.kl_target, config.kl_horizon)
+    return AdaptiveKL(algorithm.kl.coefficient, config.kl_target)

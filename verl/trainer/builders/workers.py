@@ -158,9 +158,9 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         largest_pack=largest_pack(config, config.data.max_prompt_length),
         fused_kernels=fused_kernels(config.model, device),
-        policy_offload=Offload(config.actor.offload_params, config.actor.offload_optimizer),
+        policy_offload=Offload.of(config.actor.offload),
         reference_offload=Offload(config.ref.offload_params),
-        critic_offload=Offload(critic.offload_params, critic.offload_optimizer),
+        critic_offload=Offload.of(critic.offload),
         shares_device=config.rollout.colocated,
         device=device,
         ranks_per_node=config.trainer.n_gpus_per_node,
@@ -213,7 +213,7 @@ def share_beside(config: Config, trainer: RayGroup) -> float:
     if share <= 0:
         raise ConfigError(
             f"rollout.placement=colocated: a trainer rank holds {held / GIB:.1f} of the GPU's {total / GIB:.1f} GiB "
-            "during rollouts, which leaves no memory for an engine; set actor.offload_optimizer=true, use more GPUs, "
+            "during rollouts, which leaves no memory for an engine; set actor.offload=optimizer, use more GPUs, "
             "or rollout.placement=separate"
         )
     return share

@@ -57,7 +57,7 @@ class QaReward:
         unknown = [key for key in self.judge if key not in _JUDGE_KEYS]
         if unknown or (self.judge and not (self.judge.get("url") and self.judge.get("model"))):
             expected = "url (as http://host:8000/v1), model and, if the endpoint needs a key, key_variable"
-            raise ConfigError(f"eval.judge={dict(self.judge)}: expected {expected}")
+            raise ConfigError(f"eval.options.judge={dict(self.judge)}: expected {expected}")
 
     async def check_services(self) -> None:
         """Sends the judge, if there is one, an easy question. Raises ServiceDownError if it fails."""
