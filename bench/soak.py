@@ -46,7 +46,7 @@ from tests.chaos.outcome import metrics, weights
 from tests.chaos.parts import AlwaysCalls, LookEnv
 from tests.chaos.processes import sandboxes, scorers
 from tests.support.service import free_port, wait_for
-from verl.kit.env_server.client import RemoteFactory
+from verl.kit.openenv.remote import RemoteFactory
 from verl.tracking.jsonl import read_jsonl
 
 WARM_UP = 100  # steps until every code path has run once
@@ -128,7 +128,7 @@ class Servers:
             end(process)
 
     def _start(self, port: int) -> psutil.Popen:
-        argv = [sys.executable, "-m", "verl.kit.env_server.server", "--env", f"{Path(__file__).resolve()}:Echo"]
+        argv = [sys.executable, "-m", "verl.kit.openenv.server", "--env", f"{Path(__file__).resolve()}:Echo"]
         with (self._folder / "servers.txt").open("ab") as output:
             return psutil.Popen([*argv, "--port", str(port)], env=_variables(), stdout=output, stderr=output, cwd=ROOT)
 

@@ -40,7 +40,7 @@ COMMANDS = {
     "serve": Subcommand("verl.kit.openai_server", "serve a trained model as an OpenAI server"),
     "export": Subcommand("verl.kit.export", "write a trained model for other programs, with its card"),
     "push": Subcommand("verl.kit.export.push", "upload a trained model to the hub"),
-    "env-server": Subcommand("verl.kit.env_server.server", "serve an environment over HTTP"),
+    "env-server": Subcommand("verl.kit.openenv.server", "serve an environment over HTTP"),
     "sandbox-server": Subcommand("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
     "runtime-server": Subcommand("verl.kit.swe.server", "serve repositories as runtimes over HTTP"),
     "retrieval-server": Subcommand("verl.kit.retrieval.server", "serve a search index over HTTP"),

@@ -286,7 +286,7 @@ def server_port_taken(lab: Lab, result: Result) -> None:
     """An environment server whose port another program has."""
     with _outputs() as (where, _), socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [*where.enter, sys.executable, "-m", "verl.kit.env_server.server", "--env", "shop", "--port", port]
+        command = [*where.enter, sys.executable, "-m", "verl.kit.openenv.server", "--env", "shop", "--port", port]
         done = subprocess.run(
             command, env=where.environment({}), capture_output=True, text=True, timeout=120, check=False
         )

@@ -305,7 +305,7 @@ def servers(setup: str) -> Iterator[list[str]]:
     try:
         for _ in range(2 if setup == "env" else 0):
             port = free_port()
-            command = [sys.executable, "-m", "verl.kit.env_server.server", "--env", "tests.chaos.parts:LookEnv"]
+            command = [sys.executable, "-m", "verl.kit.openenv.server", "--env", "tests.chaos.parts:LookEnv"]
             # no process of the run: it has neither the mark nor the temporary folder of the place
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             started.append(subprocess.Popen([*command, "--port", str(port)], cwd=ROOT, env=environment))

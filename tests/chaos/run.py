@@ -111,7 +111,7 @@ def wrap(stop: Stop) -> None:
     from verl.checkpoint import checkpoint
     from verl.envs.tools.runner import ToolRunner
     from verl.kit.agent.launcher import FunctionLauncher
-    from verl.kit.env_server.client import RemoteEnv
+    from verl.kit.openenv.remote import RemoteEnv
     from verl.rollout.pool import EnginePool
     from verl.scoring.pool import ScoringPool
     from verl.trainer import loop

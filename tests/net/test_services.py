@@ -15,7 +15,7 @@ from tests.support.service import free_port
 from tests.support.tiny import MINI
 from verl.envs.registry import build_env_factory
 from verl.errors import ServiceDownError
-from verl.kit.env_server.client import RemoteFactory
+from verl.kit.openenv.remote import RemoteFactory
 from verl.kit.retrieval.http_retriever import HttpRetriever
 from verl.kit.sandbox.client import RemoteSandbox
 from verl.net.services import check_services, check_urls

@@ -14,7 +14,7 @@ import pytest
 from scripts.make_env_tasks import main as make_env_tasks
 from scripts.play import main, read_message
 from tests.conftest import ROOT
-from tests.kit.env_server.test_env_server import buy
+from tests.kit.openenv.test_remote import buy
 from tests.support.episodes import call, run, say
 from verl.data.tasks import TaskSet
 from verl.envs.registry import build_env_factory, build_tasks

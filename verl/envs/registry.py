@@ -19,7 +19,7 @@ ENVS: Mapping[str, str] = {
     "openenv": "verl.kit.openenv.client:OpenEnvFactory",
     "agent": "verl.kit.agent.agent:AgentFactory",
     "verifiers": "verl.kit.verifiers.env:VerifiersFactory",
-    "remote": "verl.kit.env_server.client:RemoteFactory",
+    "remote": "verl.kit.openenv.remote:RemoteFactory",
 }
 _ADAPTER = "verl.kit.class_env.class_env:as_env_class"  # for plain classes
 

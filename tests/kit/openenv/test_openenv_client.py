@@ -23,7 +23,7 @@ from tests.support.foreign import foreign_python
 from tests.support.service import free_port, wait_for
 from verl.envs.registry import build_env_factory
 from verl.errors import ConfigError, ServiceDownError
-from verl.kit.openenv import client
+from verl.kit.openenv import sessions
 from verl.kit.openenv.client import OpenEnvFactory
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus
 
@@ -228,7 +228,7 @@ def test_episodes_wait_for_a_free_session_and_close_theirs() -> None:
 
 
 def test_a_server_that_stays_full_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "QUEUE_S", 0.3)
+    monkeypatch.setattr(sessions, "QUEUE_S", 0.3)
 
     async def run() -> None:
         async with scripted(guess, sessions=0) as url:
@@ -308,7 +308,7 @@ def test_our_own_server_is_one_of_them() -> None:
         await env.close()
         await factory.close()
 
-    with server("--env", "shop") as (place, _):
+    with server("--env", "shop", "--task-option", "count=4") as (place, _):
         asyncio.run(asyncio.wait_for(run(f"http://{place}"), 30))
 
 

@@ -25,7 +25,7 @@ from tests.support.episodes import call, play, say
 from tests.support.foreign import foreign_python
 from tests.support.service import free_port, wait_for
 from verl.envs.registry import build_env_factory, build_tasks
-from verl.kit.env_server import server as env_server
+from verl.kit.openenv import server as env_server
 from verl.kit.openenv.server import build_app
 from verl.net.services import TOKEN_VARIABLE
 from verl.types import Message
@@ -177,7 +177,10 @@ def test_a_bad_rpc_is_an_error(method: str, params: dict[str, Any], code: int, p
         found = rpc(client, method, **{"session_id": id, **params})
         assert found["code"] == code and problem in found["message"]
         assert client.post("/mcp", json=[1]).json()["error"]["code"] == -32600
-        assert client.post("/mcp", content="{").status_code == 400
+        as_json, listing = {"content-type": "application/json"}, '{"jsonrpc": "2.0", "id": 1, "method": "tools/list"}'
+        assert client.post("/mcp", content="{", headers=as_json).status_code == 422
+        as_text = client.post("/mcp", content=listing, headers={"content-type": "text/plain"}).json()
+        assert as_text["error"]["code"] == -32600, "a page of another site may send this without permission"
 
 
 def test_resets_select_tasks() -> None:
@@ -287,7 +290,7 @@ ROW = {"data_source": "odd", "prompt": [{"role": "user", "content": "Go."}], "re
 def server(*words: str, token: str | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """host:port of an OpenEnv server of ours in a process of its own."""
     port = free_port()
-    command = [sys.executable, "-m", "verl.kit.env_server.server", "--protocol", "openenv", "--port", str(port), *words]
+    command = [sys.executable, "-m", "verl.kit.openenv.server", "--port", str(port), *words]
     environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     environment |= {} if token is None else {TOKEN_VARIABLE: token}
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
@@ -386,10 +389,9 @@ def test_a_token_is_needed_and_pages_of_others_may_not_connect() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--env", "shop", "--data", "x.jsonl"], "--protocol openenv"),
-        (["--env", "shop", "--protocol", "openenv", "--data", "x.jsonl"], "no such file"),
-        (["--env", "single_turn", "--protocol", "openenv", "--task-option", "a=1"], "no bundled tasks"),
-        (["--env", "shop", "--protocol", "openenv", "--task-option", "a=1"], "no option 'a'"),
+        (["--env", "shop", "--data", "x.jsonl"], "no such file"),
+        (["--env", "single_turn", "--task-option", "a=1"], "no bundled tasks"),
+        (["--env", "shop", "--task-option", "a=1"], "no option 'a'"),
     ],
 )
 def test_a_server_that_cannot_start_says_why(

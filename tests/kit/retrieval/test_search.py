@@ -21,7 +21,7 @@ from tests.support.service import free_port, service
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.build import build_tools
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.kit.env_server import server as env_server
+from verl.kit.openenv import server as env_server
 from verl.kit.retrieval import server as retrieval_server
 from verl.kit.retrieval.bm25 import Bm25Retriever
 from verl.kit.retrieval.http_retriever import HttpRetriever

@@ -20,7 +20,7 @@ from tests.support.episodes import say
 from tests.support.service import free_port, service
 from verl.envs.registry import build_tasks
 from verl.errors import ServiceDownError
-from verl.kit.env_server.client import RemoteFactory
+from verl.kit.openenv.remote import RemoteFactory
 from verl.kit.retrieval.http_retriever import HttpRetriever
 from verl.kit.sandbox.client import RemoteSandbox
 from verl.kit.serving.health import TICKS, HealthWatch
@@ -182,9 +182,7 @@ def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() ->
             raise AssertionError("it is not used again")
         await remote.close()
 
-    with service(
-        "-m", "verl.kit.env_server.server", "--env", "shop", "--port", str(port), url=f"{url}/health"
-    ) as process:
+    with service("-m", "verl.kit.openenv.server", "--env", "shop", "--port", str(port), url=f"{url}/health") as process:
         run(scene(process.pid))
 
 

@@ -25,9 +25,9 @@ from starlette.types import Message, Scope
 
 from tests.conftest import ROOT
 from tests.support.service import free_port, listeners, service, wait_for
-from verl.envs.registry import build_env_factory
+from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import ConfigError, ServiceDownError
-from verl.kit.env_server import server as env_server
+from verl.kit.openenv import server as env_server
 from verl.kit.retrieval import server as retrieval_server
 from verl.kit.retrieval.search import Passage
 from verl.kit.sandbox import server as sandbox_server
@@ -262,7 +262,7 @@ SMALL = """
 import argparse, resource, sys
 from tests.kit.serving.test_serving import app
 from verl.kit.serving import serving
-from verl.kit.env_server import server as env_server
+from verl.kit.openenv import server as env_server
 from verl.kit.retrieval import server as retrieval_server
 serving.HEADER_S = serving.BODY_S = serving.WRITE_S = float(sys.argv[3])
 if sys.argv[4] != "0":
@@ -417,9 +417,9 @@ SERVERS: dict[str, tuple[Callable[[], FastAPI], str, object, int]] = {  # with a
         400,
     ),
     "environment": (
-        lambda: env_server.build_app("shop", build_env_factory("shop"), 60.0),
-        "/close",
-        {"episodes": ["unknown"]},
+        lambda: env_server.build_app("shop", build_env_factory("shop"), build_tasks("shop"), 60.0, 8),
+        "/step",
+        {"action": {"content": "Done."}},
         200,
     ),
     "retrieval": (lambda: retrieval_server.application(NoPassages(), 1), "/retrieve", {"query": "x"}, 200),
@@ -561,7 +561,7 @@ def test_all_three_servers_listen_to_this_machine_alone(tmp_path: Path) -> None:
     corpus.write_text('{"id": 1, "contents": "Rome"}')
     for command in (
         ("verl.kit.sandbox.server", "--isolation", "none", "--workers", "1"),
-        ("verl.kit.env_server.server", "--env", "shop"),
+        ("verl.kit.openenv.server", "--env", "shop"),
         ("verl.kit.retrieval.server", "--corpus", str(corpus)),
     ):
         port = free_port()

@@ -9,101 +9,30 @@ start alike.
 from __future__ import annotations
 
 import asyncio
-import json
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, WebSocketException
-
 from verl.envs.base import Observation, StepResult
-from verl.envs.clock import paused
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.functions import Toolbox
 from verl.envs.tools.runner import MAX_CHARS
 from verl.errors import ConfigError, ServiceDownError
-from verl.kit.env_server.wire import sendable
-from verl.kit.openenv.wire import ErrorCode, ProtocolError
-from verl.kit.serving.endpoints import Endpoint, EndpointPool
-from verl.net.services import service_headers
+from verl.kit.openenv.sessions import Answer, Connection, SessionPool
+from verl.kit.openenv.wire import ProtocolError
+from verl.kit.serving.endpoints import Endpoint
+from verl.kit.serving.messages import sendable
 from verl.text import as_text, shortened
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 ACT = "act"  # the tool of environments without an MCP server
-MAX_BYTES = 100 << 20  # of a message, as in the official client
-QUEUE_S = 600.0  # limit for a free session, if the server has fewer than the run uses
-CLOSE_S = 10.0
 _MCP_FIELDS = {"type", "tool_name", "arguments", "metadata"}
-Answer = Mapping[str, Any]
 
 
-class FullError(Exception):
-    """All sessions of a server are in use."""
-
-
-class Connection:
-    """One session. Raises ServiceDownError for a lost answer, ProtocolError for a refused message."""
-
-    def __init__(self, endpoint: Endpoint, socket: ClientConnection, timeout_s: float) -> None:
-        self._endpoint, self._socket, self._timeout_s = endpoint, socket, timeout_s
-        self._waits = False  # for an answer, which may have been lost
-
-    async def ask(self, type: str, data: Mapping[str, Any]) -> Answer:
-        self._waits = True
-        async with _faults(self._endpoint, self._timeout_s):
-            with suppress(ConnectionClosed):  # the reason may wait to be read
-                await self._socket.send(json.dumps({"type": type, "data": dict(data)}))
-            answer = json.loads(await self._socket.recv())
-        self._waits = False
-        if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
-            raise ServiceDownError(self._endpoint.name, f"not a message of OpenEnv: {str(answer)[:200]}")
-        found: Answer = answer["data"]
-        if answer.get("type") != "error":
-            return found
-        problem, code = str(found.get("message"))[:1000], str(found.get("code"))
-        if code == ErrorCode.CAPACITY_REACHED:
-            raise FullError(problem)
-        if code == ErrorCode.VALIDATION_ERROR:
-            raise ProtocolError(f"{problem} {found.get('errors', '')}".strip()[:1000])
-        raise ServiceDownError(self._endpoint.name, f"{code}: {problem}")
-
-    async def step(self, action: Mapping[str, Any]) -> Answer:
-        return await self.ask("step", action)
-
-    async def close(self) -> None:
-        """Until the server has ended the session, so that the next one finds it free. At once after a lost answer."""
-        if self._waits:
-            self._socket.transport.abort()
-        with suppress(WebSocketException, OSError, TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._socket.send('{"type": "close"}')
-                async for _ in self._socket:  # late answers, until the server closes
-                    pass
-        await self._socket.close()
-
-
-Opened = tuple[Connection, Answer, tuple[ToolSpec, ...]]
-
-
-@asynccontextmanager
-async def _faults(endpoint: Endpoint, timeout_s: float) -> AsyncIterator[None]:
-    """Raises ServiceDownError for a connection that fails, and past the limit."""
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit, endpoint.asked(WebSocketException, OSError, ValueError):
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise ServiceDownError(endpoint.name, f"no answer within timeout_s={timeout_s:g}") from error
-
-
-class OpenEnvFactory(EndpointPool):
+class OpenEnvFactory(SessionPool):
     """Episodes on OpenEnv servers.
 
     url:          of the server, or of several that share the tasks
@@ -126,59 +55,34 @@ class OpenEnvFactory(EndpointPool):
     ) -> None:
         if score not in ("sum", "last", "turns"):
             raise ConfigError(f"env.options.score={score} must be sum, last or turns")
-        super().__init__("OpenEnv server", url, "Start it, or correct env.options.url", health_timeout_s)
+        hint = "Start it, or correct env.options.url"
+        super().__init__("OpenEnv server", url, hint, max_sessions, timeout_s, health_timeout_s)
         self.text_field, self.shown_field, self.score = text_field, shown_field, score
-        self.slots = asyncio.Semaphore(max_sessions)
         self.gives_rewards = False  # whether any episode has received one
-        self._timeout_s = timeout_s
         self._schemas: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
 
     def __call__(self, task: Task) -> OpenEnv:
         return OpenEnv(task, self)
 
-    async def open(self, task: Task, reset: Mapping[str, Any]) -> Opened:
-        """A session after its reset, and the tools. Waits while all sessions are in use. Raises ServiceDownError."""
-        attempt, pause_s, end = 0, 0.1, asyncio.get_running_loop().time() + QUEUE_S
-        while True:
-            first = zlib.crc32(task.id.encode()) + attempt
-            opened = await self.first_answer(first, partial(self._open, reset))
-            if opened is not None:
-                return opened
-            if asyncio.get_running_loop().time() > end:
-                raise ServiceDownError(self._service, f"all sessions were in use for {QUEUE_S:g} s")
-            async with paused():
-                await asyncio.sleep(pause_s)
-            attempt, pause_s = attempt + 1, min(2.0, 2 * pause_s)
-
-    async def _open(self, reset: Mapping[str, Any], endpoint: Endpoint) -> Opened | None:
-        """None if all sessions are in use."""
-        address, headers = endpoint.url.replace("http", "ws", 1) + "/ws", service_headers()
-        async with _faults(endpoint, self._timeout_s):
-            socket = await connect(
-                address, additional_headers=headers, max_size=MAX_BYTES, proxy=None, ping_interval=None
-            )
-        connection = Connection(endpoint, socket, self._timeout_s)
+    async def start(self, reset: Mapping[str, Any], connection: Connection) -> tuple[Answer, tuple[ToolSpec, ...]]:
+        """The answer to a reset, and the tools."""
         try:
             answer = await connection.ask("reset", reset)
-            tools = () if self.text_field else await self._tools(endpoint, connection)
-        except BaseException as error:
-            await connection.close()
-            if isinstance(error, FullError):
-                return None
-            if isinstance(error, ProtocolError):
-                raise ServiceDownError(endpoint.name, f"reset refuses the row's extra_info: {error}") from error
-            raise
-        return connection, answer, tools
+            return answer, () if self.text_field else await self._tools(connection)
+        except ProtocolError as error:
+            problem = f"reset refuses the row's extra_info: {error}"
+            raise ServiceDownError(connection.endpoint.name, problem) from error
 
-    async def _tools(self, endpoint: Endpoint, connection: Connection) -> tuple[ToolSpec, ...]:
-        action = await self._action_schema(endpoint)
+    async def _tools(self, connection: Connection) -> tuple[ToolSpec, ...]:
+        action = await self._action_schema(connection.endpoint)
         fields = {name: each for name, each in action.get("properties", {}).items() if name != "metadata"}
         if set(fields) - _MCP_FIELDS and "tool_name" not in fields:
             description = action.get("description") or "Take one step in the environment."
             return (ToolSpec(ACT, description, {**action, "properties": fields}),)
-        listed = (await connection.step({"type": "list_tools"})).get("observation", {}).get("tools", [])
+        listed = (await connection.ask("step", {"type": "list_tools"})).get("observation", {}).get("tools", [])
         if not listed:
-            raise ServiceDownError(endpoint.name, "the environment lists no tools; set text_field for one without")
+            problem = "the environment lists no tools; set text_field for one without"
+            raise ServiceDownError(connection.endpoint.name, problem)
         return await _with_schemas(listed, connection)
 
     async def _action_schema(self, endpoint: Endpoint) -> Mapping[str, Any]:
@@ -221,15 +125,9 @@ class OpenEnv:
         self._num_steps = 0
 
     async def reset(self) -> Observation:
-        async with paused():
-            await self._factory.slots.acquire()
-        try:
-            seed = {"seed": zlib.crc32(self._task.id.encode())}
-            opened = await self._factory.open(self._task, {**seed, **self._task.extra})
-        except BaseException:
-            self._factory.slots.release()
-            raise
-        self._connection, answer, tools = opened
+        reset = {"seed": zlib.crc32(self._task.id.encode()), **self._task.extra}
+        begun = await self._factory.begin(self._task.id, partial(self._factory.start, reset))
+        self._connection, (answer, tools) = begun
         self._toolbox = Toolbox(tools)
         text = self._shown(answer)
         *before, last = self._task.prompt
@@ -265,12 +163,9 @@ class OpenEnv:
         return Score(total, {"return": total})
 
     async def close(self) -> None:
-        if self._connection is not None:
-            try:
-                await self._connection.close()
-            finally:
-                self._connection = None
-                self._factory.slots.release()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await self._factory.end(connection)
 
     async def _act_by_text(self, text: str) -> StepResult:
         assert self._factory.text_field is not None
@@ -291,7 +186,7 @@ class OpenEnv:
     async def _take(self, action: Mapping[str, Any]) -> Answer:
         """Never retried: a step whose answer was lost may have been applied."""
         assert self._connection is not None, "reset comes first"
-        answer = await self._connection.step(action)
+        answer = await self._connection.ask("step", action)
         if problem := answer.get("observation", {}).get("error") if "tool_name" in action else None:
             raise ToolError(problem.get("message", str(problem)) if isinstance(problem, dict) else str(problem))
         self._num_steps += 1

@@ -1,31 +1,39 @@
-"""Serves any environment of ours in OpenEnv's protocol (wire.py), for the clients of openenv.
+"""Serves any environment of ours, for the clients of openenv and for `env.name=remote` (wire.py).
 
-    toolrl env-server --protocol openenv --env shop [--data tasks.jsonl] [--task-option key=value ..]
+    toolrl env-server --env shop [--option key=value ..] [--host 127.0.0.1] [--port 8100] [--idle-s 1800]
+        [--data tasks.jsonl] [--task-option key=value ..]
 
-A session plays one episode at a time. `reset` selects a task, an observation holds the messages for the policy and the
-tools, and an action is the policy's message or a call. The reward of a step is its turn reward, if any; the last step,
-with `done`, adds the environment's verdict. A message without calls is an answer: most environments end with it.
+A session plays one episode at a time. For openenv's clients `reset` selects a task, an observation has the messages for
+the policy and the tools, and an action is the policy's message or a call. The reward of a step is its turn reward, if
+any; the last step, with `done`, adds the environment's verdict. A message without calls is an answer: most environments
+end with it. Any client that can reach the port can play: beyond localhost a token is required.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request, WebSocket, WebSocketDisconnect
+from fastapi import Body, FastAPI, HTTPException, WebSocket, WebSocketDisconnect
 
 from verl.data.tasks import TaskSet
 from verl.envs.base import EnvFactory
+from verl.envs.registry import build_env_factory, build_tasks
+from verl.errors import VerlError
 from verl.kit.openenv.held import HeldSessions
 from verl.kit.openenv.session import Session, TaskDraw, answer, check_task, error_response
 from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, StepRequest
-from verl.kit.serving.serving import new_app
+from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.registry import option
 from verl.types import Task
 
+MAX_SESSIONS = 4000  # connections, of which a server holds up to half of its descriptors
 _INBOX = 8  # messages of a session that wait for their turn
 _log = logging.getLogger(__name__)
 
@@ -88,6 +96,8 @@ class Sessions:
                     return
                 await _send(websocket, response)
         _log.warning("closing an idle session")
+        with suppress(RuntimeError, WebSocketDisconnect):  # it may have left
+            await websocket.close(reason=f"idle for more than {self._idle_s:g} s")
 
 
 async def _receive(websocket: WebSocket, inbox: asyncio.Queue[str]) -> None:
@@ -129,11 +139,8 @@ def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: flo
         await sessions.serve(websocket)
 
     @app.post("/mcp")
-    async def mcp(request: Request) -> dict[str, Any]:
-        try:
-            return await sessions.held.answer(await request.json())
-        except ValueError as error:
-            raise HTTPException(400, f"the body is not JSON: {error}") from error
+    async def mcp(body: Annotated[Any, Body()]) -> dict[str, Any]:
+        return await sessions.held.answer(body)
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
@@ -175,3 +182,33 @@ async def _http_errors() -> AsyncIterator[None]:
     except Exception as error:
         _log.exception("an environment raised")
         raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if it cannot start."""
+    parser = argparse.ArgumentParser(prog="toolrl env-server", description="Serve an environment over HTTP.")
+    parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
+    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
+    add_serving_arguments(parser, port=8100, max_body_mib=64)
+    parser.add_argument("--data", help="data file of tasks, for clients of openenv")
+    parser.add_argument("--task-option", type=option, action="append", default=[], help="of bundled tasks, likewise")
+    parser.add_argument("--idle-s", type=positive_float, default=1800.0, help="close episodes idle for this long")
+    parser.add_argument("--max-episodes", type=positive_int, default=MAX_SESSIONS, help="max open episodes")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    tasks: Sequence[Task] = ()
+    try:
+        factory = build_env_factory(arguments.env, dict(arguments.option))
+        if arguments.data:
+            tasks = read_tasks(arguments.data, factory)
+        elif arguments.task_option:
+            tasks = build_tasks(arguments.env, dict(arguments.task_option))
+    except VerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    app = build_app(arguments.env, factory, tasks, arguments.idle_s, arguments.max_episodes)
+    return serve(app, serving_config(arguments), websockets=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,10 +17,24 @@ from verl.data.messages import as_openai
 from verl.data.tasks import to_task
 from verl.envs.base import Env, EnvFactory, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory
-from verl.errors import DataError
-from verl.kit.env_server.wire import sendable
+from verl.errors import DataError, ServiceDownError
 from verl.kit.openenv.mcp import rpc_response, tool_result
-from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, as_tool, observed, problems_of
+from verl.kit.openenv.wire import (
+    Action,
+    ErrorCode,
+    ProtocolError,
+    ResetData,
+    Start,
+    Started,
+    Step,
+    Stepped,
+    Verdict,
+    as_json,
+    as_tool,
+    observed,
+    problems_of,
+)
+from verl.kit.serving.messages import sendable
 from verl.kit.serving.serving import MAX_VALUES
 from verl.text import utf8
 from verl.types import Message, Task, ToolSpec
@@ -47,7 +61,9 @@ class TaskDraw:
         if data.row is not None:
             return self._own(data.row)
         if not self._tasks:
-            raise ProtocolError("this server has no tasks: start it with --data FILE, or send `row` with the reset")
+            raise ProtocolError(
+                "this server has no tasks: start it with --data FILE or --task-option, or send `row` with the reset"
+            )
         if data.index is not None and data.index >= len(self._tasks):
             raise ProtocolError(f"there is no task {data.index}; indices are 0 to {len(self._tasks) - 1}")
         chosen = data.seed if data.index is None else data.index
@@ -77,20 +93,13 @@ class Session:
 
     async def reset(self, data: ResetData) -> dict[str, Any]:
         """Starts an episode. Raises ProtocolError, and what the environment raises."""
-        await self.close()
-        task = self._tasks.draw(data)
-        self.state = {"episode_id": data.episode_id or uuid4().hex, "step_count": 0, "task_id": task.id}
-        env = self._env = self._factory(task)
-        initial = await env.reset()
-        self._done = False
+        initial = await self._begin(self._tasks.draw(data), data.episode_id)
         self._tools = {spec.name: spec for spec in initial.tools}
         return observed(self._observation(initial))
 
     async def step(self, action: Action) -> dict[str, Any]:
         """Raises ProtocolError, and what the environment raises."""
-        env = self._env
-        if env is None:
-            raise ProtocolError("reset comes first: it selects the task, which determines the tools")
+        env = self._running()
         if action.type == "list_tools":
             return observed({"tools": self._listed_tools()}, done=self._done)
         if self._done:
@@ -105,6 +114,29 @@ class Session:
             return observed({"tool_name": action.tool_name, "result": text, "error": None}, reward, result.done)
         added = {"tools": [as_tool(spec) for spec in result.tools]} if result.tools else {}
         return observed({"messages": _openai(result.messages), **added}, reward, result.done)
+
+    async def answer_own(self, type: str, data: dict[str, Any]) -> dict[str, Any]:
+        """To a message of env.name=remote. Raises ProtocolError, and what the environment raises."""
+        match type:
+            case "toolrl/start":
+                observation = await self._begin(Start.model_validate(data).task)
+                return as_json(Started(observation=observation, judges=isinstance(self._env, Judge)))
+            case "toolrl/step":
+                return as_json(Stepped(result=await self._running().step(Step.model_validate(data).message)))
+            case "toolrl/judge" if isinstance(env := self._running(), Judge):
+                return as_json(Verdict(score=await env.judge()))
+        raise ProtocolError(f"unknown message type {type!r}", ErrorCode.UNKNOWN_TYPE)
+
+    async def _begin(self, task: Task, id: str | None = None) -> Observation:
+        await self.close()
+        self.state = {"episode_id": id or uuid4().hex, "step_count": 0, "task_id": task.id}
+        self._env, self._done = self._factory(task), False
+        return await self._env.reset()
+
+    def _running(self) -> Env:
+        if self._env is None:
+            raise ProtocolError("reset comes first: it selects the task, which determines the tools")
+        return self._env
 
     async def close(self) -> None:
         """Ends the episode."""
@@ -146,6 +178,8 @@ async def answer(session: Session, text: str) -> dict[str, Any] | None:
         return error_response(problems_of(error), ErrorCode.VALIDATION_ERROR)
     except ProtocolError as error:
         return error_response(str(error), error.code)
+    except ServiceDownError as error:
+        return error_response(error.problem, ErrorCode.EXECUTION_ERROR, error.service)
     except Exception as error:  # noqa: BLE001  user code may raise anything: an error of this episode
         _log.exception("an environment raised")
         return error_response(f"{type(error).__name__}: {error}", ErrorCode.EXECUTION_ERROR)
@@ -177,8 +211,10 @@ async def _response(session: Session, message: dict[str, Any]) -> dict[str, Any]
         case "close":
             return None
         case other:
-            raise ProtocolError(f"unknown message type {other!r}", ErrorCode.UNKNOWN_TYPE)
+            return {"type": "toolrl", "data": await session.answer_own(str(other), data)}
 
 
-def error_response(problem: str, code: ErrorCode) -> dict[str, Any]:
-    return {"type": "error", "data": {"message": utf8(problem), "code": code}}
+def error_response(problem: str, code: ErrorCode, service: str | None = None) -> dict[str, Any]:
+    """service: the one that is down, of which the environment told"""
+    named = {} if service is None else {"service": service}
+    return {"type": "error", "data": {"message": utf8(problem), "code": code, **named}}

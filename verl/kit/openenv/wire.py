@@ -8,19 +8,27 @@
     {"type": "close"}                         closes the connection
                                               {"type": "error", "data": {message, code}}
 
+Between our server and `env.name=remote` (remote.py) episodes have tasks of the client and whole results:
+
+    {"type": "toolrl/start", "data": Start}   {"type": "toolrl", "data": Started}
+    {"type": "toolrl/step", "data": Step}     {"type": "toolrl", "data": Stepped}
+    {"type": "toolrl/judge"}                  {"type": "toolrl", "data": Verdict}
+
 Actions and observations are objects of the environment's own; those of MCP environments are `list_tools` and
 `call_tool`. Source: openenv/core/env_server/types.py, mcp_types.py and http_server.py of the package.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from verl.types import Message, ToolCall, ToolSpec
+from verl.envs.base import Observation, StepResult
+from verl.types import Message, Score, Task, ToolCall, ToolSpec
 
 
 class ErrorCode(StrEnum):
@@ -118,3 +126,35 @@ def as_tool(spec: ToolSpec) -> dict[str, Any]:
 
 def observed(observation: Mapping[str, Any], reward: float | None = None, done: bool = False) -> dict[str, Any]:
     return {"observation": dict(observation), "reward": reward, "done": done}
+
+
+class Own(BaseModel):
+    """A message with our types, which pydantic reads and writes."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # like Python's json: a policy may write 1e999
+
+
+class Start(Own):
+    task: Task
+
+
+class Started(Own):
+    observation: Observation
+    judges: bool  # whether the environment has verdicts
+
+
+class Step(Own):
+    message: Message
+
+
+class Stepped(Own):
+    result: StepResult
+
+
+class Verdict(Own):
+    score: Score | None
+
+
+def as_json(message: BaseModel) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(message.model_dump_json())
+    return data

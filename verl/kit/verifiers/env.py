@@ -16,7 +16,7 @@ from uuid import uuid4
 from verl.data.messages import read_messages, read_tools
 from verl.envs.base import Observation, StepResult
 from verl.errors import DataError, ServiceDownError
-from verl.kit.env_server.wire import sendable
+from verl.kit.serving.messages import sendable
 from verl.kit.verifiers.process import Line, WorkerProcess
 from verl.types import Message, Score, Task, ToolSpec, ToolStatus, ToolUse
 

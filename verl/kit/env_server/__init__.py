@@ -1,1 +1,0 @@
-"""Any environment over HTTP: server and client."""
