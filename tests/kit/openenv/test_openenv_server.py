@@ -179,8 +179,8 @@ def test_a_bad_rpc_is_an_error(method: str, params: dict[str, Any], code: int, p
         assert client.post("/mcp", json=[1]).json()["error"]["code"] == -32600
         as_json, listing = {"content-type": "application/json"}, '{"jsonrpc": "2.0", "id": 1, "method": "tools/list"}'
         assert client.post("/mcp", content="{", headers=as_json).status_code == 422
-        as_text = client.post("/mcp", content=listing, headers={"content-type": "text/plain"}).json()
-        assert as_text["error"]["code"] == -32600, "a page of another site may send this without permission"
+        plain = client.post("/mcp", content=listing, headers={"content-type": "text/plain"})
+        assert plain.status_code == 422, "a page of another site may send this without permission"
 
 
 def test_resets_select_tasks() -> None:
@@ -345,20 +345,11 @@ def test_a_full_server_says_so() -> None:
         with client.websocket_connect("/ws") as second:
             assert second.receive_json()["data"]["code"] == "CAPACITY_REACHED"
             assert second.receive()["type"] == "websocket.close"
-        assert client.post("/reset").status_code == 429
         assert client.get("/health").json() == {"status": "healthy", "sessions": 1}
 
 
-def test_requests_without_a_session_are_episodes_of_their_own() -> None:
-    tasks = build_tasks("shop", {"count": COUNT})
-    with TestClient(build_app("shop", build_env_factory("shop"), tasks, 60.0, 8)) as client:
-        opening = client.post("/reset", json={"index": 1}).json()
-        assert opening["observation"]["messages"][-1]["content"] == tasks[1].prompt[-1].content
-        step = client.post("/step", json={"action": {"content": "Done."}, "reset": {"index": 1}})
-        assert step.json() == {"observation": {"messages": []}, "reward": 0.0, "done": True}
-        assert client.post("/reset", json={"index": COUNT}).status_code == 422
-        assert client.post("/step", json={"action": {"fly": 1}}).status_code == 422
-        assert client.get("/state").json() == {"episode_id": None, "step_count": 0}
+def test_the_server_describes_itself() -> None:
+    with shop() as client:
         assert "tool_calls" in client.get("/schema").json()["action"]["properties"]
         assert client.get("/metadata").json()["name"] == "shop"
 

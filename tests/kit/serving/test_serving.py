@@ -25,7 +25,7 @@ from starlette.types import Message, Scope
 
 from tests.conftest import ROOT
 from tests.support.service import free_port, listeners, service, wait_for
-from verl.envs.registry import build_env_factory, build_tasks
+from verl.envs.registry import build_env_factory
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.openenv import server as env_server
 from verl.kit.retrieval import server as retrieval_server
@@ -417,9 +417,9 @@ SERVERS: dict[str, tuple[Callable[[], FastAPI], str, object, int]] = {  # with a
         400,
     ),
     "environment": (
-        lambda: env_server.build_app("shop", build_env_factory("shop"), build_tasks("shop"), 60.0, 8),
-        "/step",
-        {"action": {"content": "Done."}},
+        lambda: env_server.build_app("shop", build_env_factory("shop"), (), 60.0, 8),
+        "/mcp",
+        {"jsonrpc": "2.0", "method": "openenv/session/create"},
         200,
     ),
     "retrieval": (lambda: retrieval_server.application(NoPassages(), 1), "/retrieve", {"query": "x"}, 200),

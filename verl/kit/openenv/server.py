@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI, HTTPException, WebSocket, WebSocketDisconnect
+from fastapi import Body, FastAPI, WebSocket, WebSocketDisconnect
 
 from verl.data.tasks import TaskSet
 from verl.envs.base import EnvFactory
@@ -28,7 +28,7 @@ from verl.envs.registry import build_env_factory, build_tasks
 from verl.errors import VerlError
 from verl.kit.openenv.held import HeldSessions
 from verl.kit.openenv.session import Session, TaskDraw, answer, check_task, error_response
-from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError, ResetData, StepRequest
+from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError
 from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.registry import option
 from verl.types import Task
@@ -120,7 +120,7 @@ def read_tasks(source: str, factory: EnvFactory) -> Sequence[Task]:
 
 
 def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: float, max_sessions: int) -> FastAPI:
-    """POST /reset and /step are episodes of their own, without a session: of no step, and of one. POST /mcp: mcp.py"""
+    """POST /mcp: mcp.py"""
     draw = TaskDraw(tasks, factory)
     sessions = Sessions(factory, draw, idle_s, max_sessions)
 
@@ -139,7 +139,7 @@ def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: flo
         await sessions.serve(websocket)
 
     @app.post("/mcp")
-    async def mcp(body: Annotated[Any, Body()]) -> dict[str, Any]:
+    async def mcp(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
         return await sessions.held.answer(body)
 
     @app.get("/health")
@@ -155,33 +155,7 @@ def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: flo
         anything = {"type": "object", "additionalProperties": True}
         return {"action": Action.model_json_schema(), "observation": anything, "state": anything}
 
-    @app.get("/state")
-    async def state() -> dict[str, Any]:
-        return Session(factory, draw).state
-
-    @app.post("/reset")
-    async def reset(data: ResetData | None = None) -> dict[str, Any]:
-        async with _http_errors(), sessions.open() as session:
-            return await session.reset(data or ResetData())
-
-    @app.post("/step")
-    async def step(request: StepRequest) -> dict[str, Any]:
-        async with _http_errors(), sessions.open() as session:
-            await session.reset(request.reset)
-            return await session.step(request.action)
-
     return app
-
-
-@asynccontextmanager
-async def _http_errors() -> AsyncIterator[None]:
-    try:
-        yield
-    except ProtocolError as error:
-        raise HTTPException(429 if error.code == ErrorCode.CAPACITY_REACHED else 422, str(error)) from error
-    except Exception as error:
-        _log.exception("an environment raised")
-        raise HTTPException(500, f"{type(error).__name__}: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

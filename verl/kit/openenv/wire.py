@@ -112,13 +112,6 @@ class Action(Strict):
         return Message("assistant", self.content, tuple(calls))
 
 
-class StepRequest(Strict):
-    """POST /step: an episode of one step. reset: selects its task"""
-
-    action: Action
-    reset: ResetData = ResetData()
-
-
 def as_tool(spec: ToolSpec) -> dict[str, Any]:
     """A tool in OpenEnv's layout."""
     return {"name": spec.name, "description": spec.description, "input_schema": dict(spec.parameters)}
