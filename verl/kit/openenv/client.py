@@ -126,8 +126,8 @@ class OpenEnv:
 
     async def reset(self) -> Observation:
         reset = {"seed": zlib.crc32(self._task.id.encode()), **self._task.extra}
-        begun = await self._factory.begin(self._task.id, partial(self._factory.start, reset))
-        self._connection, (answer, tools) = begun
+        opened = await self._factory.begin(self._task.id, partial(self._factory.start, reset))
+        self._connection, (answer, tools) = opened
         self._toolbox = Toolbox(tools)
         text = self._shown(answer)
         *before, last = self._task.prompt

@@ -130,9 +130,9 @@ class SessionPool(EndpointPool):
     ) -> tuple[Connection, Start]:
         pause_s, end = 0.1, asyncio.get_running_loop().time() + QUEUE_S
         while True:
-            begun = await self.first_answer(first, partial(self._begin_on, start))
-            if begun is not None:
-                return begun
+            opened = await self.first_answer(first, partial(self._begin_on, start))
+            if opened is not None:
+                return opened
             if asyncio.get_running_loop().time() > end:
                 raise ServiceDownError(self._service, f"all sessions were in use for {QUEUE_S:g} s")
             async with paused():
