@@ -215,6 +215,6 @@ async def _response(session: Session, message: dict[str, Any]) -> dict[str, Any]
 
 
 def error_response(problem: str, code: ErrorCode, service: str | None = None) -> dict[str, Any]:
-    """service: the one that is down, of which the environment told"""
+    """service: the one that is down, as the environment reports"""
     named = {} if service is None else {"service": service}
     return {"type": "error", "data": {"message": utf8(problem), "code": code, **named}}

@@ -36,7 +36,7 @@ class Connection:
     def __init__(self, endpoint: Endpoint, socket: ClientConnection, timeout_s: float) -> None:
         self.endpoint = endpoint
         self._socket, self._timeout_s = socket, timeout_s
-        self._num_waiting = 0  # answers, in the order of the messages; nobody waits any more for all but the last
+        self._num_waiting = 0  # answers, in the order of the messages; those before the last are dropped
 
     async def ask(self, type: str, data: Mapping[str, Any], limited: bool = True) -> Answer:
         """limited: by the limit per request"""
