@@ -16,6 +16,7 @@ from scripts.make_env_tasks import to_row
 from tests.chat.test_chat import TEMPLATES, with_template
 from tests.conftest import ROOT
 from tests.episodes.test_episode import Speaker
+from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.tau2.test_env_tau2 import small_domain, small_task
 from tests.support.tiny import MINI
 from verl.chat.template import ChatTemplate
@@ -40,6 +41,7 @@ from verl.types import Message, Task, Trajectory
 CHAT = ("env.name=tool", "env.tool_call_format=hermes")
 FENCE = ("recipe=torl", "sandbox.isolation=none")
 OTHER = ("env.name=shop", "env.tool_call_format=hermes")
+SWE = ("env.name=swe", "env.tool_call_format=xml")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,9 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         ((*OTHER, "env.max_concurrent_calls=3"), "env.max_concurrent_calls=3 has no effect"),
         ((*OTHER, "sandbox.timeout_s=3"), "sandbox.* has no effect: none of env.tools runs code"),
         ((*CHAT, "env.tools=[calculator]", "sandbox.num_workers=3"), "none of env.tools runs code"),
+        ((*SWE, "sandbox.isolation=none"), "env.name=swe uses sandbox.isolation=strict alone"),
+        ((*SWE, "sandbox.isolation=strict", "sandbox.memory_mib=99"), "env.name=swe uses sandbox.isolation=strict"),
+        ((*SWE, "sandbox.isolation=strict", "env.options={urls: ['http://x']}"), "needs runtimes on this machine"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.num_workers=3"), "sandbox.num_workers=3 has no effect"),
         (("recipe=torl", "sandbox.urls=['http://x']", "sandbox.isolation=none"), "sandbox.isolation=none has no eff"),
         (("recipe=torl", "sandbox.urls=['x:1']"), "sandbox.urls must be such as"),
@@ -304,3 +309,24 @@ def test_turns_in_which_the_calls_cannot_be_made_are_refused(words: tuple[str, .
     message = rf"env.max_turns={turns} is too small for env.max_tool_calls={calls}: .* need {needed} assistant turns"
     with pytest.raises(ConfigError, match=message):
         check_names(env, None)
+
+
+@pytest.mark.parametrize("isolation", ["strict", "bubblewrap"])
+def test_strict_isolation_holds_for_runtimes(
+    chat: ChatTemplate, isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no cgroup can be made, strict isolation refuses to start them; rows may name the environment, too."""
+    need_bubblewrap()
+    monkeypatch.setattr("verl.kit.swe.local.find_cgroups", lambda: None)
+    monkeypatch.setattr("verl.trainer.builders.env.build_sandbox", lambda *_: object())  # of the tool
+    of_row = Task("0", (Message("user", "x"),), "", "swe", env="swe")
+    words = f"sandbox.isolation={isolation}"
+    tools = built(chat, ("env.name=tool", "env.tool_call_format=toolrl", "env.tools=[python]", words))
+    assert tools is not None and isinstance(tools.envs, TaskEnvs)
+    if isolation == "strict":
+        with pytest.raises(ConfigError, match="no cgroup can be created for runtimes"):
+            built(chat, (*SWE, words))
+        with pytest.raises(DataError, match="no cgroup can be created for runtimes"):
+            tools.envs.factory_of(of_row)
+    else:
+        assert built(chat, (*SWE, words)) is not None and tools.envs.factory_of(of_row) is not None

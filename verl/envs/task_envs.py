@@ -1,6 +1,7 @@
 """Per-task environments: the run's default, or the one named in the row."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from verl.envs.base import Env, EnvFactory, HasInitialObservation, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
@@ -20,10 +21,13 @@ def check_offered(task: Task, initial: Observation, env: str) -> None:
 
 
 class TaskEnvs:
-    """Dispatches each task to the factory of its environment: the run's, or that of its row, with default options."""
+    """Dispatches each task to the factory of its environment: the run's, or that of its row, with default options.
 
-    def __init__(self, name: str, default: EnvFactory) -> None:
-        self._name = name
+    options: of environments that rows name, where the run's settings decide them
+    """
+
+    def __init__(self, name: str, default: EnvFactory, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._name, self._options = name, options or {}
         self._factories = {name: default}
 
     def name_of(self, task: Task) -> str:
@@ -34,7 +38,7 @@ class TaskEnvs:
         name = self.name_of(task)
         if name not in self._factories:
             try:
-                self._factories[name] = build_env_factory(name)
+                self._factories[name] = build_env_factory(name, self._options.get(name))
             except ConfigError as error:
                 hint = "Set env.name=tool with env.tools, and name the others in their rows" if name == "tool" else ""
                 raise DataError(str(error), "an environment of docs/environments.md", hint, field="env") from error

@@ -227,6 +227,7 @@ class SweFactory(EnvFactory):
     soft_timeout_s: after which a command is reported as running; the agent may wait for it, or interrupt it
     max_starting, max_running, max_scoring: runtimes that start, agents at work, patches that are scored at a time
     share_verdicts: score equal patches of one task once; for tests whose outcome is always the same
+    require_cgroup: refuse to start runtimes without cgroups; sandbox.isolation=strict sets it
     """
 
     def __init__(
@@ -256,7 +257,8 @@ class SweFactory(EnvFactory):
             )
         if require_cgroup and (urls or deployment):
             raise ConfigError(
-                "environment 'swe': require_cgroup needs runtimes on this machine: no urls, no deployment"
+                "environment 'swe': sandbox.isolation=strict (require_cgroup) needs runtimes on this machine: no urls "
+                "(toolrl runtime-server --require-cgroup), no deployment"
             )
         if prepared and deployment:
             raise ConfigError("environment 'swe': give prepared (folders) or deployment (images), not both")

@@ -37,6 +37,7 @@ from verl.utils.reward_score.base import Reward, TaskCheckingReward
 # Fraction of a call's deadline after which a dead sandbox is reported; later it would count as the policy's timeout.
 _HEALTH_SHARE = 0.8
 AUTO = "auto"
+STRICT = "strict"  # sandbox.isolation
 _RETRIES = 2  # of an episode after a service failure, as of a tool call: enough for a restart, not for an outage
 _SLOWEST_STEPS = 4  # an episode may take as long as this many of its slowest steps
 _ANY_TOOL = ToolSpec("any", "", {"type": "object", "properties": {"argument": {"type": "string"}}})
@@ -57,10 +58,12 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
         tool_call_format = tool_call_format.bound(chat)
     sandbox_timeout_s = min(health_timeout_s, _HEALTH_SHARE * env.tool_timeout_s)
     pool = build_sandbox(sandbox, sandbox_timeout_s) if any(_runs_code(each) for each in env.tools) else None
-    if pool is None and sandbox != SandboxConfig():
-        raise ConfigError("sandbox.* has no effect: none of env.tools runs code")
+    if pool is None and sandbox != _sandbox_of_runtimes(env, sandbox):
+        own = "; env.name=swe uses sandbox.isolation=strict alone" if env.name == "swe" else ""
+        raise ConfigError(f"sandbox.* has no effect: none of env.tools runs code{own}")
     max_runs = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
-    envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s)
+    options = {"swe": {"require_cgroup": True}} if sandbox.isolation == STRICT else {}
+    envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s, options)
     observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
     max_turns = turn_limit(env, tool_call_format)
     if max_turns > 1 and env.name != "agent":  # fails early if the chat template has no tool turns
@@ -68,7 +71,7 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     if isinstance(envs, ToolEnvFactory | ClassFactory):
         check_tools(chat, tool_call_format, envs.specs)
     return EpisodeRunner(
-        TaskEnvs(env.name, envs),
+        TaskEnvs(env.name, envs, options),
         observations,
         EpisodeLimits(
             max_turns=max_turns,
@@ -96,7 +99,7 @@ def single_turn_runner(chat: ChatTemplate, max_tokens: int, tool_call_format: To
 def category_runner(config: Config, env: EnvConfig, chat: ChatTemplate) -> EpisodeRunner:
     """The episode runner of a benchmark category with this environment. Raises ConfigError like
     `build_episode_runner`, and for a chat template that does not list tools if the format needs it."""
-    sandbox = config.sandbox if env.tools else SandboxConfig()
+    sandbox = config.sandbox if env.tools else _sandbox_of_runtimes(env, config.sandbox)
     runner = build_episode_runner(replace(config, env=env, sandbox=sandbox), chat)
     if env.multi_turn:
         check_tools(chat, runner.observations.tool_call_format)
@@ -228,9 +231,14 @@ def build_sandbox(config: SandboxConfig, health_timeout_s: float = 30.0) -> Sand
     make: Callable[..., Sandbox] = resolve("sandbox", "remote" if config.urls else "local", SANDBOXES)
     if config.urls:
         return make(config.urls, patience_s=health_timeout_s, limits=limits, health_timeout_s=health_timeout_s)
-    strict = config.isolation == "strict"
+    strict = config.isolation == STRICT
     isolation = "bubblewrap" if strict else config.isolation
     return make(_workers(config), isolation, limits=limits, require_cgroup=strict)
+
+
+def _sandbox_of_runtimes(env: EnvConfig, sandbox: SandboxConfig) -> SandboxConfig:
+    """The settings that an environment without env.tools uses: the default ones, or strict isolation of runtimes."""
+    return SandboxConfig(isolation=STRICT) if (env.name, sandbox.isolation) == ("swe", STRICT) else SandboxConfig()
 
 
 def _workers(config: SandboxConfig) -> int:
@@ -243,9 +251,14 @@ def _runs_code(tool: str | Mapping[str, Any]) -> bool:
 
 
 def _build_envs(
-    env: EnvConfig, tool_call_format: ToolCallFormat, sandbox: Sandbox | None, max_runs: int, health_timeout_s: float
+    env: EnvConfig,
+    tool_call_format: ToolCallFormat,
+    sandbox: Sandbox | None,
+    max_runs: int,
+    health_timeout_s: float,
+    options: Mapping[str, Mapping[str, Any]],
 ) -> EnvFactory:
-    """max_runs: concurrent sandbox executions"""
+    """max_runs: concurrent sandbox executions. options: by environment, beside env.options, which cannot undo them"""
     if env.name != "tool":
         if env.tools:
             raise ConfigError(f"env.tools needs env.name=tool; env.name={env.name} has its own tools")
@@ -255,7 +268,7 @@ def _build_envs(
         elif env.name == "agent":
             own = {name: getattr(env, name) for name in ("agent", "command", "python", "on_sampling")}
             own = {**own, "max_concurrent": env.max_concurrent_calls}
-        return build_env_factory(env.name, {**own, **env.options})
+        return build_env_factory(env.name, {**own, **env.options, **options.get(env.name, {})})
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")
     if not env.tools:
