@@ -65,9 +65,11 @@ from verl.trainer.builders.workers import (
     start_engine,
     start_workers,
     warn_of_slow_dtype,
+    with_num_seqs,
 )
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
+from verl.workers.memory import ModelShape
 from verl.workers.rank import TrainingRank
 
 
@@ -663,6 +665,16 @@ def test_colocated_engines_get_what_the_largest_rank_leaves() -> None:
     assert share_beside(load_config(["rollout.gpu_memory_utilization=0.5"]), ranks_holding(99.0)) == 0.5
     with pytest.raises(ConfigError, match=r"holds 100.0 of the GPU's 100.0 GiB .* actor.offload=optimizer"):
         share_beside(load_config([]), ranks_holding(98.0))
+
+
+def test_many_sequences_are_the_default_of_engines_whose_cache_holds_them() -> None:
+    """On GPUs of 100 GiB, 2,048 sequences of 256 + 64 tokens, 4 kB each: 2.5 GiB."""
+    shape = ModelShape(1_000_000, 0, 0, 8, 512, 8, 512, 128, 2048, 1000, 2, False)
+    ranks: Any = SimpleNamespace(call=lambda method: [shape if method is TrainingRank.policy_shape else 100 * 2**30])
+    config = load_config(["rollout.n=4", "data.max_prompt_length=1024", "data.max_response_length=64"])
+    assert [with_num_seqs(config, ranks, share).rollout.max_num_seqs for share in (0.5, 0.02)] == [2048, None]
+    given = replace(config, rollout=replace(config.rollout, max_num_seqs=64))
+    assert with_num_seqs(given, ranks, 0.5) is given
 
 
 def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:

@@ -210,7 +210,7 @@ class RolloutConfig:
     placement: str = "auto"  # colocated (on the trainer's devices) | separate | auto (separate if max_staleness > 0)
     num_engines: int | None = None  # default: as many as fit the trainer's ranks
     tensor_model_parallel_size: int = 1
-    max_num_seqs: int | None = None  # concurrent sequences per engine; default: by device
+    max_num_seqs: int | None = None  # concurrent sequences per engine; default: by device and model
     max_num_batched_tokens: int | None = None  # tokens per forward pass of an engine; default: by device
     gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
     kv_cache_gib: int = 1  # per engine on CPU

@@ -1,4 +1,4 @@
-"""The share of a GPU's memory that a vLLM engine gets if `rollout.gpu_memory_utilization` is not set."""
+"""A colocated vLLM engine's share of its GPU, and the sequences that it decodes at once, where they are not set."""
 
 from __future__ import annotations
 
@@ -14,3 +14,17 @@ def engine_share(held: float, total: float) -> float:
     held: bytes of the rank on the same GPU while the engine is awake, with its CUDA context; total: the GPU's bytes
     """
     return min(ALONE, math.floor(100 * (total - held) / total) / 100)
+
+
+MANY_SEQUENCES = 2048  # vLLM's sampler holds several float32 copies of their logits: at 152,000 tokens 1.2 GB each
+_CACHE = 0.9  # assumed, of what weights leave: the rest is for activations and the sampler
+
+
+def many_fit(room: float, longest: float) -> bool:
+    """Whether the KV cache holds MANY_SEQUENCES even at maximum length.
+
+    The more sequences are decoded at once, the fewer times weights are read. An overfull cache would interrupt them.
+
+    room: bytes that weights leave of the engine's share; longest: bytes of a sequence of maximum length in the cache
+    """
+    return _CACHE * room >= MANY_SEQUENCES * longest

@@ -22,7 +22,7 @@ from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
 from verl.workers.logprobs import max_kept_bytes
-from verl.workers.memory import PackShape, RankSettings, layers_to_checkpoint, shape_of
+from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
 from verl.workers.model import (
     PackedCritic,
     PackedPolicy,
@@ -171,6 +171,9 @@ class TrainingRank:
         most = torch.tensor(max(numbers))
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
+
+    def policy_shape(self) -> ModelShape:
+        return shape_of(_wrapper(self.policy.engine), _config(self.policy.engine))
 
     def checkpointed_layers(self) -> int:
         """Layers of the policy that an update recomputes."""

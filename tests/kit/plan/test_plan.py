@@ -53,7 +53,7 @@ from verl.tracking.flops import DEVICES, find_device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.trainer.builders.run import build_meter, load_chat_template
-from verl.trainer.builders.workers import BUCKET_BYTES, rank_spec
+from verl.trainer.builders.workers import BUCKET_BYTES, default_num_seqs, rank_spec
 from verl.workers import attention
 from verl.workers.memory import GIB, ModelShape, PackShape, RankSettings, activations, resident, shape_of, updating
 from verl.workers.model import PackedCritic, PackedPolicy
@@ -333,6 +333,17 @@ def test_sequences_decoded_at_once_are_those_of_the_engine_on_its_device() -> No
     assert [plan.max_num_batched_tokens for plan in plans] == [16384, 16384, 8192, 4096]
     assert plan_of(["rollout.name=hf"]).max_num_seqs == 256
     assert plan_of(["rollout.max_num_seqs=64"]).max_num_seqs == 64
+
+
+def test_a_colocated_engine_decodes_many_sequences_if_they_fit_at_maximum_length() -> None:
+    """2048 of 2048 / 4 + 1024 tokens, 8 bytes each, need 25.2 MB beside 2 bytes of a weight; a tenth is left."""
+    shape = replace(SEVEN, parameters=1_000_000, layers=1, key=2)
+    plans = [plan_of(each, shape=shape) for each in ([], ["rollout.placement=separate"], ["rollout.max_num_seqs=64"])]
+    assert [plan.max_num_seqs for plan in plans] == [2048, 1024, 64]
+    config, needed = plans[0].config, 2048 * 1536 * 8 / 0.9 + 2_000_000
+    assert [default_num_seqs(config, shape, needed + more) for more in (-1, 1)] == [None, 2048]
+    fewer = load_config([*GROUPS_OF_FOUR, "rollout.max_num_batched_tokens=2047"])
+    assert default_num_seqs(fewer, shape, 2 * needed) is None  # vLLM refuses more sequences than tokens
 
 
 def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:

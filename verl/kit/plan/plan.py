@@ -34,7 +34,14 @@ from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_de
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
 from verl.trainer.builders.env import prompt_fn
 from verl.trainer.builders.run import Inputs
-from verl.trainer.builders.workers import BUCKET_BYTES, engine_dtype, largest_pack, sees_gpu, sequence_length
+from verl.trainer.builders.workers import (
+    BUCKET_BYTES,
+    default_num_seqs,
+    engine_dtype,
+    largest_pack,
+    sees_gpu,
+    sequence_length,
+)
 from verl.types import Task
 from verl.workers.fsdp_engine import Offload
 from verl.workers.logprobs import max_kept_bytes
@@ -198,9 +205,14 @@ class Plan:
 
     @property
     def max_num_seqs(self) -> int:
-        """Concurrent sequences per engine: as configured, or the engine's default for the device."""
-        default = MAX_BATCH if self.config.rollout.name == "hf" else self._batch_defaults[0]
-        return self.config.rollout.max_num_seqs or default
+        """Concurrent sequences per engine: as configured, many if they fit, or the engine's default for the device."""
+        rollout = self.config.rollout
+        if rollout.name == "hf":
+            return rollout.max_num_seqs or MAX_BATCH
+        many = None
+        if rollout.colocated and not self.hardware.on_cpu:
+            many = default_num_seqs(self.config, self.policy, self.gpu_share * self.hardware.memory_gib * GIB)
+        return rollout.max_num_seqs or many or self._batch_defaults[0]
 
     @property
     def max_num_batched_tokens(self) -> int:

@@ -18,7 +18,7 @@ from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, Tr
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.gpu_share import ALONE, CONTEXT_GIB, engine_share
+from verl.rollout.gpu_share import ALONE, CONTEXT_GIB, MANY_SEQUENCES, engine_share, many_fit
 from verl.single_controller.group import Method, WorkerContext, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.system.daemon import run_async, run_in_daemon_thread
@@ -29,7 +29,7 @@ from verl.transfer.bucket import BucketLayout, OpenSender
 from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
 from verl.transfer.shared_memory import ByReference, SharedMemory
 from verl.workers.fsdp_engine import Offload
-from verl.workers.memory import PackShape, pack_tokens
+from verl.workers.memory import ModelShape, PackShape, cache_per_token, pack_tokens
 from verl.workers.optim import OptimizerSettings
 from verl.workers.rank import RankSpec, TrainingRank, build_rank
 
@@ -190,6 +190,8 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
         _log.warning("model.enable_gradient_checkpointing=auto: updates recompute %d layers", number)
     on_gpus = device == "cuda" and config.rollout.name == "vllm"
     share = share_beside(config, trainer) if on_gpus and colocated else None
+    if share is not None:
+        config = with_num_seqs(config, trainer, share)
     make = partial(start_engine, config, device, share=share)
     if colocated:
         shared = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
@@ -217,6 +219,28 @@ def share_beside(config: Config, trainer: RayGroup) -> float:
             "or rollout.placement=separate"
         )
     return share
+
+
+def with_num_seqs(config: Config, trainer: RayGroup, share: float) -> Config:
+    """With rollout.max_num_seqs where it has a default for a share of the ranks' GPUs."""
+    if config.rollout.max_num_seqs is not None:
+        return config
+    shape, total = trainer.call(TrainingRank.policy_shape)[0], min(trainer.call(TrainingRank.device_bytes))
+    return replace(config, rollout=replace(config.rollout, max_num_seqs=default_num_seqs(config, shape, share * total)))
+
+
+def default_num_seqs(config: Config, shape: ModelShape, share_bytes: float) -> int | None:
+    """Of a colocated engine: many sequences if they fit into its KV cache, else None, which is vLLM's default.
+
+    share_bytes: what the engine gets of a GPU
+    """
+    rollout, itemsize = config.rollout, DTYPES[engine_dtype(config)].itemsize
+    if rollout.max_num_batched_tokens is not None and rollout.max_num_batched_tokens < MANY_SEQUENCES:
+        return None
+    tokens = config.data.max_prompt_length / rollout.n + config.data.max_response_length  # a group shares its prompt
+    parallel = rollout.tensor_model_parallel_size
+    weights, per_token = shape.parameters * itemsize / parallel, cache_per_token(shape, itemsize) / parallel
+    return MANY_SEQUENCES if many_fit(share_bytes - weights, per_token * tokens) else None
 
 
 def start_ranks(
