@@ -54,7 +54,6 @@ def test_every_runnable_module_has_a_command() -> None:
         "verl.kit.agent.inside.programs",
         "verl.kit.agent.inside.puller",
         "verl.kit.openai_server.supervise",
-        "verl.kit.swe.inside.run_mutants",
         "verl.kit.swe.inside.run_tests",
         "verl.kit.verifiers.inside.worker",
         "verl.kit.swe.inside.deploy",

@@ -4,7 +4,7 @@
     python scripts/data/inject_bugs.py --package inflection==0.5.1 --package toolz==1.2.0 \\
         --environment dataset/swe/environments/pytest --output dataset/swe/injected.jsonl --validate
 
---package takes a source distribution from PyPI, --repo a folder. A mutation (verl/kit/swe/task_generation) is a task
+--package takes a source distribution from PyPI, --repo a folder. A mutation (scripts/data/mutations.py) is a task
 if it breaks some tests, at most --max-failing, and leaves others. Of the tests only those that call the mutated
 function are run; tests that do not pass twice before are dropped and listed. The statement has the documentation of the
 function, if it has one, and the error of a failing test, whose file is hidden. PASS_TO_PASS are the other tests that
@@ -37,11 +37,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
 from scripts.data.mutants import COMPILED, Baseline, Trial, measure_baseline, try_mutations
+from scripts.data.mutations import InjectedBug, differs, mutations
+from scripts.data.validation import Journal, diff, validate_row
 from verl.errors import ConfigError, VerlError
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.runtime import Runtimes
-from verl.kit.swe.task_generation.mutations import InjectedBug, differs, mutations
-from verl.kit.swe.task_generation.validation import Journal, diff, validate_row
 from verl.kit.swe.tasks import Repository, SweTask
 from verl.system.files import replacing
 

@@ -6,13 +6,12 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from scripts.data.mutations import InjectedBug
 from verl.errors import ConfigError
 from verl.kit.swe.runtime import TESTBED, CommandFailedError, Runtime, checked
-from verl.kit.swe.task_generation.mutations import InjectedBug
 
 COMPILED = "/tmp/compiled"  # in every runtime
 START_S = 3.0  # of pytest, beyond the tests
@@ -134,7 +133,7 @@ async def _run_apart(runtime: Runtime, requests: Sequence[Mapping[str, Any]]) ->
 
 async def _run(runtime: Runtime, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     folder = f"/tmp/{secrets.token_hex(8)}"
-    script = files("verl.kit.swe.inside").joinpath("run_mutants.py").read_bytes()
+    script = Path(__file__).with_name("run_mutants.py").read_bytes()
     request = {"root": TESTBED, "compiled": COMPILED, "runs": requests}
     await runtime.write(f"{folder}/run_mutants.py", script)
     await runtime.write(f"{folder}/request.json", json.dumps(request).encode())

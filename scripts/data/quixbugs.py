@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
+from scripts.data.validation import Journal, Validation, diff, validate_all, write_files
 from verl.data.rows import read_rows
 from verl.errors import DataError, VerlError
-from verl.kit.swe.task_generation.validation import Journal, Validation, diff, validate_all, write_files
 from verl.system.files import replacing
 
 STATEMENT = """`{path}` contains a bug on a single line: it gives wrong results, raises, or does not end. \

@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
+from scripts.data.validation import diff, write_files
 from verl.formats.prompt import load_template
 from verl.formats.toolrl import ToolRlFormat
 from verl.kit.swe.env import PROMPTS, TOOLS
-from verl.kit.swe.task_generation.validation import diff, write_files
 from verl.types import Message, ToolCall
 
 COUNTS = {"test": 100, "train": 400, "demonstrations": 9600}

@@ -7,9 +7,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scripts.data.validation import diff
 from scripts.swe.prepare import make_environment
 from verl.kit.swe.runtime import RuntimeLimits
-from verl.kit.swe.task_generation.validation import diff
 from verl.kit.swe.tasks import Repository, SweTask
 
 T = TypeVar("T")

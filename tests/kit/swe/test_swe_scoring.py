@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from scripts.data.validation import diff
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, patch, pytest_environment, write
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
 from verl.kit.swe.runtime import Completed, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, PatchVerdict, collect_patch, make_sentinels, score_patch
-from verl.kit.swe.task_generation.validation import diff
 from verl.kit.swe.tasks import Repository, SweTask
 
 pytestmark = pytest.mark.long  # each starts runtimes

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from scripts.data import validation
+from scripts.data.validation import Journal, Validation, validate_all, validate_row
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
-from verl.kit.swe.task_generation import validation
-from verl.kit.swe.task_generation.validation import Journal, Validation, validate_all, validate_row
 from verl.kit.swe.tasks import SweTask
 
 ROW = {

@@ -11,7 +11,7 @@ import pytest
 
 import verl.algorithms.aggregate
 import verl.text
-from verl.kit.swe.task_generation.mutations import KINDS, differs, mutations
+from scripts.data.mutations import KINDS, differs, mutations
 
 BEFORE = '''
 def first(items, count, strict=True):
