@@ -201,17 +201,20 @@ class LocalRuntime(FilesByPrograms):
     ) -> Completed:
         supervisor = self.supervisor
         hard_s = self.limits.command_s if timeout_s is None else timeout_s
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(tempfile.TemporaryFile(dir=self._owner.episodes)) for _ in range(3)]
-            files[0].write(stdin)
-            files[0].seek(0)
-            pid = await supervisor.spawn(argv, self.variables(env), cwd, [file.fileno() for file in files])
-            end = supervisor.ended(pid)
-            await asyncio.wait({end}, timeout=hard_s)
-            if not end.done():
-                await supervisor.signal(pid, signal.SIGKILL)
-            code = await end
-            stdout, stderr = (_contents(file) for file in files[1:])
+        try:
+            with contextlib.ExitStack() as stack:
+                files = [stack.enter_context(tempfile.TemporaryFile(dir=self._owner.episodes)) for _ in range(3)]
+                files[0].write(stdin)
+                files[0].seek(0)
+                pid = await supervisor.spawn(argv, self.variables(env), cwd, [file.fileno() for file in files])
+                end = supervisor.ended(pid)
+                await asyncio.wait({end}, timeout=hard_s)
+                if not end.done():
+                    await supervisor.signal(pid, signal.SIGKILL)
+                code = await end
+                stdout, stderr = (_contents(file) for file in files[1:])
+        except OSError as error:
+            raise RuntimeLostError(f"{self._owner.episodes}: {error}") from error
         return Completed(None if code < 0 else code, stdout, stderr)
 
     async def snapshot(self) -> str:
@@ -363,6 +366,8 @@ class SupervisorLink:
                 end.set_result(message["code"])
         elif "excess" in message:
             self.excess = message["excess"]
+        elif "lost" in message:
+            self._lose(message["lost"])
         elif message.get("id") in self._answers and not self._answers[message["id"]].done():
             self._answers[message["id"]].set_result(message)
 

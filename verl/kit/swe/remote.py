@@ -42,6 +42,7 @@ SLACK_S = 60.0  # for an answer, beyond the time-out of the command
 MAX_STARTS = 2  # of a runtime, each on another server
 RETRIES = 4  # of a request whose connection broke; the server answers a repeated one from memory
 PATIENCE_S = 600.0  # for a free runtime, and for a server that is busy
+CLOSE_S = 10.0
 FULL_S = 1.0  # until a full server is asked again
 WAITED = "all of its runtimes are in use"
 QUEUED = httpx2.Timeout(None, connect=CONNECT_S)  # a server that has died is noticed by its health
@@ -75,6 +76,7 @@ class RemoteRuntimes(EndpointPool):
         self._store, self._patience_s = store, patience_s
         self._prepared: dict[str, Path] = {}
         self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._open: set[RemoteRuntime] = set()
         if token := service_token():
             self.client.headers[wire.API_KEY] = token
 
@@ -94,6 +96,13 @@ class RemoteRuntimes(EndpointPool):
         except TimeoutError as error:
             problems = "; ".join(f"{each.url}: {each.problem or WAITED}" for each in self.endpoints)
             raise RuntimeLostError(f"none started within {self._patience_s:g} s. {problems}. {START_HINT}") from error
+
+    async def close(self) -> None:
+        """End all runtimes, and the connections; the servers keep running."""
+        with contextlib.suppress(TimeoutError):  # their leases end anyway
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(runtime.close() for runtime in list(self._open)))
+        await super().close()
 
     async def _start(self, request: wire.LeaseRequest, image: Path) -> RemoteRuntime:
         failed: list[Endpoint] = []
@@ -121,7 +130,16 @@ class RemoteRuntimes(EndpointPool):
         finally:
             if lease is None:
                 server.in_flight -= 1
-        return RemoteRuntime(self.client, server, request.limits, lease) if lease else None
+        if lease is None:
+            return None
+
+        async def end() -> None:
+            server.in_flight -= 1
+            self._open.discard(runtime)
+
+        runtime = RemoteRuntime(self.client, server, request.limits, lease, end)
+        self._open.add(runtime)
+        return runtime
 
     async def _lease(self, server: Endpoint, request: wire.LeaseRequest, image: Path) -> wire.Lease | None:
         """None if the server is full. Raises ServiceDownError."""
@@ -245,7 +263,6 @@ class RemoteRuntime(FilesByPrograms):
         if self._renewing:
             self._renewing.cancel()
             self._renewing = None
-            self._server.in_flight -= 1
         if not self._lost:
             if self._lease:
                 with contextlib.suppress(RuntimeLostError):

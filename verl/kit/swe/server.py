@@ -36,7 +36,7 @@ from verl.kit.swe.tasks import Repository, SweTask
 
 SHARED = "shared"  # the lease of clients that know none
 SHARED_IDLE_S = 3600.0
-KEPT_ANSWERS = 64  # per lease, for repeated requests
+KEPT_ANSWERS = 16  # per lease, for repeated requests
 UNZIP = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
 log = logging.getLogger(__name__)
 Operation = Callable[[], Awaitable[Any]]
@@ -136,7 +136,8 @@ class Leases:
             await asyncio.sleep(self.lease_s / 4)
             now = time.monotonic()
             for name, found in list(self._open.items()):
-                if not found.in_flight and now - found.renewed > found.limit_s:
+                working = name == SHARED and found.in_flight  # other clients renew during commands, too
+                if not working and now - found.renewed > found.limit_s:
                     log.warning("lease %s was not renewed for %g s; ending its runtime", name[:8], found.limit_s)
                     await self.end(name)
 
@@ -182,19 +183,31 @@ def make_app(leases: Leases) -> FastAPI:
     async def fail_command(_: Request, error: CommandFailedError) -> JSONResponse:
         return JSONResponse(wire.failure("builtins.OSError", str(error)), status_code=wire.FAILED)
 
+    @app.exception_handler(DataError)
+    async def refuse(_: Request, error: DataError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=wire.REFUSED)
+
     @app.exception_handler(RuntimeLostError)
     async def lose(_: Request, error: RuntimeLostError) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=wire.NO_LEASE)
 
     async def once(request: Request, work: Callable[[Leased], Awaitable[Any]]) -> Any:
-        """Do it once, even if the client repeats the request because its connection broke."""
-        found = await leases.of(request.headers.get(wire.LEASE, SHARED))
+        """Do it once, even if the client repeats the request because its connection broke.
+
+        A lost runtime ends its lease: it has no use, but files.
+        """
+        name = request.headers.get(wire.LEASE, SHARED)
+        found = await leases.of(name)
         number = request.headers.get(wire.REQUEST_ID) or secrets.token_hex(8)
         if number not in found.answers:
             found.answers[number] = asyncio.ensure_future(_counted(found, work))
             while len(found.answers) > KEPT_ANSWERS:
                 found.answers.popitem(last=False)
-        return await asyncio.shield(found.answers[number])
+        try:
+            return await asyncio.shield(found.answers[number])
+        except RuntimeLostError:
+            await leases.end(name)
+            raise
 
     @app.get("/")
     async def root() -> dict[str, Any]:
@@ -213,7 +226,7 @@ def make_app(leases: Leases) -> FastAPI:
 
     @app.put("/image/{digest}")
     async def image(digest: str, packed: Annotated[bytes, Body(media_type="application/x-tar")]) -> dict[str, str]:
-        await asyncio.to_thread(_unpack_image, packed, leases.image(digest))
+        await asyncio.to_thread(_unpack_image, packed, leases.image(digest), leases.runtimes.episodes)
         return {}
 
     @app.post("/lease")
@@ -278,7 +291,6 @@ def make_app(leases: Leases) -> FastAPI:
 
 
 async def _counted(found: Leased, work: Callable[[Leased], Awaitable[Any]]) -> Any:
-    """A long command renews its lease."""
     found.in_flight += 1
     try:
         return await work(found)
@@ -287,10 +299,10 @@ async def _counted(found: Leased, work: Callable[[Leased], Awaitable[Any]]) -> A
         found.renewed = time.monotonic()
 
 
-def _unpack_image(packed: bytes, target: Path) -> None:
-    """Raises HTTPException unless it is a tar file."""
+def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
+    """Raises HTTPException unless it is a tar file. folder: on the same disk, removed also after a kill"""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as unfinished:
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         archive, tree = Path(unfinished, "image.tar"), Path(unfinished, "tree")
         archive.write_bytes(packed)
         try:

@@ -13,11 +13,17 @@ from typing import NamedTuple
 
 MIB = 1024 * 1024
 BLOCK = 512  # bytes, of st_blocks
+LEAST_MIB, LEAST_FILES = 64, 1000  # free on the disk, for all that use it
 
 
 class DiskUsage(NamedTuple):
     mib: float  # of blocks, each file once, whatever its names
     files: int  # names of files, folders and links
+
+
+def has_room(folder: Path) -> bool:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize >= LEAST_MIB * MIB and (found.f_files == 0 or found.f_favail >= LEAST_FILES)
 
 
 def usage(folder: Path, overlay: Path, most_files: int) -> DiskUsage:

@@ -62,12 +62,15 @@ class Supervisor:
         self._before = disk.DiskUsage(0, 0) if self._layered else disk.usage(EPISODE, Path(TESTBED), sys.maxsize)
 
     def serve(self) -> None:
-        """Until the owner closes its end."""
+        """Until the owner closes its end, or the disk is full."""
         wakes = _wake_at_ends()
         frames.send(self._owner, {"ready": True, "layered": self._layered})
         next_check = next_beat = time.monotonic()
         while True:
             ready, _, _ = select.select([self._owner.fileno(), wakes], [], [], CHECK_S)
+            if not disk.has_room(EPISODE):  # first, so that no failure for want of space counts as the code's
+                frames.send(self._owner, {"lost": "the disk of its files is full"})
+                return
             if wakes in ready:
                 os.read(wakes, 1 << 16)
                 self._reap()
