@@ -20,10 +20,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.data import math_problems, retool_sft, search_qa
+from tests.kit.papers.test_recipe_rewards import episode
 from tests.scripts.test_data_scripts import SOLUTION, violations
 from tests.support.every import every
 from tests.support.tiny import MINI
-from tests.utils.reward_score.test_recipe_rewards import episode
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet

@@ -29,6 +29,7 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.errors import DataError, EngineError, ServiceDownError
 from verl.formats.base import Calls, Continue, Final, Parsed, ParseError, build_tool_call_format
+from verl.kit.papers.rewards.search_r1 import SearchR1Reward
 from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.shop.shop import ShopEnv, shop_tasks
 from verl.rollout.engine import Sampling
@@ -50,7 +51,6 @@ from verl.types import (
     TrajectoryGroup,
 )
 from verl.utils.reward_score.base import build_reward
-from verl.utils.reward_score.search_r1 import SearchR1Reward
 
 TASK = Task("t#0", (Message("user", "What is 1+1?"),), "2", "sums")
 CALL = re.compile(r"<ask>(.*?)</ask>", re.DOTALL)

@@ -14,7 +14,7 @@ import pytest
 from scripts.data import math_problems, retool_sft, search_qa, tool_n1, tool_n1_sft
 from tests.conftest import real_data
 from tests.kit.lab.lab import try_reward
-from tests.utils.reward_score.test_recipe_rewards import episode
+from tests.kit.papers.test_recipe_rewards import episode
 from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet
 from verl.errors import DataError

@@ -24,10 +24,10 @@ from tests.support.metric_names import known
 from verl.config.load import load_config
 from verl.config.schema import LOGGERS
 from verl.errors import ConfigError, DataError
+from verl.kit.trackers.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
 from verl.tracking import flops, names
 from verl.tracking.console import Display, before_after_table, duration, sparkline
 from verl.tracking.jsonl import JsonlTracker, read_jsonl
-from verl.tracking.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import TRACKERS, RunInfo, Tracker, Trackers, build_trackers

@@ -12,20 +12,20 @@ from verl.registry import check_options, resolve
 from verl.types import Message, ToolCall, ToolSpec
 
 TOOL_CALL_FORMATS: Mapping[str, str] = {
-    "artist": "verl.formats.tags:ARTIST",
+    "artist": "verl.kit.papers.formats.tags:ARTIST",
     "artist_tools": "verl.formats.hermes:ARTIST_TOOLS",
-    "fence": "verl.formats.fence:FenceFormat",
+    "fence": "verl.kit.papers.formats.fence:FenceFormat",
     "hermes": "verl.formats.hermes:HermesFormat",
     "llama3_json": "verl.formats.llama3_json:Llama3JsonFormat",
     "native": "verl.chat.native:NativeFormat",
-    "otc_search": "verl.formats.tags:OTC_SEARCH",
-    "retool": "verl.formats.tags:RETOOL",
-    "search_r1": "verl.formats.tags:SEARCH_R1",
-    "tags": "verl.formats.tags:TagsFormat",
-    "tool_n1": "verl.formats.tool_n1:ToolN1Format",
+    "otc_search": "verl.kit.papers.formats.tags:OTC_SEARCH",
+    "retool": "verl.kit.papers.formats.tags:RETOOL",
+    "search_r1": "verl.kit.papers.formats.tags:SEARCH_R1",
+    "tags": "verl.kit.papers.formats.tags:TagsFormat",
+    "tool_n1": "verl.kit.papers.formats.tool_n1:ToolN1Format",
     "toolrl": "verl.formats.toolrl:ToolRlFormat",
     "xml": "verl.formats.xml:XmlFormat",
-    "zerotir": "verl.formats.fence:ZeroTirFormat",
+    "zerotir": "verl.kit.papers.formats.fence:ZeroTirFormat",
 }
 
 

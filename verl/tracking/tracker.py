@@ -13,10 +13,10 @@ from verl.registry import resolve
 TRACKERS: Mapping[str, str] = {
     "jsonl": "verl.tracking.jsonl:JsonlTracker",
     "tensorboard": "verl.tracking.tensorboard:TensorBoardTracker",
-    "wandb": "verl.tracking.services:WandbTracker",
-    "trackio": "verl.tracking.services:TrackioTracker",
-    "mlflow": "verl.tracking.services:MlflowTracker",
-    "swanlab": "verl.tracking.services:SwanLabTracker",
+    "wandb": "verl.kit.trackers.services:WandbTracker",
+    "trackio": "verl.kit.trackers.services:TrackioTracker",
+    "mlflow": "verl.kit.trackers.services:MlflowTracker",
+    "swanlab": "verl.kit.trackers.services:SwanLabTracker",
 }
 ALWAYS = ("jsonl", "tensorboard")
 

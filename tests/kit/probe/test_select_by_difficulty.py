@@ -12,8 +12,8 @@ import pytest
 
 from scripts.limr import learning_impact
 from scripts.select_by_difficulty import main
+from tests.kit.papers.test_recipe_rewards import episode
 from tests.support.tiny import MINI
-from tests.utils.reward_score.test_recipe_rewards import episode
 from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet, to_task
 from verl.errors import DataError

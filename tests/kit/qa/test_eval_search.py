@@ -23,12 +23,12 @@ from tests.support.service import free_port, service
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.formats.base import build_tool_call_format
 from verl.kit.evaluation.benchmark import BenchmarkContext
+from verl.kit.qa import reward as qa
+from verl.kit.qa.reward import QaReward, final_answer
 from verl.kit.qa.search import bamboogle, search
 from verl.net.services import check_services
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, ToolCall, Trajectory, Turn
-from verl.utils.reward_score import qa
 from verl.utils.reward_score.base import build_reward
-from verl.utils.reward_score.qa import QaReward, final_answer
 
 
 def episode(said: str, *golds: str) -> Trajectory:

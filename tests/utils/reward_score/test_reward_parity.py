@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from tests.utils.reward_score.test_recipe_rewards import episode, task, total
+from tests.kit.papers.test_recipe_rewards import episode, task, total
 from verl.types import Message, Trajectory
 
 PARITY = Path(__file__).with_name("parity")

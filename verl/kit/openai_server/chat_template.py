@@ -13,16 +13,16 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat
-from verl.formats.fence import CLOSING, OPENING, OUTPUT, FenceFormat, ZeroTirFormat
 from verl.formats.hermes import HermesFormat
 from verl.formats.inline import InlineFormat
 from verl.formats.llama3_json import Llama3JsonFormat
 from verl.formats.prompt import PromptTemplate, PromptTemplateMixin
-from verl.formats.tags import ANSWER, ANSWER_END, TagsFormat
-from verl.formats.tool_n1 import ToolN1Format
 from verl.formats.toolrl import ToolRlFormat
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.formats.xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, XmlFormat
+from verl.kit.papers.formats.fence import CLOSING, OPENING, OUTPUT, FenceFormat, ZeroTirFormat
+from verl.kit.papers.formats.tags import ANSWER, ANSWER_END, TagsFormat
+from verl.kit.papers.formats.tool_n1 import ToolN1Format
 
 _FOLDER = Path(__file__).parent / "templates"
 _LEADING_BLANKS = re.compile(r"^[ \t]+(?=\{[%#])")  # Jinja strips them, but only at the start of a line

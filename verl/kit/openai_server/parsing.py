@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from verl.formats.base import Calls, Continue, ToolCallFormat
-from verl.formats.fence import OPENING
 from verl.formats.inline import InlineFormat
 from verl.formats.llama3_json import PYTHON_TAG, Llama3JsonFormat
-from verl.formats.tags import TagsFormat
 from verl.formats.text import find_spoken, skip_space, speech_start
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.formats.xml import FUNCTION, FUNCTION_END
+from verl.kit.papers.formats.fence import OPENING
+from verl.kit.papers.formats.tags import TagsFormat
 from verl.types import ToolCall, ToolSpec
 
 PARSER_NAME = "toolrl"  # for vLLM's --tool-call-parser

@@ -18,6 +18,9 @@ from tests.conftest import real_data
 from tests.kit.lab.lab import try_reward
 from tests.support.every import every
 from verl.errors import ConfigError, DataError
+from verl.kit.papers.rewards.otc import fit, frugality
+from verl.kit.papers.rewards.tool_n1 import read_calls
+from verl.kit.papers.rewards.zerotir import format_penalty
 from verl.text import prompt_sha256
 from verl.types import (
     Completion,
@@ -36,9 +39,6 @@ from verl.utils.reward_score import LabReward, build_reward
 from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, last_block, normalized
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
 from verl.utils.reward_score.math import last_box, math_correct, same_answer
-from verl.utils.reward_score.otc import fit, frugality
-from verl.utils.reward_score.tool_n1 import read_calls
-from verl.utils.reward_score.zerotir import format_penalty
 
 OK, WRONG, LATE, DOWN = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE
 
