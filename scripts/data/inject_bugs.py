@@ -10,7 +10,7 @@ function are run; tests that do not pass twice before are dropped and listed. Th
 function, if it has one, and the error of a failing test, whose file is hidden. PASS_TO_PASS are the other tests that
 call a function of the mutated file, or, without any, all others.
 
---validate scores each task's fix (must be 1), the bug and an empty patch (must be 0), the first two twice; flaky tests
+--validate scores each task's fix (must be 1), the bug, both twice, and an idle session (must be 0); flaky tests
 are dropped and listed. Mutations are tried in an order drawn by --seed. FILE.tried keeps what was tried, so that the
 same command goes on where it was stopped; FILE.report has the outcome by kind.
 """

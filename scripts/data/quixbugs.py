@@ -6,7 +6,7 @@
 
 An input row has `task_id`, `files` (the faulty program), `fix`, `tests`, `fail_to_pass` and `pass_to_pass`. The output
 has a row of `verl.kit.swe.tasks` per program, and folders with the repositories beside it. --validate scores each
-task's gold patch (must be 1), a patch that leaves the bug and an empty one (must be 0), the first two twice; a task
+task's gold patch (must be 1), a patch that leaves the bug, both twice, and an idle session (must be 0); a task
 that fails is dropped. Every model knows these programs: they are smoke data, not a benchmark.
 """
 

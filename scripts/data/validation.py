@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.runtime import Runtimes
-from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, score_patch
+from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
 from verl.kit.swe.tasks import SweTask, read_swe_task
 
 RUNS = 2  # of each: a flaky test shows a difference
@@ -55,19 +55,28 @@ class Journal:
 
 
 async def validate(runtimes: Runtimes, task: SweTask, compiled: Path | None = None) -> Validation:
-    """The gold patch must score 1, an empty one 0, and the bug 0 with exactly FAIL_TO_PASS failing, each time.
+    """The gold patch must score 1, a session without changes 0, and the bug 0 with exactly FAIL_TO_PASS failing.
 
     compiled: see score_patch
     """
-    idle = diff({}, {"NOTES.md": "no change\n"})
+    harmless = diff({}, {"NOTES.md": "no change\n"})
     fixed = [await score_patch(runtimes, task, task.gold_patch, compiled) for _ in range(RUNS)]
-    broken = [await score_patch(runtimes, task, idle, compiled) for _ in range(RUNS)]
+    broken = [await score_patch(runtimes, task, harmless, compiled) for _ in range(RUNS)]
     flaky = _flaky(fixed) | _flaky(broken)
     problems = [_unfixed(each, flaky) for each in fixed] + [_harmless(each, task, flaky) for each in broken]
-    empty = await score_patch(runtimes, task, "")
-    if empty.outcome is not PatchOutcome.EMPTY_PATCH:
-        problems.append(f"an empty patch scores {empty.outcome}")
+    idle = await score_patch(runtimes, task, await patch_of_idle_session(runtimes, task))
+    if idle.outcome is not PatchOutcome.EMPTY_PATCH:
+        problems.append(f"a session without changes scores {idle.outcome}: its setup changes the repository")
     return Validation(tuple(dict.fromkeys(filter(None, problems))), tuple(sorted(flaky)))
+
+
+async def patch_of_idle_session(runtimes: Runtimes, task: SweTask) -> str:
+    """What a session leaves that does nothing: not empty if the task's setup changes the repository."""
+    runtime = await runtimes.start(task)
+    try:
+        return await collect_patch(runtime, task)
+    finally:
+        await runtime.close()
 
 
 async def validate_row(

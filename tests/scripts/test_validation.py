@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from scripts.data import validation
-from scripts.data.validation import Journal, Validation, validate_all, validate_row
+from scripts.data.validation import Journal, Validation, validate, validate_all, validate_row
+from tests.kit.sandbox.sandbox_host import need_bubblewrap
+from tests.kit.swe.repositories import calc_task, pytest_environment, run
+from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
 from verl.kit.swe.tasks import SweTask
 
@@ -30,19 +33,30 @@ def verdict(passed: str, outcome: PatchOutcome | None = None) -> PatchVerdict:
     return PatchVerdict(outcome or regular, detail="log", passed=frozenset(f"t.py::{each}" for each in passed))
 
 
-def validated(monkeypatch: pytest.MonkeyPatch, *verdicts: PatchVerdict) -> tuple[dict[str, Any], Validation]:
-    """Of a row whose fix, then whose bug is scored so, each twice; the same again if it is validated again."""
+def validated(
+    monkeypatch: pytest.MonkeyPatch, *verdicts: PatchVerdict, idle: str = ""
+) -> tuple[dict[str, Any], Validation]:
+    """Of a row whose fix, then whose bug is scored so, each twice; the same again if it is validated again.
+
+    idle: the patch of a session without changes
+    """
     coming: Iterator[PatchVerdict] = iter(verdicts)
 
     async def score(_: object, task: SweTask, patch: str, _compiled: object = None) -> PatchVerdict:
-        found = next(coming) if patch else verdict("", PatchOutcome.EMPTY_PATCH)
+        if patch == idle:
+            return verdict("", PatchOutcome.UNRESOLVED if idle else PatchOutcome.EMPTY_PATCH)
+        found = next(coming)
         left = found.passed & {*task.fail_to_pass, *task.pass_to_pass}
         resolved = left == {*task.fail_to_pass, *task.pass_to_pass}
         if found.outcome in validation.REPORTED:
             return PatchVerdict(PatchOutcome.RESOLVED if resolved else PatchOutcome.UNRESOLVED, passed=left)
         return found
 
+    async def of_idle_session(*_: object) -> str:
+        return idle
+
     monkeypatch.setattr(validation, "score_patch", score)
+    monkeypatch.setattr(validation, "patch_of_idle_session", of_idle_session)
     done = asyncio.run(validate_row(None, ROW))  # type: ignore[arg-type]
     assert next(coming, None) is None
     return done
@@ -68,6 +82,28 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, fixed: str, bro
     _, found = validated(monkeypatch, *[verdict(fixed)] * 2, *[verdict(broken)] * 2)
     assert found.flaky == () and [each.partition(":")[0] for each in found.problems] == [problem.partition(":")[0]]
     assert found.problems[0].startswith(problem)
+
+
+def test_a_session_without_changes_must_leave_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = validated(monkeypatch, *[verdict("abc")] * 2, *[verdict("c")] * 2, idle="of the setup")
+    assert found.problems == ("a session without changes scores unresolved: its setup changes the repository",)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("setup", "valid"), [("", True), ("echo > /tmp/x", True), ("echo made > made.txt", False)])
+def test_a_setup_that_changes_the_repository_is_found(tmp_path: Path, setup: str, valid: bool) -> None:
+    need_bubblewrap()
+
+    async def main() -> Validation:
+        runtimes = LocalRuntimes(tmp_path / "runtimes")
+        try:
+            return await validate(runtimes, calc_task(tmp_path, pytest_environment(tmp_path), setup=setup))
+        finally:
+            await runtimes.close()
+
+    found = run(main())
+    assert found.flaky == () and (found.problems == ()) is valid
+    assert valid or found.problems[0].startswith("a session without changes scores")
 
 
 def test_a_tampered_or_broken_run_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,27 @@ HIDDEN = {"tests/test_calc.py": TEST}
 GOLD = diff(FILES, {**FILES, "calc/core.py": FIX})
 
 
+def git(folder: Path, *arguments: str) -> str:
+    """What it prints."""
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def with_history(folder: Path) -> Path:
+    """The repository with the bug, whose branch `main` and stash have the fix."""
+    if (folder / ".git").exists():
+        return folder
+    git(write(folder, FILES), "init", "-q", "-b", "main")
+    for text, message in ((BUG, "base"), (FIX, "fix")):
+        write(folder, {"calc/core.py": text})
+        git(folder, "add", "-A")
+        git(folder, "commit", "-q", "-m", message)
+    git(folder, "checkout", "-q", "HEAD~1")
+    write(folder, {"calc/core.py": FIX + "\n"})
+    git(folder, "stash", "-q")
+    return folder
+
+
 def write(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = folder / name
@@ -59,13 +81,13 @@ def pytest_environment(folder: Path) -> str:
 
 
 def calc_task(folder: Path, environment: str = "", **fields: Any) -> SweTask:
-    """The task of the repository, which is written to a folder."""
+    """The task of the repository, which is written to a folder, with the fix in its history."""
     given: dict[str, Any] = {
         "id": "calc",
         "statement": "add subtracts",
         "fail_to_pass": ("tests/test_calc.py::test_add", "tests/test_calc.py::TestAdd::test_zero"),
         "pass_to_pass": ("tests/test_calc.py::test_nothing", "tests/test_name.py::test_name"),
-        "repository": Repository(str(write(folder / "calc", FILES))),
+        "repository": Repository(str(with_history(folder / "calc"))),
         "environment": environment,
         "hidden_tests": HIDDEN,
         "gold_patch": GOLD,

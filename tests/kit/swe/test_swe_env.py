@@ -21,7 +21,7 @@ from scripts.data.quixbugs import convert
 from tests.conftest import real_data
 from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
-from tests.kit.swe.repositories import GOLD, HIDDEN, calc_task, pytest_environment
+from tests.kit.swe.repositories import GOLD, HIDDEN, calc_task, git, pytest_environment
 from tests.kit.swe.test_swe_remote import TOKEN, free_port, serving
 from tests.support.episodes import Played, call, calls, play, say
 from verl.config.load import load_config
@@ -164,6 +164,30 @@ def test_cheats_score_zero(place: Place, command: str, outcome: str) -> None:
     score = place.play(call("bash", command=command), FINISH).score
     assert score is not None and score.total == 0.0
     assert [name for name in PatchOutcome if score.parts[f"swe/{name}"]] == [outcome]
+
+
+EVERYTHING = """
+for folder in .git /base.git; do
+  git --git-dir=$folder log --all -p; git --git-dir=$folder reflog --all -p; git --git-dir=$folder fsck --lost-found
+  git --git-dir=$folder cat-file --batch-all-objects --batch
+done
+find / -name '*.pack' 2>/dev/null
+"""
+
+
+@pytest.mark.parametrize("revision", ["", "HEAD", "main~1"])
+def test_the_history_that_holds_the_fix_is_out_of_reach(place: Place, revision: str) -> None:
+    """The repository has it on a branch and in a stash, whether the row names a revision or the folder as it is."""
+    source = Path(place.row["repository"])
+    assert "+    return a + b" in git(source, "log", "-p", "main") and "a + b" in git(source, "stash", "show", "-p")
+    row = {**place.row, "repository": {"path": str(source), "revision": revision}}
+    counts = "; ".join(f"grep -ac '{text}' /tmp/found" for text in ("a + b", "[.]pack", "a - b"))
+    (played,) = place.play(
+        call("bash", command=f"({EVERYTHING}) > /tmp/found 2>/dev/null; git log --all --oneline | wc -l; {counts}"),
+        task=to_task(as_task_row(row), "calc#0"),
+    )
+    commits, fixes, packs, bugs = map(int, played.messages[0].content.split())
+    assert (commits, fixes, packs) == (1, 0, 0) and bugs >= 4
 
 
 def test_an_empty_patch_waits_for_no_verdict(place: Place) -> None:

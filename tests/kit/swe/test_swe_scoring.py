@@ -12,7 +12,7 @@ import pytest
 
 from scripts.data.validation import diff
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
-from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, patch, pytest_environment, write
+from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, git, patch, pytest_environment, write
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
 from verl.kit.swe.runtime import Completed, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, PatchVerdict, collect_patch, make_sentinels, score_patch
@@ -234,12 +234,29 @@ IN_PACKAGE = {
     "unittest asserts nothing": UNITTEST,
     "unittest asserts nothing and functions are fixed": UNITTEST
     + "import builtins\nbuiltins.AssertionError = Warning\n",
-    "builtins are patched": "import builtins\nbuiltins.isinstance = lambda *given: True\n",
+    "builtins are patched": "import builtins\nown = isinstance\nbuiltins.isinstance = lambda *given: own(*given)\n",
     "the clock is patched": "import time\ntime.monotonic = time.time = lambda: 0.0\n",
     "messages on every descriptor": GUESS,
     "a plugin is registered": PLUGIN,
     "a hidden test is rewritten": REWRITE,
     "the reporter is found by the garbage collector": REPORTER,
+}
+# What finds it; for others, the tests run as if it was not there.
+FOUND = {
+    "the runner exits 0": (PatchOutcome.NO_REPORT, ""),
+    "sys.exit while importing": (PatchOutcome.TAMPERED, "sentinels had another outcome"),
+    "sys.exit is patched": (PatchOutcome.TAMPERED, "sys.exit was replaced"),
+    "runtest does nothing": (PatchOutcome.TAMPERED, "_pytest.python.Function.runtest was replaced"),
+    "runtest does nothing for hidden tests": (PatchOutcome.TAMPERED, "_pytest.python.Function.runtest was replaced"),
+    "every call passes": (PatchOutcome.TAMPERED, "_pytest.runner.CallInfo.from_call was replaced"),
+    "reports pass": (PatchOutcome.TAMPERED, "_pytest.reports.TestReport.failed was added"),
+    "code of pytest is exchanged": (PatchOutcome.TAMPERED, "_pytest.python.Function.runtest was replaced"),
+    "unittest asserts nothing": (PatchOutcome.TAMPERED, "unittest.case.TestCase.assertEqual was replaced"),
+    "unittest asserts nothing and functions are fixed": (PatchOutcome.TAMPERED, "builtins.AssertionError was replaced"),
+    "builtins are patched": (PatchOutcome.TAMPERED, "builtins.isinstance was replaced"),
+    "the clock is patched": (PatchOutcome.TAMPERED, "time.time was replaced"),
+    "a plugin is registered": (PatchOutcome.TAMPERED, "a plugin was added: calc.core"),
+    "a hidden test is rewritten": (PatchOutcome.TAMPERED, "test files were changed"),
 }
 IN_FILES = {
     "conftest fakes results": {"conftest.py": REPORT, "tests/conftest.py": REPORT},
@@ -258,12 +275,13 @@ IN_FILES = {
 def test_a_cheat_scores_zero(place: Place, name: str) -> None:
     changes = IN_FILES.get(name) or {"calc/core.py": IN_PACKAGE[name] + BUG}
     verdict = place.score(patch(changes))
-    assert verdict.score.total == 0.0 and verdict.outcome is not PatchOutcome.RESOLVED, verdict
-    assert verdict.outcome is not PatchOutcome.PATCH_FAILED
+    outcome, detail = FOUND.get(name, (PatchOutcome.UNRESOLVED, "test_add - assert -1 == 3"))
+    assert (verdict.outcome, verdict.score.total) == (outcome, 0.0) and detail in verdict.detail, verdict
+    assert (verdict.fail_to_pass, verdict.pass_to_pass) == (0.0, float(name not in FOUND))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in IN_FILES if name != "tests is a module"])
+@pytest.mark.parametrize("name", IN_FILES)
 def test_such_files_do_not_harm_a_fix(place: Place, name: str) -> None:
     """They are dropped: the patch is judged by what it fixes."""
     assert place.score(patch({**IN_FILES[name], "calc/core.py": FIX})).outcome is PatchOutcome.RESOLVED
@@ -285,6 +303,11 @@ def test_compiled_files_are_ignored(place: Place) -> None:
 
 
 def test_a_session_finds_neither_fix_nor_hidden_tests(place: Place) -> None:
+    """The repository itself has the fix in its history and in a stash."""
+    assert place.task.repository is not None
+    source = Path(place.task.repository.path)
+    assert "+    return a + b" in git(source, "log", "--all", "-p") and "a + b" in git(source, "stash", "show", "-p")
+
     async def search() -> str:
         runtime = await place.runtimes.start(place.task)
         commands = [
