@@ -73,8 +73,13 @@ def _counted(kept: StepSamples, rollouts: int) -> StepSamples:
     assert scale is not None
     counts = {name: np.resize(getattr(scale, name), rollouts) for name in ("num_trained", "groups")}
     loss, sums = ([value[row] for row, _ in zip(cycle(value), rows, strict=False)] for value in (kept.loss, kept.sums))
+    given = (
+        {name: getattr(kept.rewards, name) for name in ("rewards", "penalties", "baselines")} if kept.rewards else {}
+    )
+    resized = {name: np.resize(each, rollouts) for name, each in given.items() if each is not None}
     return replace(
         kept,
+        rewards=kept.rewards and replace(kept.rewards, **resized),
         loss=dict(zip(rows, loss, strict=True)),
         sums=dict(zip(rows, sums, strict=True)),
         scale=replace(scale, episodes=np.arange(rollouts), **counts),

@@ -131,7 +131,7 @@ def test_pass_at_k_equals_verls(published: Published, suffix: str, divide: bool)
 
 def test_whitening_equals_verls(published: Published) -> None:
     rows = published.rows("in/loss_mat")
-    assert_close(torch.cat(whitened(rows)), published["stats/masked_whiten"])
+    assert_close(torch.cat(whitened(rows).advantages), published["stats/masked_whiten"])
 
 
 def inputs_of(published: Published, selected_T: Tensor | None = None) -> LossInputs:

@@ -18,8 +18,16 @@ from verl.batch.samples import to_batch
 from verl.batch.trace import Trace
 from verl.config.load import load_config
 from verl.errors import DataError
-from verl.tracking.samples import SampleFiles, StepSamples, kept_steps, read_samples, samples_path
-from verl.trainer.kept import choose_rollouts, loss_scale, step_samples
+from verl.tracking.samples import (
+    COLUMNS,
+    MAX_BYTES,
+    SampleFiles,
+    StepSamples,
+    kept_steps,
+    read_samples,
+    samples_path,
+)
+from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
 from verl.trainer.learner import Learned
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
@@ -127,42 +135,57 @@ def test_nothing_is_kept_on_request() -> None:
 
 
 def long_step(lengths: Sequence[int]) -> StepSamples:
-    """Samples of random tokens and values."""
+    """Samples of random tokens and values, in all columns that there are."""
     random = np.random.default_rng(0)
     groups = [group([float(number)], turn(9, length)) for number, length in enumerate(lengths)]
     chosen, batch = choose_rollouts(groups, len(groups)), to_batch(groups)
     batch = replace(batch, token_ids=random.integers(0, 150_000, len(batch.token_ids)), advantages=batch.rewards)
-    names = ("logprobs", "entropy", "ratio", "loss")
-    tokens = {row: {name: random.normal(size=length) for name in names} for row, length in enumerate(lengths)}
-    batch = replace(batch, rollout_logprobs=random.normal(size=sum(lengths)))
+    tokens = {row: {name: random.normal(size=length) for name in COLUMNS} for row, length in enumerate(lengths)}
+    batch = replace(batch, rollout_logprobs=random.normal(size=sum(lengths)), whitening=(0.25, 2.0))
     rows = range(len(lengths))
     trace = Trace(dict.fromkeys(rows, 0.25), {row: [0.5, -0.5] for row in rows}, tokens)
     scale = loss_scale(batch, replace(PLAIN, aggregation_length=7.0), 2)
-    return step_samples(groups, groups, chosen, Learned({}, np.arange(len(lengths)), batch, trace), scale)
+    rewards = step_rewards(batch, PLAIN)
+    return step_samples(groups, groups, chosen, Learned({}, np.arange(len(lengths)), batch, trace), scale, rewards)
 
 
-def test_a_file_has_what_was_kept_and_less_than_a_megabyte(tmp_path: Path) -> None:
-    files = SampleFiles(tmp_path, lambda ids: f"<{ids[0]}>\ud800")
-    for step, lengths in ((1, [5, 0, 3]), (2, [4000] * 16)):
-        kept = long_step(lengths)
-        files.write(step, kept)
-        assert samples_path(tmp_path, step).stat().st_size < 1_000_000
-        found = read_samples(samples_path(tmp_path, step))
-        assert (found.left_out, found.loss, len(found.samples)) == (kept.left_out, kept.loss, len(kept.samples))
-        assert found.sums == kept.sums and kept.scale and found.scale
-        assert (found.scale.aggregation, found.scale.length, found.scale.minibatches) == ("seq-mean-token-mean", 7.0, 2)
-        counted = (found.scale.num_trained.tolist(), found.scale.groups.tolist(), found.scale.episodes.tolist())
-        assert counted == (lengths, list(range(len(lengths))), list(range(len(lengths))))
-        for one, two in zip(kept.samples, found.samples, strict=True):
-            assert (one.task_id, one.index, list(one.group_returns)) == (two.task_id, two.index, two.group_returns)
-            for name in ("token_ids", "mask", "versions"):
-                assert np.array_equal(getattr(one, name), getattr(two, name))
-            assert one.columns.keys() == two.columns.keys()
-            assert all(np.allclose(one.columns[name], two.columns[name], atol=1e-6) for name in one.columns)
-        assert {found.texts[token] for token in found.samples[0].token_ids.tolist()} <= set(found.texts.values())
-    assert 0 < kept.left_out < 16
+def test_a_file_has_what_was_kept(tmp_path: Path) -> None:
+    files, lengths = SampleFiles(tmp_path, lambda ids: f"<{ids[0]}>\ud800"), [5, 0, 3]
+    kept = long_step(lengths)
+    files.write(1, kept)
+    found = read_samples(samples_path(tmp_path, 1))
+    assert (found.left_out, found.loss, len(found.samples)) == (0, kept.loss, 3)
+    assert found.sums == kept.sums and kept.scale and found.scale and kept.rewards and found.rewards
+    assert (found.scale.aggregation, found.scale.length, found.scale.minibatches) == ("seq-mean-token-mean", 7.0, 2)
+    counted = (found.scale.num_trained.tolist(), found.scale.groups.tolist(), found.scale.episodes.tolist())
+    assert counted == (lengths, list(range(len(lengths))), list(range(len(lengths))))
+    assert found.rewards.rewards.tolist() == [0.0, 0.0, 2.0] and found.rewards.penalties is None
+    assert found.rewards.whitening == [0.25, 2.0] and found.rewards.moments == list(kept.rewards.moments)
+    assert kept.rewards.moments == pytest.approx((0.25, 0.5))  # seven times 0, once 2
+    for one, two in zip(kept.samples, found.samples, strict=True):
+        assert (one.task_id, one.index, list(one.group_returns)) == (two.task_id, two.index, two.group_returns)
+        for name in ("token_ids", "mask", "versions"):
+            assert np.array_equal(getattr(one, name), getattr(two, name))
+        assert one.columns.keys() == two.columns.keys() == set(COLUMNS)
+        assert all(np.allclose(one.columns[name], two.columns[name], atol=1e-6) for name in one.columns)
+    assert {found.texts[token] for token in found.samples[0].token_ids.tolist()} <= set(found.texts.values())
+    files.write(2, kept)
     files.truncate_after(1)
     assert kept_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("lengths", [[4000] * 16, [30_000, 1, 30_000], [200_000]], ids=["equal", "unequal", "one"])
+def test_a_file_has_less_than_a_megabyte_with_all_columns(lengths: Sequence[int], tmp_path: Path) -> None:
+    """Eleven columns and more, of values and texts that do not compress."""
+    assert len(COLUMNS) >= 11
+    random = np.random.default_rng(0)
+    files = SampleFiles(tmp_path, lambda ids: random.bytes(20).hex())
+    files.write(1, long_step(lengths))
+    found = read_samples(samples_path(tmp_path, 1))
+    assert samples_path(tmp_path, 1).stat().st_size <= MAX_BYTES
+    assert found.left_out == len(lengths) - len(found.samples) > 0
+    assert [each.row for each in found.samples] == {16: [0, 1, 2], 3: [1], 1: []}[len(lengths)]
+    assert found.scale is not None and len(found.loss) == len(lengths)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

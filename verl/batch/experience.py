@@ -53,7 +53,8 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     )
     estimate = algorithm.advantage(inputs)
     returns = None if batch.values is None or estimate.returns is None else _flat(estimate.returns)
-    return replace(batch, advantages=_flat(estimate.advantages), returns=returns)
+    whitening = None if estimate.whitening is None else (estimate.whitening.mean, estimate.whitening.std)
+    return replace(batch, advantages=_flat(estimate.advantages), returns=returns, whitening=whitening)
 
 
 def sampling_logprobs(batch: TokenBatch) -> Floats:

@@ -56,6 +56,7 @@ class TokenBatch:
     # From the algorithm.
     advantages: Floats | None = None  # [A]
     returns: Floats | None = None  # [A] targets of the critic
+    whitening: tuple[float, float] | None = None  # mean and standard deviation that whitened the step's advantages
     selected: Bools | None = None  # [A] tokens that the policy loss treats differently
 
     # Of a mini-batch. The denominators count all its samples, wherever they are computed.

@@ -7,12 +7,13 @@ Shape legend: L tokens of a sample, A its trained tokens, B all samples of the s
 
 from __future__ import annotations
 
+import io
 import json
 import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from verl.errors import DataError
 from verl.system.files import replacing, step_files
 
 FORMAT = 1
+MAX_BYTES = 1_000_000  # of a file, if the step has less than about 20,000 samples
 COLUMNS = (  # of the trained tokens
     "rollout_logprobs",  # the engine's
     "old_logprobs",  # the trainer's before the step's first update, where a pass of their own computes them
     "logprobs",  # the trainer's in the first update with the sample
     "ref_logprobs",  # the reference's
     "entropy",  # nats
+    "rewards",  # an episode's on its last token, a turn's on the turn's last
     "advantages",
     "returns",
     "values",
@@ -39,6 +42,11 @@ COLUMNS = (  # of the trained tokens
 )
 _SETTINGS = ("aggregation", "length", "minibatches")  # of `LossScale`, in the header
 _COUNTS = ("num_trained", "groups", "episodes")  # of it, as arrays
+_REWARDS = {  # of `StepRewards`, as arrays
+    **dict.fromkeys(("rewards", "penalties", "baselines"), np.float32),
+    **dict.fromkeys(("states", "lengths"), np.int32),
+}
+_STEP = "step_"  # prefix of the arrays of `StepRewards`
 _HEADER = "header"
 _TYPES: Mapping[str, Any] = {  # of a sample in the header
     **dict.fromkeys(("row", "group", "index", "segment", "num_segments"), int),
@@ -89,6 +97,19 @@ class LossScale:
     episodes: _Array  # [B] their segments are neighbors
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRewards:
+    """What the advantages follow from, of all samples of a step. T: turns if the estimator compares them, else B."""
+
+    rewards: _Array  # [T] sum of the token rewards, without KL
+    penalties: _Array | None = None  # [T] sum of the KL to the reference, if it is in the reward
+    baselines: _Array | None = None  # [B] reward of the greedy response
+    states: _Array | None = None  # [T] equal for turns that are compared with each other
+    lengths: _Array | None = None  # [T] trained tokens of the turns, in the order of the samples; None: T is B
+    whitening: Sequence[float] | None = None  # mean and standard deviation that whiten the advantages, if any do
+    moments: Sequence[float] = (0.0, 0.0)  # mean and variance (n - 1) of the advantages of all trained tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
     """The kept samples of a step, and the share of every sample in the loss.
@@ -100,6 +121,7 @@ class StepSamples:
     loss: Mapping[int, float] = field(default_factory=dict)
     sums: Mapping[int, Sequence[float]] = field(default_factory=dict)  # of token losses without weight, one per epoch
     scale: LossScale | None = None  # None: not recorded
+    rewards: StepRewards | None = None  # None: not recorded
     left_out: int = 0  # chosen samples that exceed the limit of a file
     texts: Mapping[int, str] = field(default_factory=dict)  # of the tokens, by id; set by the file
 
@@ -112,7 +134,19 @@ class SampleFiles:
         self._texts: dict[int, str] = {}
 
     def write(self, step: int, kept: StepSamples) -> None:
-        """Write the file of a step atomically. Raises DataError if that fails."""
+        """Write the file of a step atomically, without the longest samples if it had over `MAX_BYTES` with them.
+
+        Raises DataError if that fails.
+        """
+        content = self._content(step, kept)
+        while len(content) > MAX_BYTES and kept.samples:
+            fitting = _shortest(kept.samples, MAX_BYTES / len(content))
+            kept = replace(kept, samples=fitting, left_out=kept.left_out + len(kept.samples) - len(fitting))
+            content = self._content(step, kept)
+        with replacing(samples_path(self.run_folder, step)) as unfinished:
+            unfinished.write_bytes(content)
+
+    def _content(self, step: int, kept: StepSamples) -> bytes:
         used = sorted({token for sample in kept.samples for token in sample.token_ids.tolist()})
         for token in used:
             if token not in self._texts:
@@ -129,23 +163,36 @@ class SampleFiles:
         if kept.scale is not None:
             arrays["loss_sums"] = np.array([kept.sums[row] for row in kept.loss], dtype=np.float64)
             arrays |= {name: getattr(kept.scale, name).astype(np.int32) for name in _COUNTS}
+        if kept.rewards is not None:
+            given = {name: getattr(kept.rewards, name) for name in _REWARDS}
+            arrays |= {_STEP + name: each.astype(_REWARDS[name]) for name, each in given.items() if each is not None}
         header = {
             "format": FORMAT,
             "step": step,
             "left_out": kept.left_out,
             "scale": kept.scale and {name: getattr(kept.scale, name) for name in _SETTINGS},
+            "rewards": kept.rewards and {name: getattr(kept.rewards, name) for name in ("whitening", "moments")},
             "texts": {token: self._texts[token] for token in used},
             "samples": [_described(sample) for sample in kept.samples],
         }
         arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-        with replacing(samples_path(self.run_folder, step)) as unfinished, unfinished.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)
+        return buffer.getvalue()
 
     def truncate_after(self, step: int) -> None:
         """Remove the files of later steps, which a resumed run writes again."""
         for later in kept_steps(self.run_folder):
             if later > step:
                 samples_path(self.run_folder, later).unlink()
+
+
+def _shortest(samples: Sequence[KeptSample], share: float) -> list[KeptSample]:
+    """In their order the shortest ones, with at most that share of all tokens: at least one less."""
+    ordered = sorted(samples, key=lambda sample: len(sample.token_ids))
+    ends = np.cumsum([len(sample.token_ids) for sample in ordered])
+    rows = {sample.row for sample, end in zip(ordered, ends, strict=True) if end <= share * ends[-1]}
+    return [sample for sample in samples if sample.row in rows]
 
 
 def _described(sample: KeptSample) -> dict[str, Any]:
@@ -178,6 +225,7 @@ def read_samples(path: Path) -> StepSamples:
             loss=dict(zip(rows, arrays["loss_shares"].tolist(), strict=True)),
             sums=dict(zip(rows, arrays["loss_sums"].tolist(), strict=True)) if scale else {},
             scale=LossScale(**scale, **{name: arrays[name] for name in _COUNTS}) if scale else None,
+            rewards=_rewards(header.get("rewards"), arrays) if scale else None,
             left_out=header["left_out"],
             texts={int(token): text for token, text in header["texts"].items()},
         )
@@ -187,6 +235,19 @@ def read_samples(path: Path) -> StepSamples:
         raise DataError("is missing", "a file of kept samples (trainer.samples_kept)", file=str(path)) from None
     except _DAMAGES as error:
         raise DataError(f"is damaged ({error})", "a file of kept samples", file=str(path)) from error
+
+
+def _rewards(described: dict[str, Any] | None, arrays: Mapping[str, _Array]) -> StepRewards | None:
+    """Raises ValueError if the arrays are not of the step's samples."""
+    if described is None:
+        return None
+    given: dict[str, Any] = {name: arrays[_STEP + name] for name in _REWARDS if _STEP + name in arrays}
+    counts = {name: len(array) for name, array in given.items()}
+    samples, lengths = len(arrays["num_trained"]), given.get("lengths", arrays["num_trained"])
+    expected = {**dict.fromkeys(counts, len(lengths)), "baselines": samples}
+    if any(counts[name] != expected[name] for name in counts) or lengths.sum() != arrays["num_trained"].sum():
+        raise ValueError("the rewards are not those of the step's samples")
+    return StepRewards(**given, whitening=described["whitening"], moments=described["moments"])
 
 
 def _samples(described: Iterable[dict[str, Any]], arrays: Mapping[str, _Array]) -> Iterable[KeptSample]:

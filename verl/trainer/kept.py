@@ -11,16 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.names import KLPlacement
+from verl.batch.experience import sampling_logprobs, turns_of
 from verl.batch.token_batch import Floats, TokenBatch
-from verl.tracking.samples import COLUMNS, KeptSample, LossScale, StepSamples
+from verl.tracking.samples import COLUMNS, MAX_BYTES, KeptSample, LossScale, StepRewards, StepSamples
 from verl.trainer.learner import Learned
 from verl.types import Trajectory, TrajectoryGroup, Turn
 
-# A step's file stays below 1 MB: compressed, a token takes up to 4 bytes, and a trained one up to 20 more.
-_MAX_BYTES = 900_000
-_TOKEN_BYTES, _TRAINED_BYTES = 4, 20
+# What exceeds this has no chance to fit into a file (`MAX_BYTES`), whatever it compresses to, and is not collected.
+_MAX_RAW_BYTES = 4 * MAX_BYTES
+_TOKEN_BYTES, _VALUE_BYTES = 9, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +80,20 @@ def step_samples(
     chosen: Sequence[ChosenSample],
     outcome: Learned,
     scale: LossScale | None = None,
+    rewards: StepRewards | None = None,
 ) -> StepSamples:
     """groups: those of the batch; logged: those of the step's transcript, which filters may have dropped in part"""
     lines = {id(trajectory): line for line, trajectory in enumerate(_trajectories(logged))}
     tokens, trained = outcome.batch.bounds.tokens, outcome.batch.bounds.trained
     samples: list[KeptSample] = []
-    left = _MAX_BYTES
+    left = _MAX_RAW_BYTES
     for each in chosen:
         span, actions = slice(*tokens[each.row : each.row + 2]), slice(*trained[each.row : each.row + 2])
-        left -= _TOKEN_BYTES * (span.stop - span.start) + _TRAINED_BYTES * (actions.stop - actions.start)
-        if left < 0:
-            break
+        columns = {**_columns(outcome, actions), **outcome.trace.tokens.get(each.row, {})}
+        size = _TOKEN_BYTES * (span.stop - span.start) + _VALUE_BYTES * sum(map(len, columns.values()))
+        if size > left:
+            continue
+        left -= size
         group = groups[each.group]
         trajectory = group.trajectories[each.rollout]
         samples.append(
@@ -103,12 +110,14 @@ def step_samples(
                 token_ids=outcome.batch.token_ids[span],
                 mask=outcome.batch.action_mask[span],
                 versions=_versions(each.turns),
-                columns={**_columns(outcome, actions), **outcome.trace.tokens.get(each.row, {})},
+                columns=columns,
             )
         )
     trace = outcome.trace
     left_out = len(chosen) - len(samples)
-    return StepSamples(samples=samples, loss=trace.loss, sums=trace.sums, scale=scale, left_out=left_out)
+    return StepSamples(
+        samples=samples, loss=trace.loss, sums=trace.sums, scale=scale, rewards=rewards, left_out=left_out
+    )
 
 
 def loss_scale(batch: TokenBatch, algorithm: Algorithm, minibatches: int) -> LossScale:
@@ -120,6 +129,31 @@ def loss_scale(batch: TokenBatch, algorithm: Algorithm, minibatches: int) -> Los
         num_trained=batch.num_trained,
         groups=batch.groups,
         episodes=np.arange(len(batch)) if batch.episodes is None else batch.episodes,
+    )
+
+
+def step_rewards(batch: TokenBatch, algorithm: Algorithm) -> StepRewards:
+    """batch: of the step, with its advantages"""
+    assert batch.rewards is not None and batch.advantages is not None
+    turns = turns_of(batch) if algorithm.needs_turns else None
+    lengths_T = batch.num_trained
+    if turns is not None:
+        lengths_T = np.concatenate([np.bincount(each.turn_L.numpy(), minlength=len(each.state_N)) for each in turns])
+    turn_A = np.arange(len(lengths_T)).repeat(lengths_T)
+    penalties = None
+    if algorithm.kl.placement is KLPlacement.REWARD:
+        assert batch.ref_logprobs is not None
+        pair = (torch.from_numpy(each).double() for each in (sampling_logprobs(batch), batch.ref_logprobs))
+        penalties = np.bincount(turn_A, KL_ESTIMATORS[algorithm.kl.estimator](*pair).numpy(), len(lengths_T))
+    exact_A = batch.advantages.astype(np.float64)
+    return StepRewards(
+        rewards=np.bincount(turn_A, batch.rewards, len(lengths_T)),
+        penalties=penalties,
+        baselines=batch.baselines if algorithm.greedy_baseline else None,
+        states=None if turns is None else np.concatenate([each.state_N.numpy() for each in turns]),
+        lengths=None if turns is None else lengths_T,
+        whitening=batch.whitening,
+        moments=(float(exact_A.mean()), float(exact_A.var(ddof=1)) if len(exact_A) > 1 else 0.0),
     )
 
 

@@ -14,7 +14,7 @@ from verl.batch.token_batch import Ints, TokenBatch
 from verl.episodes.manager import RolloutManager
 from verl.system.daemon import run_in_daemon_thread
 from verl.tracking.samples import StepSamples
-from verl.trainer.kept import choose_rollouts, loss_scale, step_samples
+from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
 from verl.trainer.learner import Learned, Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
 from verl.trainer.weight_sync import WeightSync
@@ -74,12 +74,13 @@ class PPOTrainer:
         }
         learner, minibatches = self.learner, self.learner.config.minibatches_per_step
         scale = loss_scale(outcome.batch, learner.algorithm, minibatches) if chosen else None
+        rewards = step_rewards(outcome.batch, learner.algorithm) if chosen else None
         return TrainStepResult(
             metrics=metrics,
             groups=groups,
             batch=batch,
             kl_coefficient=kl_coefficient,
-            samples=step_samples(collected.kept, groups, chosen, outcome, scale),
+            samples=step_samples(collected.kept, groups, chosen, outcome, scale, rewards),
         )
 
     async def sync_weights(self) -> None:

@@ -31,7 +31,7 @@ from verl.kit.explain.explanation import Explanation, clean, explain, read_step
 from verl.kit.report.folder import read_run
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.tracking.jsonl import append_jsonl
-from verl.tracking.samples import LossScale, SampleFiles, StepSamples
+from verl.tracking.samples import LossScale, SampleFiles, StepRewards, StepSamples
 from verl.trainer import policy
 from verl.types import Completion, Message, Score, Task
 
@@ -277,7 +277,7 @@ def test_gigpo_adds_the_advantages_of_turns(model: Path, tmp_path: Path) -> None
             (own, other), mean = sample.group_returns, np.mean(sample.group_returns)
             reward = own if sample.index == 0 else other
             episode = (reward - mean) / (np.std(sample.group_returns, ddof=1) + 1e-6)
-            assert f"= {episode:.6g}; discounted return and A_turn of the turns: " in shown
+            assert f"= {episode:.6g}; A_turn of its turns, by discounted return: " in shown
     assert agreed == len(kept.samples)
     assert any(len(set(each.columns["advantages"].tolist())) == 2 for each in kept.samples)
     sample = next(each for each in kept.samples if each.columns["advantages"].any())
@@ -296,6 +296,7 @@ def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         **sample.columns,
         "advantages": values,
         "loss": -0.01 * values,
+        "rewards": np.array([0.0, 0.0, 6.0]),
         "old_logprobs": sample.columns["logprobs"],
     }
     made = replace(
@@ -307,10 +308,12 @@ def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         length=None,
         minibatches=1,
         num_trained=np.array([20, 20, 37, 3, 20]),
-        groups=np.zeros(5),
+        groups=np.array([0, 0, 0, 0, 1]),
         episodes=np.arange(5),
     )
-    written = StepSamples(samples=[made], loss={3: -0.0416619, 4: 0.02}, sums={3: [-4.16619], 4: [2.0]}, scale=scale)
+    rewards = StepRewards(rewards=np.array([1.0, 2.0, 3.0, 6.0, 0.0]))
+    loss, sums = {3: -0.0416619, 4: 0.02}, {3: [-4.16619], 4: [2.0]}
+    written = StepSamples(samples=[made], loss=loss, sums=sums, scale=scale, rewards=rewards)
     files.write(1, written)
     append_jsonl(run / "metrics.jsonl", {"step": 1, "actor/loss": -0.02166})
     config = load_config(["algorithm.name=grpo", "algorithm.kl_placement=none", "model.path=a", "rollout.n=4"])
@@ -330,7 +333,8 @@ def test_a_sample_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"share of this sample: -0.0416619 = weight * (-4.16619) / 1 update, with weight = {weight}" in share
     assert "67.57%" in share and "2 samples add up to -0.0216619, actor/loss is -0.02166: they agree" in share
     assert "not known: it needs the weights" in section(explanation, "Share of the gradient norm")
-    files.write(1, replace(written, samples=[replace(made, reward=5.0)], loss={3: -0.0416619}, sums={3: [-4.16619]}))
+    other = replace(made, columns={**columns, "rewards": np.array([0.0, 0.0, 5.0])})
+    files.write(1, replace(written, samples=[other], loss={3: -0.0416619}, sums={3: [-4.16619]}))
     assert explain(read_run(run), 1, 0).failed == ["advantage", "sum of the shares"]
     assert main([str(run), "--step", "1", "--sample", "0"]) == 1
     assert "checks that fail: advantage, sum of the shares" in capsys.readouterr().out

@@ -50,11 +50,20 @@ class AdvantageInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Whitening:
+    """A = (x - mean) / std over all trained tokens of the batch."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
 class Advantages:
     """Advantages, and the critic's regression targets if there is a critic."""
 
     advantages: list[Tensor]  # [B][L]
     returns: list[Tensor] | None = None  # [B][L]
+    whitening: Whitening | None = None  # of the advantages, for a report
 
 
 AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
@@ -122,10 +131,10 @@ def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Adva
         next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
         raw.append(returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam))
     returns = [advantages_L + values_L for advantages_L, values_L in zip(raw, rollouts.values, strict=True)]
-    return Advantages(whitened(raw), returns)
+    return whitened(raw, returns)
 
 
-def whitened(tokens: list[Tensor]) -> list[Tensor]:
+def whitened(tokens: list[Tensor], returns: list[Tensor] | None = None) -> Advantages:
     """The lists normalized to mean 0 and variance 1 over all tokens together (unbiased variance, + 1e-8).
 
     In float64: returns that are nearly equal magnify the rounding error of a mean in float32, which depends on the
@@ -134,5 +143,7 @@ def whitened(tokens: list[Tensor]) -> list[Tensor]:
     flat_T = torch.cat(tokens)
     exact_T = flat_T.double()
     variance = exact_T.var() if exact_T.numel() > 1 else exact_T.new_ones(())
-    white_T = (exact_T - exact_T.mean()) * torch.rsqrt(variance + _WHITEN_EPSILON)
-    return list(white_T.to(flat_T.dtype).split([len(each) for each in tokens]))
+    mean, variance = exact_T.mean(), variance + _WHITEN_EPSILON
+    white_T = (exact_T - mean) * torch.rsqrt(variance)
+    split = list(white_T.to(flat_T.dtype).split([len(each) for each in tokens]))
+    return Advantages(split, returns, Whitening(float(mean), float(variance.sqrt())))

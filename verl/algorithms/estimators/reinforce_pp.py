@@ -18,7 +18,7 @@ from verl.algorithms.names import KLPlacement
 
 def reinforce_pp(rollouts: AdvantageInputs, gamma: float = 1.0) -> Advantages:
     """Discounted return of every token, whitened over the batch."""
-    return Advantages(whitened([returns_to_go(rewards_L, gamma) for rewards_L in rollouts.token_rewards]))
+    return whitened([returns_to_go(rewards_L, gamma) for rewards_L in rollouts.token_rewards])
 
 
 REINFORCE_PP = Algorithm(

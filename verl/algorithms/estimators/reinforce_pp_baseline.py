@@ -17,7 +17,7 @@ from verl.algorithms.losses.policy_loss import clipped
 
 def reinforce_pp_baseline(rollouts: AdvantageInputs) -> Advantages:
     """r - mean(group) on every token, whitened over the trained tokens; a group of one keeps its reward, as in veRL."""
-    return Advantages(whitened(group_centered(rollouts).advantages))
+    return whitened(group_centered(rollouts).advantages)
 
 
 REINFORCE_PP_BASELINE = Algorithm(

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from verl.algorithms.algorithm import Algorithm
 from verl.config.load import restored_config
 from verl.errors import ConfigError, DataError, VerlError
-from verl.kit.explain.formulas import Known, advantage_formula
-from verl.kit.explain.penalty import is_penalized, kl_of_tokens
+from verl.kit.explain.formulas import advantage_formula
+from verl.kit.explain.known import Known, kl_of_tokens
 from verl.kit.explain.tokens import SHOWN, token_lines
 from verl.kit.report import rows
 from verl.kit.report.folder import RunFolder
@@ -86,8 +86,7 @@ def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> E
         raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
     sample = kept.samples[number]
     rollout = _reused(run, step, sample) if sample.line is None else _own(run, step, sample.line)
-    group = [row for row in map(rollout_of, run.transcript(step)) if row and row["task_id"] == sample.task_id]
-    return Explainer.of(run).explanation(step, kept, computed_loss(kept), number, rollout, gradient, group)
+    return Explainer.of(run).explanation(step, kept, computed_loss(kept), number, rollout, gradient)
 
 
 def _own(run: RunFolder, step: int, line: int) -> dict[str, Any] | None:
@@ -143,11 +142,10 @@ class Explainer:
         number: int,
         rollout: Mapping[str, Any] | None,
         gradient: bool = False,
-        group: Sequence[Mapping[str, Any]] = (),
     ) -> Explanation:
         """computed: the loss of the step; rollout: of the sample, from a transcript, or None if it is not known
 
-        gradient: as in `explain`, and so are the errors; group: the rollouts of the sample's task in the step
+        gradient: as in `explain`, and so are the errors
         """
         sample, failed = kept.samples[number], list[str]()
         row = self.logged.get(step, {})
@@ -155,10 +153,7 @@ class Explainer:
         sections = [
             ("Texts", self._texts(rollout, sample)),
             ("Reward", _reward(rollout, sample, self.reasons)),
-            (
-                "Group and advantage",
-                [*_group(sample), *self._advantage(sample, rollout, kept, group, beta or 0.0, failed)],
-            ),
+            ("Group and advantage", self._advantage(sample, kept, beta, failed)),
             ("Tokens", self._tokens(sample, kept, computed, failed)),
             ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
             ("Share of the gradient norm", _gradient(self.run, step, sample, gradient)),
@@ -186,15 +181,7 @@ class Explainer:
             lines.append(f"generated for step {rollout.get('step')}, whose report shows it, and trained again here")
         return [*lines, counts]
 
-    def _advantage(
-        self,
-        sample: KeptSample,
-        rollout: Mapping[str, Any] | None,
-        kept: StepSamples,
-        group: Sequence[Mapping[str, Any]],
-        beta: float,
-        failed: list[str],
-    ) -> list[str]:
+    def _advantage(self, sample: KeptSample, kept: StepSamples, beta: float | None, failed: list[str]) -> list[str]:
         """beta: coefficient of the KL penalty in the reward"""
         algorithm, recorded, lines = self.algorithm, sample.columns.get("advantages", np.empty(0)), _group(sample)
         if not len(recorded):
@@ -202,21 +189,21 @@ class Explainer:
         shown = _recorded(recorded)
         if algorithm is None:
             return [*lines, f"not computed: {self.unknown}", shown]
-        if is_penalized(algorithm, beta):
+        known = Known(sample, kept, algorithm, beta)
+        if known.is_penalized and beta is not None:
             lines += _penalty(sample, kept.texts, algorithm, beta)
-        turns = [value for value in (rollout or {}).get("turn_rewards", ()) if value is not None]
-        options = getattr(algorithm.advantage, "keywords", {})
-        known = Known(sample, sample.reward + sum(turns), kept.samples, group, algorithm, options, beta)
         formula = advantage_formula(known)
         if formula is None:
             return [*lines, f"The formula of {algorithm.name} is in docs/algorithms.md (`toolrl algorithms`).", shown]
         if formula.values_A is None:
             return [*lines, formula.text, shown]
-        agrees = np.allclose(formula.values_A, recorded, rtol=1e-3, atol=1e-4)
-        if not agrees:
+        agrees, differing = formula.agrees(recorded), known.differing()
+        if not agrees or differing:
             failed.append("advantage")
         value = f" = {formula.values_A:.6g}" if isinstance(formula.values_A, float) else ""
-        return [*lines, formula.text + value, shown, "The record agrees." if agrees else "The record differs."]
+        checks = [text if holds else f"{text}: that does not hold" for text, holds in formula.checks]
+        checks += [f"the {name} of the kept tokens differ from those of the whole step" for name in differing]
+        return [*lines, formula.text + value, *checks, shown, f"The record {'agrees' if agrees else 'differs'}."]
 
     def _tokens(
         self, sample: KeptSample, kept: StepSamples, computed: ComputedLoss | None, failed: list[str]
@@ -273,16 +260,16 @@ def _recorded(advantages_A: npt.NDArray[np.float32]) -> str:
 def _penalty(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm, beta: float) -> list[str]:
     """The rewards of the tokens with the largest KL."""
     kl_A, places = kl_of_tokens(sample, algorithm), np.flatnonzero(sample.mask)
-    total, last = float(kl_A.sum()), len(kl_A) - 1
-    left = sample.reward - beta * total
+    rewards_A = sample.columns.get("rewards", np.zeros(len(kl_A)))
+    reward, total, last = float(rewards_A.sum()), float(kl_A.sum()), len(kl_A) - 1
     lines = [
-        f"KL in the reward: a token's reward is -beta * {algorithm.kl.estimator}(p, p_ref), the last one's also r; "
-        f"beta = {beta:.6g}",
-        f"r - beta * sum(KL) = {sample.reward:.6g} - {beta:.6g} * {total:.6g} = {left:.6g}; the tokens with the "
-        "largest KL, and the last:",
+        f"KL in the reward: a token's reward is r_t - beta * {algorithm.kl.estimator}(p, p_ref), r_t is the episode's "
+        f"reward on its last token and a turn's on the turn's last; beta = {beta:.6g}",
+        f"r - beta * sum(KL) = {reward:.6g} - {beta:.6g} * {total:.6g} = {reward - beta * total:.6g}; the tokens with "
+        "the largest KL, and the last:",
     ]
     for at in sorted({*np.abs(kl_A).argsort()[::-1][: SHOWN - 1].tolist(), last}):
-        token, start = texts.get(int(sample.token_ids[places[at]]), ""), sample.reward if at == last else 0.0
+        token, start = texts.get(int(sample.token_ids[places[at]]), ""), float(rewards_A[at])
         lines.append(
             f"  {places[at]:5} {token!r}: {start:.4g} - {beta:.4g} * {kl_A[at]:.4g} = {start - beta * kl_A[at]:.4g}"
         )

@@ -1,0 +1,96 @@
+"""The token losses of a sample again: clips are named, and rounding is not an error, but everything else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.estimators.reinforce_pp_baseline import REINFORCE_PP_BASELINE
+from verl.algorithms.losses.gspo import GSPO
+from verl.algorithms.losses.policy_loss import LossInputs
+from verl.kit.explain.tokens import token_lines
+from verl.kit.report.loss import computed_loss
+from verl.tracking.samples import KeptSample, LossScale, StepSamples
+
+
+def step_of(algorithm: Algorithm, log_ratios: list[torch.Tensor], advantage: float) -> StepSamples:
+    """What a trainer keeps of a pack with these sequences, each with its log ratios and the advantage."""
+    flat, sizes = torch.cat(log_ratios).float(), [len(each) for each in log_ratios]
+    sample = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    old = -torch.rand(len(flat), generator=torch.Generator().manual_seed(1))
+    token = algorithm.policy_loss(LossInputs(old + flat, old, torch.full_like(flat, advantage), sample))
+    columns = {
+        "rollout_logprobs": old,
+        "old_logprobs": old,
+        "logprobs": old + flat,
+        "entropy": torch.zeros_like(flat),
+        "advantages": torch.full_like(flat, advantage),
+        "loss": token.loss_T / len(flat),
+    }
+    samples = [
+        KeptSample(
+            row=row,
+            line=row,
+            task_id="t",
+            group=0,
+            index=row,
+            segment=0,
+            num_segments=1,
+            reward=1.0,
+            group_returns=[1.0],
+            token_ids=np.arange(size),
+            mask=np.ones(size, dtype=bool),
+            versions=np.zeros(size, dtype=np.int64),
+            columns={name: each.split(sizes)[row].numpy() for name, each in columns.items()},
+        )
+        for row, size in enumerate(sizes)
+    ]
+    unweighted = [float(each.double().sum()) for each in token.loss_T.split(sizes)]
+    scale = LossScale(
+        aggregation="token-mean",
+        length=None,
+        minibatches=1,
+        num_trained=np.array(sizes),
+        groups=np.zeros(len(sizes)),
+        episodes=np.arange(len(sizes)),
+    )
+    loss = {row: each / len(flat) for row, each in enumerate(unweighted)}
+    return StepSamples(
+        samples=samples, loss=loss, sums={row: [each] for row, each in enumerate(unweighted)}, scale=scale
+    )
+
+
+def shown(algorithm: Algorithm, kept: StepSamples, number: int) -> tuple[str, list[str]]:
+    failed: list[str] = []
+    lines = token_lines(kept.samples[number], kept, algorithm, computed_loss(kept), failed)
+    return "\n".join(lines), failed
+
+
+def test_the_dual_clip_is_named_where_it_acts() -> None:
+    """Negative advantage: at a ratio of 4 the loss is 3, at 2 the ratio counts, at 0.5 the clip at 0.78 is active."""
+    ratios = torch.tensor([4.0, 2.0, 0.5])
+    text, failed = shown(REINFORCE_PP_BASELINE, step_of(REINFORCE_PP_BASELINE, [ratios.log()], -1.0), 0)
+    assert failed == [] and "\nclipped: 1 of 3 tokens\ndual clip: 1 of 3 tokens\n" in text
+    rows = [line for line in text.splitlines() if line.startswith("  ")]
+    assert [row.rpartition(", ")[2] for row in rows][::2] == ["dual clip", "clipped"] and "loss 0.6667" in rows[1]
+    text, _ = shown(REINFORCE_PP_BASELINE, step_of(REINFORCE_PP_BASELINE, [ratios[2:].log()], -1.0), 0)
+    assert "clipped: 1 of 1 token\n" in text and "dual clip" not in text and "1 token with the largest" in text
+
+
+@pytest.mark.parametrize("size", [3, 40_000])
+def test_rounding_in_a_long_sequence_is_no_error_and_a_thousandth_is(size: int) -> None:
+    """Two sequences in one pack, whose means the trainer computes in another order; the sum of losses is large."""
+    random = torch.Generator().manual_seed(0)
+    log_ratios = [torch.randn(each, generator=random) * 0.3 for each in (777, size)]
+    kept = step_of(GSPO, log_ratios, 50.0)
+    _, failed = shown(GSPO, kept, 1)
+    assert failed == []
+    sums = {**kept.sums, 1: [kept.sums[1][0] * 1.003]}
+    assert shown(GSPO, replace(kept, sums=sums), 1)[1] == ["token losses"]
+    columns = kept.samples[1].columns
+    scaled = replace(kept.samples[1], columns={**columns, "loss": columns["loss"] * np.float32(1.003)})
+    assert shown(GSPO, replace(kept, samples=[kept.samples[0], scaled]), 1)[1] == ["token losses"]
