@@ -209,6 +209,16 @@ def test_a_correction_of_an_engine_that_agrees_changes_nothing(algorithm: Algori
 
 
 @EVERY
+def test_advantages_by_group_are_those_of_the_group_alone(algorithm: Algorithm) -> None:
+    """Beside a group whose rewards are all 0, as the preset says: neither too much nor too little."""
+    given = case()
+    samples = [replace(each, reward=each.reward * (1 - each.group)) for each in given.samples]
+    given = replace(given, samples=samples, greedy=[0.5] * 3 + [0.0] * 3)
+    together, alone = advantages_of(algorithm, given), advantages_of(algorithm, given.rows([0, 1, 2]))
+    assert torch.allclose(together[: len(alone)], alone, rtol=1e-6, atol=1e-7) is algorithm.by_group
+
+
+@EVERY
 def test_the_order_of_samples_changes_nothing(algorithm: Algorithm) -> None:
     """Clip-Cov's choice here takes all candidates, so that its dice have no say."""
     algorithm, order = lively(algorithm), [4, 0, 5, 2, 3, 1]

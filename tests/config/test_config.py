@@ -208,6 +208,7 @@ def test_an_estimator_changes_the_advantage_alone(estimator: str) -> None:
         "greedy_baseline",
         "needs_turns",
         "takes_turn_rewards",
+        "by_group",
     )
     assert all(getattr(made, name) == getattr(preset, name) for name in of_advantage[1:])
     assert replace(made, **{name: getattr(before, name) for name in of_advantage}) == before

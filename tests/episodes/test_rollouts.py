@@ -449,7 +449,7 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
             wait("scoring")
             return super().score(sharding)
 
-        def traced_update(self, *arguments: Any) -> tuple[dict[str, Metric], Trace]:
+        def traced_update(self, *arguments: Any) -> tuple[dict[str, Metric], Trace, Floats | None]:
             wait("learning")
             return super().traced_update(*arguments)
 

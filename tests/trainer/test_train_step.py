@@ -304,6 +304,42 @@ def test_a_first_update_needs_no_pass_for_old_logprobs(correction: Correction | 
         torch.testing.assert_close(full, weights(paid)[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("coefficient", [0.0, 1e-3])
+def test_with_kl_in_the_reward_a_first_update_estimates_its_own_advantages(
+    coefficient: float, minibatches: int, passes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all advantages were known before. In the second step, in which policy and reference differ."""
+    kl = KLTerm(KLPlacement.REWARD, "k1", 0.5)
+    algorithm = replace(TOOLRL_GRPO, kl=kl, entropy_coefficient=coefficient)
+    free, paid = (trainer(algorithm, minibatches=minibatches, lr=1e-3) for _ in range(2))
+    learned = []
+    for learning in (free, paid):
+        batch = asyncio.run(learning.train_step()).batch
+        passes.clear()
+        learned.append(learning.learner.learn(batch, 1))
+        trained = int(batch.num_trained.sum())
+        scored = [tokens for name, tokens in passes if name == "score"]
+        rest = [trained] if learning is paid else [trained * (minibatches - 1) // minibatches] * (minibatches > 1)
+        assert scored == pytest.approx([trained, *rest] if learning is free else [*rest, trained], rel=0.2)
+        monkeypatch.setattr(Policy, "can_estimate", lambda *_: False)
+    one, two = learned
+    for name in ("old_logprobs", "ref_logprobs", "advantages"):
+        np.testing.assert_allclose(getattr(one.batch, name), getattr(two.batch, name), rtol=1e-5, atol=1e-5)
+    assert one.metrics.keys() == two.metrics.keys() and one.computed.tolist() == two.computed.tolist()
+    assert one.metrics == pytest.approx(two.metrics, rel=1e-3, abs=1e-5)
+    for name, full in weights(free).items():
+        torch.testing.assert_close(full, weights(paid)[name], rtol=1e-4, atol=1e-5)
+
+
+def test_groups_in_several_packs_have_their_advantages_before_the_update() -> None:
+    """32 tokens hold no group of 8 responses."""
+    learning, batch = trainer(TOOLRL_GRPO), batch_of([sample((False, True), 1.0)] * 2)
+    assert learning.learner.policy.can_estimate(batch)
+    apart = replace(learning.learner.policy, packing=PackSettings(max_tokens_per_pack=2, share_prefix=False))
+    assert not apart.can_estimate(batch)
+
+
 def test_mfu_by_hand() -> None:
     """Two responses of 2 and 3 tokens to one prompt of 4, which is computed once; 3 forwards' worth of FLOPs."""
     samples = [sample((False,) * 4 + (True,) * length, 0.0) for length in (2, 3)]

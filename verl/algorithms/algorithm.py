@@ -56,6 +56,7 @@ class Algorithm:
     greedy_baseline: bool = False  # one extra greedy response per prompt, not trained on: AdvantageInputs.baseline_B
     needs_turns: bool = False  # AdvantageInputs.turns
     takes_turn_rewards: bool = False  # whether its advantage uses per-turn rewards
+    by_group: bool = False  # whether the advantages of a group depend on that group alone
     selection: TokenSelection | None = None  # sets LossInputs.selected_T
     filters: tuple[Filter, ...] = ()  # rejection sampling: which rollouts are trained on
     max_resample_rounds: int = 1  # rounds of prompts that a step may draw until enough groups pass the filters
@@ -64,12 +65,13 @@ class Algorithm:
     def old_pass_share(self, minibatches: int, epochs: int) -> float:
         """Share of a step's samples whose old log-probs the trainer computes in a pass of its own.
 
-        Those of the first mini-batch are the log-probs of its update, unless a later epoch needs them again, or the KL
-        penalty in the reward or token selection needs them before. With ROLLOUT all are the engine's.
+        Those of the first mini-batch are the log-probs of its update, unless a later epoch needs them again, or token
+        selection or the advantages need them before. With KL in the reward, advantages by group are estimated in the
+        update, too. With ROLLOUT all are the engine's.
         """
         if self.old_logprobs is OldLogprobs.ROLLOUT:
             return 0.0
-        before_update = self.kl.placement is KLPlacement.REWARD or self.selection is not None
+        before_update = (self.kl.placement is KLPlacement.REWARD and not self.by_group) or self.selection is not None
         return 1.0 if before_update or epochs > 1 else 1.0 - 1.0 / minibatches
 
     def __post_init__(self) -> None:

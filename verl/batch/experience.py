@@ -159,9 +159,9 @@ def drop_zero_advantage(minibatch: TokenBatch, algorithm: Algorithm) -> TokenBat
 
 
 def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
-    """Rows that `drop_zero_advantage` keeps; all if tokens are selected among all of the mini-batch."""
+    """Rows that `drop_zero_advantage` keeps; all if tokens are selected among them, or advantages are pending."""
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
-    if in_loss or algorithm.selection is not None:
+    if in_loss or algorithm.selection is not None or minibatch.advantages_pending:
         return np.arange(len(minibatch))
     assert minibatch.advantages is not None
     some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start

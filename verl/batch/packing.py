@@ -53,6 +53,13 @@ class Shard:
         """The packs, each built when its turn comes."""
         return (pack(units, self.batch) for units in self.packs)
 
+    def parts(self) -> Iterator[TokenBatch]:
+        """The samples of each pack."""
+        bounds, ends = self.batch.bounds, [0]
+        for units in self.packs:
+            ends.append(ends[-1] + sum(len(unit.samples) for unit in units))
+            yield self.batch.rows(np.arange(*ends[-2:]), bounds)
+
 
 def make_units(batch: TokenBatch, share_prefix: bool, max_tokens: int) -> list[Unit]:
     """One unit per group of samples with a common prefix before their first trained tokens; splits oversized groups.
@@ -181,13 +188,21 @@ class Sharding:
 
     def shards(self) -> Iterator[Shard]:
         """Every rank's shard in turn, each copied when it is sent, without what only the advantages needed."""
-        needed, bounds = replace(self.batch, rewards=None, baselines=None), self.batch.bounds
+        needed, bounds = self.batch, self.batch.bounds
+        if not needed.advantages_pending:
+            needed = replace(needed, rewards=None, baselines=None)
         for rank in range(self.num_ranks):
             yield Shard(needed.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))
 
     def gathered(self, by_rank: Sequence[Floats]) -> Floats:
         """[A] the ranks' values of their trained tokens, in the order of the batch."""
         return self.batch.spread((self._rows(rank), values) for rank, values in enumerate(by_rank))
+
+    def keeps_groups(self) -> bool:
+        """Whether the samples of every group are in one pack."""
+        rows = ([row for unit in units for row in unit.samples] for units in self.packs)
+        parts = sum(len(np.unique(self.batch.groups[each])) for each in rows)
+        return parts == len(np.unique(self.batch.groups))
 
     def _packs(self, rank: int) -> Sequence[Sequence[Unit]]:
         return self.packs[rank :: self.num_ranks]

@@ -80,6 +80,11 @@ class TokenBatch:
             return np.arange(len(self) + 1)
         return np.append(np.flatnonzero(np.diff(self.episodes, prepend=-1)), len(self))
 
+    @property
+    def advantages_pending(self) -> bool:
+        """Whether the update estimates the advantages, which are NaN until then, by the log-probs that it computes."""
+        return self.advantages is not None and bool(np.isnan(self.advantages).any())
+
     def rows(self, rows: Ints, bounds: Bounds | None = None) -> TokenBatch:
         """The samples at the given places, in that order."""
         if len(rows) == len(self) and np.array_equal(rows, np.arange(len(self))):

@@ -11,7 +11,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import nonzero_advantage_rows, with_advantages, with_selected
-from verl.batch.token_batch import Ints, TokenBatch
+from verl.batch.token_batch import Floats, Ints, TokenBatch
 from verl.batch.trace import Trace, joined_updates
 from verl.config.schema import Config
 from verl.tracking.metric import Metric, combined
@@ -53,7 +53,7 @@ class Learner:
         traced: rows of the batch whose tokens are traced; None: no trace
         """
         with self.timer.phase("score"):
-            batch = self._with_scores(batch)
+            batch = self._with_scores(batch, step)
         with self.timer.phase("advantage"):
             batch = with_advantages(batch, self._current_algorithm())
         with self.timer.phase("score"):
@@ -61,19 +61,35 @@ class Learner:
         with self.timer.phase("update"):
             if traced is not None:
                 batch = replace(batch, numbers=np.arange(len(batch)))
-            learned, trace = self._update(batch, step, traced)
+            computed = nonzero_advantage_rows(batch, self.algorithm)
+            learned, trace, batch = self._update(batch, step, traced)
         metrics = {**learned, **self._kl_metrics(batch)}
-        return Learned(metrics, nonzero_advantage_rows(batch, self.algorithm), batch, trace)
+        return Learned(metrics, computed, batch, trace)
 
-    def _with_scores(self, batch: TokenBatch) -> TokenBatch:
-        """With old and reference log-probs and values, if the advantages need them, all on the same packs."""
-        needs_old = self.algorithm.kl.placement is KLPlacement.REWARD and self._old_pass_share > 0.0
-        models = (self.policy if needs_old else None, self.reference, self.critic)
+    def _with_scores(self, batch: TokenBatch, step: int) -> TokenBatch:
+        """With old and reference log-probs and values, if the advantages need them, on the same packs.
+
+        Old log-probs are NaN in the first mini-batch, if its update computes them and the advantages with them.
+        """
+        trainers = self.algorithm.old_logprobs is OldLogprobs.TRAINER
+        needs_old = trainers and self.algorithm.kl.placement is KLPlacement.REWARD
+        rest = self._rows_after_first(batch, step) if needs_old else None
+        models = (self.policy if needs_old and rest is None else None, self.reference, self.critic)
         if not any(models):
             return batch
         sharding = self.policy.shard_for_scoring(batch)
         old, ref, values = (None if model is None else model.score(sharding) for model in models)
+        if rest is not None:
+            scored = [(rest, self.policy.score(self.policy.shard_for_scoring(batch.rows(rest))))] if len(rest) else []
+            old = batch.spread(scored)
         return replace(batch, old_logprobs=old, ref_logprobs=ref, values=values)
+
+    def _rows_after_first(self, batch: TokenBatch, step: int) -> Ints | None:
+        """Rows whose old log-probs need a pass, if the first mini-batch's update estimates its own advantages."""
+        if self._old_pass_share == 1.0 or step < self.config.trainer.critic_warmup:
+            return None
+        first = next(batch.minibatch_rows(self.config.minibatches_per_step))
+        return np.setdiff1d(np.arange(len(batch)), first) if self.policy.can_estimate(batch.rows(first)) else None
 
     def _with_old_logprobs(self, batch: TokenBatch) -> TokenBatch:
         """With the policy's log-probs before the first update, for the samples with nonzero advantage, if needed.
@@ -94,8 +110,8 @@ class Learner:
     def _old_pass_share(self) -> float:
         return self.algorithm.old_pass_share(self.config.minibatches_per_step, self.config.actor.ppo_epochs)
 
-    def _update(self, batch: TokenBatch, step: int, traced: Container[int] | None) -> tuple[Metrics, Trace]:
-        """Update critic and policy on every mini-batch in every epoch."""
+    def _update(self, batch: TokenBatch, step: int, traced: Container[int] | None) -> tuple[Metrics, Trace, TokenBatch]:
+        """Update critic and policy on every mini-batch in every epoch. Returns the batch with all its advantages."""
         policy_updates: list[dict[str, Metric]] = []
         critic_updates: list[dict[str, Metric]] = []
         traces: list[Trace] = []
@@ -111,14 +127,24 @@ class Learner:
                 # With the engine's old log-probs, only the first update sees the policy that has sampled.
                 compare_engine = self.algorithm.old_logprobs is OldLogprobs.TRAINER or not policy_updates
                 algorithm = self._current_algorithm()
-                updated, trace = self.policy.traced_update(minibatch, algorithm, compare_engine, traced)
+                updated, trace, logprobs = self.policy.traced_update(minibatch, algorithm, compare_engine, traced)
                 policy_updates.append(updated)
                 traces.append(trace)
+                if logprobs is not None:
+                    batch = self._completed(batch, logprobs)
         metrics = {**combined(policy_updates), **combined(critic_updates)}
         if self.critic:
             self.critic.offload()
             metrics["critic/explained_variance"] = explained_variance(batch)
-        return metrics, joined_updates(traces)
+        return metrics, joined_updates(traces), batch
+
+    def _completed(self, batch: TokenBatch, first: Floats) -> TokenBatch:
+        """With the old log-probs of the first mini-batch, and the advantages that its update estimated with them."""
+        assert batch.old_logprobs is not None
+        rows = next(batch.minibatch_rows(self.config.minibatches_per_step))
+        found = batch.spread([(rows, first)])
+        batch = replace(batch, old_logprobs=np.where(np.isnan(batch.old_logprobs), found, batch.old_logprobs))
+        return with_advantages(batch, self._current_algorithm())
 
     def _current_algorithm(self) -> Algorithm:
         if self.kl_control is None:

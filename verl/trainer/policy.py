@@ -59,26 +59,34 @@ class Policy(ShardedModel):
         return self.scored(PolicyWorker.score, sharding)
 
     def update(self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool = True) -> dict[str, Metric]:
-        """`traced_update` without a trace."""
+        """The metrics of `traced_update`, without a trace."""
         return self.traced_update(minibatch, algorithm, compare_engine, None)[0]
 
     def traced_update(
         self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool, traced: Container[int] | None
-    ) -> tuple[dict[str, Metric], Trace]:
-        """One optimizer step. Samples with zero advantage count in the loss's denominators, but are not computed.
+    ) -> tuple[dict[str, Metric], Trace, Floats | None]:
+        """One optimizer step: its metrics, its trace, and the log-probs [A] before it where advantages were pending.
+
+        Samples with zero advantage count in the loss's denominators, but are not computed.
 
         The metrics are token means over the computed samples; without any, only loss, grad_norm and lr.
         compare_engine, traced: see `PolicyWorker.update`
         """
         weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
         computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))
-        shards = self.shard(computed).shards()
+        sharding = self.shard(computed)
         results: list[UpdateResult] = self.workers.scatter(
-            PolicyWorker.update, shards, algorithm, compare_engine, traced
+            PolicyWorker.update, sharding.shards(), algorithm, compare_engine, traced
         )
         result = results[0] if len(computed) else replace(results[0], metrics={})
         metrics = {**result.of("actor"), "actor/computed_share": Mean(len(computed) / len(minibatch))}
-        return metrics, joined_ranks(each.trace for each in results if each.trace is not None)
+        trace = joined_ranks(each.trace for each in results if each.trace is not None)
+        logprobs = [each.logprobs for each in results if each.logprobs is not None]
+        return metrics, trace, sharding.gathered(logprobs) if computed.advantages_pending else None
+
+    def can_estimate(self, minibatch: TokenBatch) -> bool:
+        """Whether an update on the mini-batch can estimate advantages by group: each is in one pack."""
+        return self.shard(minibatch).keeps_groups()
 
     def sft_step(self, batch: TokenBatch) -> dict[str, Metric]:
         """One optimizer step of supervised fine-tuning: the mean of -log p over all trained tokens."""

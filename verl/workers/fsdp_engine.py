@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl.batch.packed import PackedBatch
+from verl.batch.token_batch import Floats
 from verl.batch.trace import Trace
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
@@ -74,6 +75,7 @@ class UpdateResult:
     lr: float
     metrics: Mapping[str, Metric]  # of the loss, by full name
     trace: Trace | None = None  # this rank's, of a traced policy update
+    logprobs: Floats | None = None  # [A] of this rank's shard before the update, where its advantages were pending
 
     def of(self, model: str) -> dict[str, Metric]:
         """All metrics; `model` is the group of the first three."""

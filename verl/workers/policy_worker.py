@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import KLPlacement, OldLogprobs
+from verl.batch.experience import with_advantages
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
@@ -44,16 +46,20 @@ class PolicyWorker:
         """One optimizer step.
 
         The shard has advantages, rollout log-probs and weights. old_logprobs, where missing or NaN, are the policy's
-        current ones, detached; ref_logprobs and selected are there if the algorithm uses them.
+        current ones, detached; ref_logprobs and selected are there if the algorithm uses them. Pending advantages are
+        estimated by the current log-probs; all samples of a group are in one pack then.
         compare_engine: whether to measure the difference between engine and trainer
         traced: numbers of the samples whose tokens are traced; None: no trace
         """
         loss = partial(policy_loss, algorithm=algorithm, temperature=self.temperature, compare_engine=compare_engine)
-        if traced is None:
-            return self.engine.update(shard.packed(), loss)
-        tracer = Tracer(shard.batch, traced)
-        result = self.engine.update(shard.packed(), partial(loss, trace=tracer.add))
-        return replace(result, trace=tracer.trace())
+        advantages = PackAdvantages(shard, algorithm) if shard.batch.advantages_pending else None
+        tracer = None if traced is None else Tracer(shard.batch, traced)
+        loss = partial(loss, estimate=advantages, trace=None if tracer is None else tracer.add)
+        return replace(
+            self.engine.update(shard.packed(), loss),
+            trace=None if tracer is None else tracer.trace(),
+            logprobs=None if advantages is None else np.concatenate(advantages.logprobs),
+        )
 
     def sft_step(self, shard: Shard) -> UpdateResult:
         """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the shard's trained tokens."""
@@ -99,6 +105,21 @@ class PolicyWorker:
         return self.engine.module
 
 
+class PackAdvantages:
+    """Advantages of the shard's packs, which hold whole groups, from the log-probs of each, in turn."""
+
+    def __init__(self, shard: Shard, algorithm: Algorithm) -> None:
+        self._parts, self._algorithm = shard.parts(), algorithm
+        self.logprobs: list[Floats] = []  # by pack, [A]
+
+    def __call__(self, logprobs_A: Tensor) -> Tensor:
+        part, known_A = next(self._parts), logprobs_A.float().cpu().numpy()
+        self.logprobs.append(known_A)
+        if len(part):
+            part = with_advantages(replace(part, old_logprobs=known_A), self._algorithm)
+        return torch.from_numpy(part.advantages).to(logprobs_A.device)
+
+
 def sft_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMetric]]:
     """The pack's share of the weighted negative log-likelihood of the trained tokens."""
     assert packed.loss_weights is not None
@@ -113,8 +134,9 @@ def policy_loss(
     temperature: float,
     compare_engine: bool = True,
     trace: TraceTokens | None = None,
+    estimate: PackAdvantages | None = None,
 ) -> tuple[Tensor, dict[str, PackMetric]]:
-    """The pack's share of the loss, and of the metrics' token means.
+    """The pack's share of the loss, and of the metrics' token means. estimate: of pending advantages
 
     loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy)
 
@@ -127,6 +149,8 @@ def policy_loss(
     trainer_A = output.logprobs.detach()
     if packed.old_logprobs is not None:
         trainer_A = torch.where(packed.old_logprobs.isnan(), trainer_A, packed.old_logprobs)
+    if estimate is not None:
+        advantages_A = estimate(trainer_A)
     old_A = rollout_A if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
     token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, advantages_A, packed.sample, packed.selected))
     correction = algorithm.correction

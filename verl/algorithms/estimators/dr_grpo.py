@@ -24,5 +24,6 @@ DR_GRPO = Algorithm(
     name="dr_grpo",
     paper="arXiv 2503.20783",
     advantage=group_centered,
+    by_group=True,
     aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM,
 )

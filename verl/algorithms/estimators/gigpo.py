@@ -50,6 +50,7 @@ GIGPO = Algorithm(
     name="gigpo",
     paper="arXiv 2505.10978",
     advantage=partial(gigpo, gamma=0.95, turn_weight=1.0, divide_by_std=True),
+    by_group=True,
     kl=KLTerm(KLPlacement.LOSS, "k3", 0.01),
     needs_turns=True,
     takes_turn_rewards=True,

@@ -16,6 +16,7 @@ GRPO = Algorithm(
     name="grpo",
     paper="arXiv 2402.03300",
     advantage=grpo,
+    by_group=True,
     aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
     kl=KLTerm(KLPlacement.LOSS, "k3", 0.04),
 )

@@ -33,6 +33,7 @@ OPO = Algorithm(
     name="opo",
     paper="arXiv 2505.23585",
     advantage=opo,
+    by_group=True,
     policy_loss=policy_gradient,
     aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM,
 )

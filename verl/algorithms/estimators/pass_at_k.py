@@ -32,4 +32,4 @@ def pass_at_k(rollouts: AdvantageInputs, divide_by_std: bool = False) -> Advanta
     return group_advantage(rollouts, partial(best_of_group, divide_by_std=divide_by_std))
 
 
-PASS_AT_K = Algorithm(name="pass_at_k", paper="arXiv 2503.19595", advantage=pass_at_k)
+PASS_AT_K = Algorithm(name="pass_at_k", paper="arXiv 2503.19595", advantage=pass_at_k, by_group=True)

@@ -25,6 +25,7 @@ REMAX = Algorithm(
     name="remax",
     paper="arXiv 2310.10505",
     advantage=remax,
+    by_group=True,
     policy_loss=policy_gradient,
     aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),

@@ -31,6 +31,7 @@ RLOO = Algorithm(
     name="rloo",
     paper="arXiv 2402.14740",
     advantage=rloo,
+    by_group=True,
     policy_loss=policy_gradient,
     aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.03),

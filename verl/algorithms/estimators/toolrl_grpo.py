@@ -14,6 +14,7 @@ TOOLRL_GRPO = Algorithm(
     name="toolrl_grpo",
     paper="arXiv 2504.13958",
     advantage=grpo,
+    by_group=True,
     kl=KLTerm(KLPlacement.REWARD, "k1", 0.001),
     entropy_coefficient=0.001,
 )

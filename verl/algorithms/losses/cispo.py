@@ -29,6 +29,7 @@ CISPO = Algorithm(
     name="cispo",
     paper="arXiv 2506.13585",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(weight_clipped, clip_low=1.0, clip_high=4.0),
     filters=(zero_variance,),
     max_resample_rounds=10,

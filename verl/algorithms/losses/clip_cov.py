@@ -50,6 +50,7 @@ CLIP_COV = Algorithm(
     name="clip_cov",
     paper="arXiv 2505.22617",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(clipped_unless_selected, clip_low=0.2, clip_high=0.2),
     selection=partial(within_bounds, share=2e-4, low=1.0, high=5.0),
     filters=(zero_variance,),

@@ -21,6 +21,7 @@ DAPO = Algorithm(
     name="dapo",
     paper="arXiv 2503.14476",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(clipped, clip_low=0.2, clip_high=0.28),
     filters=(zero_variance,),
     max_resample_rounds=10,

@@ -32,6 +32,7 @@ GMPO = Algorithm(
     name="gmpo",
     paper="arXiv 2507.20673",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(geometric_mean, clip_low=0.4, clip_high=0.4),
     aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
 )

@@ -31,6 +31,7 @@ GSPO = Algorithm(
     name="gspo",
     paper="arXiv 2507.18071",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(sequence_clipped, clip_low=3e-4, clip_high=4e-4),
     aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
 )

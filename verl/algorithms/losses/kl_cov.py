@@ -41,6 +41,7 @@ KL_COV = Algorithm(
     name="kl_cov",
     paper="arXiv 2505.22617",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(penalty_where_selected, beta=1.0),
     selection=partial(largest, share=2e-3),
     filters=(zero_variance,),

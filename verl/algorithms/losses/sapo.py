@@ -31,6 +31,7 @@ SAPO = Algorithm(
     name="sapo",
     paper="arXiv 2511.20347",
     advantage=grpo,
+    by_group=True,
     policy_loss=partial(soft_gated, tau_pos=1.0, tau_neg=1.05),
     aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN,
 )

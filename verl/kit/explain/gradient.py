@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from verl.algorithms.algorithm import Algorithm
 from verl.batch.experience import drop_zero_advantage, with_loss_weights
 from verl.batch.packing import Shard
-from verl.batch.token_batch import TokenBatch
+from verl.batch.token_batch import Floats, TokenBatch
 from verl.batch.trace import Trace
 from verl.config.load import restored_config
 from verl.config.schema import Config
@@ -75,9 +75,13 @@ class _WatchedPolicy(Policy):
     row: int
     found: list[GradientShare] = field(default_factory=list)
 
+    def can_estimate(self, minibatch: TokenBatch) -> bool:
+        """No: shares need the advantages before the update."""
+        return False
+
     def traced_update(
         self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool, traced: Container[int] | None
-    ) -> tuple[dict[str, Metric], Trace]:
+    ) -> tuple[dict[str, Metric], Trace, Floats | None]:
         weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
         computed = drop_zero_advantage(weighted, algorithm)
         assert computed.numbers is not None

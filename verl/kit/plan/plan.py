@@ -372,8 +372,11 @@ class Plan:
     @property
     def score_passes(self) -> float:
         """Passes without gradients over a step's samples: old log-probs, and the reference's."""
-        old = self.algorithm.old_pass_share(self.config.minibatches_per_step, self.config.actor.ppo_epochs)
-        return old + needs_reference(self.algorithm)
+        config, algorithm, lengths = self.config, self.algorithm, self.lengths
+        if lengths.prompt + config.rollout.n * lengths.response > config.actor.max_tokens_per_pack:
+            algorithm = replace(algorithm, by_group=False)  # no update sees a whole group
+        old = algorithm.old_pass_share(config.minibatches_per_step, config.actor.ppo_epochs)
+        return old + needs_reference(algorithm)
 
     def step_seconds(self) -> float:
         """Lower bound of all phases together."""

@@ -97,7 +97,8 @@ def check_rewards(algorithm: Algorithm, rewards: Iterable[Reward]) -> None:
 
 def _with_advantage(preset: Algorithm, algorithm: Algorithm) -> Algorithm:
     """The algorithm with the advantage estimator of a preset and its requirements; all else is unchanged."""
-    names = ("advantage", "needs_critic", "needs_group", "greedy_baseline", "needs_turns", "takes_turn_rewards")
+    needs = ("needs_critic", "needs_group", "greedy_baseline", "needs_turns", "takes_turn_rewards")
+    names = ("advantage", "by_group", *needs)
     return replace(algorithm, **{name: getattr(preset, name) for name in names})
 
 
