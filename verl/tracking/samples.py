@@ -12,7 +12,8 @@ import json
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,8 @@ def kept_steps(run_folder: Path) -> list[int]:
 
 def read_samples(path: Path) -> StepSamples:
     """Raises DataError if the file is missing, damaged or of another format."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        header = json.loads(arrays.pop(_HEADER).tobytes())
-        if header["format"] != FORMAT:
-            raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
+    with _opened(path) as file:
+        header, arrays = _header(path, file), {name: file[name] for name in file.files if name != _HEADER}
         rows, scale = arrays["loss_rows"].tolist(), header.get("scale")
         if scale and max(rows, default=0) >= len(arrays["num_trained"]):
             raise ValueError("a row of the loss is beyond those of the step")
@@ -229,6 +226,20 @@ def read_samples(path: Path) -> StepSamples:
             left_out=header["left_out"],
             texts={int(token): text for token, text in header["texts"].items()},
         )
+
+
+def read_lines(path: Path) -> list[int | None]:
+    """`KeptSample.line` of every sample, without the tokens. Raises as `read_samples`."""
+    with _opened(path) as file:
+        return [each["line"] for each in _header(path, file)["samples"]]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Raises DataError if the file, or what is read of it, is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            yield file
     except DataError:
         raise
     except FileNotFoundError:
@@ -250,6 +261,17 @@ def _rewards(described: dict[str, Any] | None, arrays: Mapping[str, _Array]) -> 
     return StepRewards(**given, whitening=described["whitening"], moments=described["moments"])
 
 
+def _header(path: Path, file: Any) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(file[_HEADER].tobytes())
+    if header["format"] != FORMAT:
+        raise DataError("is of an unknown format", f"format {FORMAT}", file=str(path))
+    for each in header["samples"]:
+        for name, types in _TYPES.items():
+            if not isinstance(each[name], types):
+                raise TypeError(f"{name} of a sample is {each[name]!r}")
+    return header
+
+
 def _samples(described: Iterable[dict[str, Any]], arrays: Mapping[str, _Array]) -> Iterable[KeptSample]:
     taken = dict.fromkeys(arrays, 0)
 
@@ -262,9 +284,6 @@ def _samples(described: Iterable[dict[str, Any]], arrays: Mapping[str, _Array]) 
 
     for each in described:
         length, columns = each.pop("length"), each.pop("columns")
-        for name, types in _TYPES.items():
-            if not isinstance(each[name], types):
-                raise TypeError(f"{name} of a sample is {each[name]!r}")
         token_ids, mask, versions = (take(name, length) for name in ("token_ids", "mask", "versions"))
         trained = {name: take(name, int(mask.sum())) for name in columns}
         yield KeptSample(**each, token_ids=token_ids, mask=mask, versions=versions, columns=trained)

@@ -66,7 +66,7 @@ def test_a_page_refers_to_nothing_and_no_text_of_the_model_is_part_of_it(folder:
     meta = run["rollouts"]["meta"]
     assert run["name"] == "one" and len(meta["step"]) == 12 * 3 * PER_GROUP == run["rollouts"]["shown"]
     assert run["settings"]["trainer.seed"] == [7, 0] and "algorithm.options" not in run["settings"]
-    row = meta["step"].index(5)
+    row = next(row for row in range(12 * 3 * PER_GROUP) if (meta["step"][row], meta["line"][row]) == (5, 0))
     one = embedded(page, f"chunk-{meta['chunk'][row]}")[meta["place"][row]]
     assert one["prompt"] == [{"role": "user", "content": f"question 0 {HOSTILE}"}] and one["answer"] == HOSTILE
     assert data["metrics"]["reward/total"]["unit"] == "points" and "mine/own" not in data["metrics"]
@@ -138,12 +138,13 @@ def test_what_does_not_fit_is_left_out_evenly_and_named(folder: Path, monkeypatc
     chunks = Chunks()
     found = read_rollouts(read_run(folder), chunks, 6_000)
     assert 0 < found.shown_steps < 12 and {1, 12} <= set(found.meta["step"])
-    assert chunks.size < 10_000
-    assert f"{found.shown_steps} of 12 steps" in found.left_out[0] and "kept samples" in found.left_out[1]
+    assert chunks.size <= 6_000 and len(found.meta["step"]) == found.shown < found.read == 144
+    assert f"{found.shown} of 144 rollouts fit into the file, of {found.shown_steps} of 12 steps" in found.left_out[0]
+    assert f"{found.samples} of 60 kept samples" in found.left_out[1]
     monkeypatch.setattr(rollouts, "MAX_READ", 12 * 2)
     few = read_rollouts(read_run(folder), Chunks(), 10_000_000)
-    assert sorted(few.meta["line"][:PER_GROUP]) == [0, 1, 2, 3] and few.read == 12 * PER_GROUP
-    assert few.left_out == ["of every step the first 2 rollouts are read, and those whose tokens are kept"]
+    assert sorted(few.meta["line"][:PER_GROUP]) == [0, 1, 2, 3] and few.read == 12 * 2
+    assert few.left_out == ["of every step the first 2 rollouts are read, and those with tokens"]
 
 
 def test_the_verdict_by_hand(tmp_path: Path) -> None:
@@ -463,8 +464,14 @@ def test_a_step_between_the_page_and_its_stream_is_an_event(tmp_path: Path) -> N
             step(13)
             assert _first_event(server.server_port, seen) == f"event: changed\nid: {server.version()}"
             assert _first_event(server.server_port, seen, last=server.version()) == ":"
+            real = render
+
+            def slow(*args: Any, **options: Any) -> Any:
+                step(14)
+                return real(*args, **options)
+
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(serve, "render", lambda *args, **options: (step(14), render(*args, **options))[1])
+                patch.setattr(serve, "render", slow)
                 seen = embedded(_answer(server.server_port, "/", "localhost")[1], "data")["live"]
             assert _first_event(server.server_port, seen) == f"event: changed\nid: {server.version()}"
         finally:

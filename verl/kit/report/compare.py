@@ -5,14 +5,15 @@ A report compares the first and the last validation of every run, and the last o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from verl.kit.evaluation.stats import RESAMPLES, estimate
-from verl.kit.report.chunks import Chunks, encoded
+from verl.kit.report.chunks import Chunks, encoded, encoded_bound, fitting, short, spread_part
 from verl.kit.report.folder import RunFolder
 
 MAX_FLIPPED = 200  # tasks of a comparison, with their transcripts
@@ -45,11 +46,13 @@ class Comparison:
     after: str
     sets: list[PairedSet] = field(default_factory=list)
     flipped: list[dict[str, Any]] = field(default_factory=list)
-    left_out: int = 0  # flipped tasks over the limit
+    left_out: int = 0  # flipped tasks over the limits
     unpaired: int = 0  # tasks of one side only, or with another gold answer, or another prompt where data differ
 
 
-def compare_runs(runs: Sequence[RunFolder], chunks: Chunks) -> list[Comparison]:
+def compare_runs(runs: Sequence[RunFolder], chunks: Chunks, room: int = sys.maxsize) -> list[Comparison]:
+    """room: characters that all comparisons together may add to the page"""
+    start = chunks.size
     ends = [(run, run.validated_steps()) for run in runs]
     pairs = [(run, steps[0], run, steps[-1]) for run, steps in ends if len(steps) > 1]
     (first, known), *others = ends
@@ -62,8 +65,9 @@ def compare_runs(runs: Sequence[RunFolder], chunks: Chunks) -> list[Comparison]:
             _read(new, new_step),
             chunks,
             same_data=old is new or _same_data(old, new),
+            limit=start + room * number // len(pairs),
         )
-        for old, old_step, new, new_step in pairs
+        for number, (old, old_step, new, new_step) in enumerate(pairs, 1)
     ]
 
 
@@ -84,8 +88,16 @@ def _same_data(old: RunFolder, new: RunFolder) -> bool:
     return before == after != {}
 
 
-def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks, same_data: bool = False) -> Comparison:
-    """The transcripts of flipped tasks are added to the chunks.
+def compare(
+    before: str,
+    old: _Rows,
+    after: str,
+    new: _Rows,
+    chunks: Chunks,
+    same_data: bool = False,
+    limit: int = sys.maxsize,
+) -> Comparison:
+    """The transcripts of flipped tasks are added to the chunks, up to a limit of their size.
 
     before, after: names of the sides; same_data: equal ids are equal tasks, although a prompt template may differ
     """
@@ -93,25 +105,31 @@ def compare(before: str, old: _Rows, after: str, new: _Rows, chunks: Chunks, sam
     both = [
         task for task in old if task in new and all(old[task][0].get(name) == new[task][0].get(name) for name in same)
     ]
-    flips = [task for task in both if _solved(old[task]) != _solved(new[task])]
-    flips.sort(key=lambda task: _reward(new[task]) - _reward(old[task]))
-    return Comparison(
+    found = Comparison(
         before=before,
         after=after,
         sets=[_paired(name, [task for task in both if task[0] == name], old, new) for name in _sets(both)],
-        flipped=[
-            {
-                "set": name,
-                "task": id,
-                "solved": _solved(new[name, id]),
-                "rewards": [_reward(side[name, id]) for side in (old, new)],
-                "chunk": chunks.add(encoded([_details(side[name, id]) for side in (old, new)])),
-            }
-            for name, id in flips[:MAX_FLIPPED]
-        ],
-        left_out=max(0, len(flips) - MAX_FLIPPED),
         unpaired=len(old) + len(new) - 2 * len(both),
     )
+    chunks.size += len(encoded(asdict(found)))
+    flips = [task for task in both if _solved(old[task]) != _solved(new[task])]
+    flips.sort(key=lambda task: _reward(new[task]) - _reward(old[task]))
+    shown = [_flipped(task, old, new, chunks, limit) for task in spread_part(flips, MAX_FLIPPED)]
+    fitting = [each for each in shown if each is not None]
+    return replace(found, flipped=fitting, left_out=len(flips) - len(fitting))
+
+
+def _flipped(task: _Task, old: _Rows, new: _Rows, chunks: Chunks, limit: int) -> dict[str, Any] | None:
+    """None if its transcripts do not fit."""
+    row = {
+        "set": short(task[0]),
+        "task": short(task[1]),
+        "solved": _solved(new[task]),
+        "rewards": [_reward(side[task]) for side in (old, new)],
+        "chunk": len(chunks.texts),
+    }
+    details = encoded([_details(side[task]) for side in (old, new)])
+    return None if chunks.add(details, limit, encoded_bound(row)) is None else row
 
 
 def _sets(tasks: Sequence[_Task]) -> list[str]:
@@ -125,7 +143,7 @@ def _paired(name: str, tasks: Sequence[_Task], old: _Rows, new: _Rows) -> Paired
     solved = [[_solved(side[task]) for task in tasks] for side in (old, new)]
     changes = list(zip(*solved, strict=True))
     return PairedSet(
-        name=name,
+        name=str(short(name)),
         tasks=len(tasks),
         before=fmean(before),
         after=fmean(after),
@@ -161,19 +179,25 @@ def _details(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def differences(runs: Sequence[RunFolder]) -> dict[str, list[list[Any]]]:
-    """[name, value of each run, ..] of what differs in settings, data and code; None where it is missing."""
+def differences(runs: Sequence[RunFolder], room: int = sys.maxsize) -> dict[str, list[list[Any]]]:
+    """[name, value of each run, ..] of what differs in settings, data and code; None where it is missing.
+
+    room: characters for each of the three
+    """
     return {
-        "settings": _differing([run.settings for run in runs]),
-        "data": _differing(data_files(runs)),
-        "code": _differing([run.code for run in runs]),
+        "settings": _differing([run.settings for run in runs], room),
+        "data": _differing(data_files(runs), room),
+        "code": _differing([run.code for run in runs], room),
     }
 
 
-def _differing(sides: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def _differing(sides: Sequence[Mapping[str, Any]], room: int) -> list[list[Any]]:
     names = sorted({name for side in sides for name in side})
     rows = [[name, *(side.get(name) for side in sides)] for name in names]
-    return [row for row in rows if any(value != row[1] for value in row[2:])]
+    differing = [row for row in rows if any(value != row[1] for value in row[2:])]
+    shown = fitting([list(map(short, row)) for row in differing], room)
+    more = [f"{len(differing) - len(shown)} more", *[None] * len(sides)]
+    return shown + [more] * (len(shown) < len(differing))
 
 
 def data_files(runs: Sequence[RunFolder]) -> list[dict[str, str]]:

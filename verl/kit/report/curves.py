@@ -10,6 +10,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
+from verl.kit.report.chunks import encoded, spread_order
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.rows import is_step, number
 from verl.text import counted
@@ -24,6 +25,11 @@ _GAP = 0.1  # nats between engine and trainer
 _MISSING = "missing"  # the tasks of a benchmark that could not be judged
 SMOOTHING = 0.7  # share of the past in a smoothed curve
 AXES = ("step", "time", "tokens")  # of `columns`
+_VALIDATIONS = ("val/", "eval/")
+MAX_STEPS = 5_000  # of a curve
+MAX_METRICS = 1_000
+_FEWEST = 2  # steps of a curve
+_NAME = 200  # characters of a metric's name
 _EQUAL = "reward/zero_variance_groups"
 GROUP_FREE = ("ppo", "remax", "reinforce_pp")  # presets whose advantages are not relative to the group
 # Checked in this order: the first that holds is what to look at first.
@@ -49,6 +55,27 @@ def columns(run: RunFolder) -> dict[str, list[float | None]]:
         "tokens": [total / 1e6 for total in tokens],
         **{name: [_rounded(number(row.get(name))) for row in run.rows] for name in names},
     }
+
+
+def fitting_columns(run: RunFolder, room: int) -> tuple[dict[str, list[float | None]], list[str]]:
+    """`columns` in so many characters of the page, and what is left out of them.
+
+    Steps are left out evenly; those with a validation are the last.
+    """
+    table = columns(run)
+    names = [name for name in table if len(name) <= _NAME][: MAX_METRICS + len(AXES)]
+    validated = [any(name.startswith(_VALIDATIONS) for name in row) for row in run.rows]
+    order = sorted(spread_order(len(run.rows)), key=lambda place: not validated[place])
+    count = min(len(order), MAX_STEPS)
+    while True:
+        part = {name: [table[name][place] for place in sorted(order[:count])] for name in names}
+        if count <= _FEWEST or len(encoded(part)) <= room:
+            break
+        count //= 2
+    rules = [f"curves have {count} of {counted(len(order), 'step')}"] if count < len(order) else []
+    if len(names) < len(table):
+        rules.append(f"{len(names) - len(AXES)} of {counted(len(table) - len(AXES), 'metric')} are shown")
+    return part, rules
 
 
 def _rounded(value: float | None) -> float | None:
@@ -135,7 +162,7 @@ def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
     The interval takes both validations as independent, so it is wider than that of paired differences.
     """
     found = []
-    names = sorted({name for row in run.rows for name in row if name.startswith(("val/", "eval/"))})
+    names = sorted({name for row in run.rows for name in row if name.startswith(_VALIDATIONS)})
     for name in sorted(names, key=_rank):
         rows = [row for row in run.rows if number(row.get(name)) is not None]
         if name.endswith(STDERR) or len(rows) < 2:

@@ -18,7 +18,7 @@ from verl.kit.report.rows import is_scored, is_step
 from verl.system.code_version import CODE_VERSION
 from verl.system.files import step_files
 from verl.text import counted
-from verl.tracking.samples import StepSamples, kept_steps, read_samples, samples_path
+from verl.tracking.samples import StepSamples, kept_steps, read_lines, read_samples, samples_path
 
 _LINE = 500  # characters of a crash report's first line
 _LISTED = 5  # missing steps, files of other names
@@ -49,7 +49,7 @@ class RunFolder:
         try:
             yield from _lines(path)
         except OSError as error:
-            self.notes.append(f"{path.name} of transcripts cannot be read ({error.strerror})")
+            self._note(f"{path.name} of transcripts cannot be read ({error.strerror})")
 
     def validated_steps(self) -> list[int]:
         return list(step_files(self.folder / "validation", ".jsonl"))
@@ -59,7 +59,8 @@ class RunFolder:
         path = self.folder / "validation" / f"step-{step:06d}.jsonl"
         notes: list[str] = []
         rows = _json_lines(path, notes, is_scored, "finite score")
-        self.notes.extend(note for note in notes if note not in self.notes)  # it may be read again
+        for note in notes:
+            self._note(note)
         return rows
 
     def kept_steps(self) -> list[int]:
@@ -70,8 +71,21 @@ class RunFolder:
         try:
             return read_samples(samples_path(self.folder, step))
         except DataError as error:
-            self.notes.append(str(error))
+            self._note(str(error))
             return None
+
+    def sample_lines(self, step: int) -> list[int | None]:
+        """The lines of a step's kept samples in its transcript; none if they cannot be read."""
+        try:
+            return read_lines(samples_path(self.folder, step))
+        except DataError as error:
+            self._note(str(error))
+            return []
+
+    def _note(self, text: str) -> None:
+        """A file may be read again."""
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 def read_run(folder: Path) -> RunFolder:

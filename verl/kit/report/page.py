@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -16,15 +15,18 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from verl import __version__
-from verl.kit.report.chunks import Chunks, encoded
+from verl.kit.report.chunks import Chunks, encoded, fitting, short
 from verl.kit.report.compare import compare_runs, differences
-from verl.kit.report.curves import columns, describe, marks, validation, verdict
+from verl.kit.report.curves import describe, fitting_columns, marks, validation, verdict
 from verl.kit.report.folder import RunFolder, default_settings, read_runs
 from verl.kit.report.rollouts import read_rollouts
 from verl.system.files import replacing
+from verl.text import counted
 
+MAX_BYTES = 15_000_000  # of a file
+_RESERVE = 60_000  # characters for notes and rules of a run
 _TITLE = ("model.path", "algorithm.name", "data.train_files")  # settings under the name of a run
-MAX_CHARS = 14_000_000  # of the chunks, so that a file has less than 15 MB
+_MAX_NOTES = 50
 
 
 def write_report(folders: Sequence[Path], out: Path) -> list[str]:
@@ -42,33 +44,42 @@ def render(folders: Sequence[Path], live: str = "") -> tuple[str, list[str]]:
     """(the page, notes on files that could not be read). live: version of a page that follows its server"""
     runs = read_runs(folders)
     chunks = Chunks()
-    comparisons = [asdict(each) for each in compare_runs(runs, chunks)]
-    room = (MAX_CHARS - chunks.size) // len(runs)
-    described = [_described(run, chunks, room) for run in runs]
+    room = MAX_BYTES - len(_filled(runs, live, "", []).encode()) - _RESERVE * len(runs)
+    comparisons = [asdict(each) for each in compare_runs(runs, chunks, room // 4)]
+    described = [_described(run, room // 3 // len(runs)) for run in runs]
     names = sorted({name for each in described for name in each["metrics"]})
-    metrics = {name: asdict(metric) for name in names if (metric := describe(name)) is not None}
     data = {
         "runs": described,
-        "metrics": metrics,
-        "comparisons": comparisons,
-        "differences": differences(runs),
+        "metrics": {name: asdict(metric) for name in names if (metric := describe(name)) is not None},
+        "differences": differences(runs, room // 20),
         "version": __version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "live": live,
     }
+    chunks.size += len(encoded(data))
+    for number, (run, each) in enumerate(zip(runs, described, strict=True)):
+        rollouts = read_rollouts(run, chunks, max(0, room - chunks.size) // (len(runs) - number))
+        each["rollouts"] = asdict(rollouts)
+        each["left_out"] += rollouts.left_out
+        more = [f"{counted(len(run.notes) - _MAX_NOTES, 'other note')}"] if len(run.notes) > _MAX_NOTES else []
+        each["notes"] = [*map(short, run.notes[:_MAX_NOTES]), *more]
+    text = _filled(runs, live, encoded({**data, "comparisons": comparisons}), chunks.texts)
+    return text, [note for run in runs for note in run.notes]
+
+
+def _filled(runs: Sequence[RunFolder], live: str, data: str, chunks: Sequence[str]) -> str:
     page = files(__package__) / "page"
     template = Environment(autoescape=True).from_string((page / "report.html.jinja").read_text(encoding="utf-8"))
     script_names = ("uplot.min.js", "report.js", "curves.js", "rollouts.js", "tokens.js", "compare.js")
-    text = template.render(
+    return template.render(
         title=", ".join(run.name for run in runs),
         nonce=secrets.token_urlsafe(16),
         live=live,
-        data=encoded(data),
-        chunks=chunks.texts,
+        data=data,
+        chunks=chunks,
         styles=[_raw(page, name) for name in ("uplot.min.css", "report.css")],
         scripts=[_raw(page, name) for name in script_names],
     )
-    return text, [note for run in runs for note in run.notes]
 
 
 def _raw(page: Any, name: str) -> Any:
@@ -76,25 +87,29 @@ def _raw(page: Any, name: str) -> Any:
     return Markup((page / name).read_text(encoding="utf-8"))
 
 
-def _plain(value: Any) -> Any:
-    """A setting for JSON, which has no infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _described(run: RunFolder, chunks: Chunks, room: int) -> dict[str, Any]:
-    rollouts = read_rollouts(run, chunks, room)
+def _described(run: RunFolder, room: int) -> dict[str, Any]:
+    """What a page has of a run beside its rollouts. room: characters for metrics, settings and marks"""
     defaults = default_settings()
     changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
+    changed = {str(short(name)): [short(value), short(defaults.get(name))] for name, value in changed.items()}
+    metrics, left_out = fitting_columns(run, room // 2)
+    every: dict[str, list[Any]] = {
+        "setting": list(changed.items()),
+        "mark": [{**mark, "text": short(mark["text"])} for mark in marks(run)],
+    }
+    listed = {name: fitting(items, room // 4) for name, items in every.items()}
+    for name, items in every.items():
+        if len(listed[name]) < len(items):
+            left_out.append(f"{len(listed[name])} of {counted(len(items), name)} are listed")
     return {
         "name": run.name,
         "folder": shlex.quote(str(run.folder)),
-        "settings": {name: [_plain(value), _plain(defaults.get(name))] for name, value in changed.items()},
-        "all_settings": {name: _plain(run.settings.get(name)) for name in _TITLE},
+        "settings": dict(listed["setting"]),
+        "all_settings": {name: short(run.settings.get(name)) for name in _TITLE},
         "known": {"settings": bool(run.settings), "data": bool(run.data), "code": bool(run.code)},
         "verdict": verdict(run),
-        "notes": run.notes,
-        "metrics": columns(run),
-        "validation": validation(run),
-        "marks": marks(run),
-        "rollouts": asdict(rollouts),
+        "metrics": metrics,
+        "validation": [each for each in validation(run) if each[0] in metrics],
+        "marks": listed["mark"],
+        "left_out": left_out,
     }

@@ -6,12 +6,11 @@ step, in an order that spreads any part evenly over the run, until the room is u
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.kit.report.chunks import Chunks, encoded, spread_order
+from verl.kit.report.chunks import Chunks, encoded, spread_order, spread_part
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.reasons import Reasons, reasons_of
 from verl.kit.report.rows import number
@@ -19,17 +18,24 @@ from verl.kit.report.samples import embed_samples
 from verl.kit.report.transcript import rollout_of
 from verl.text import counted
 
+MAX_STEPS = 5_000  # of a page
 MAX_READ = 100_000  # rollouts of a run, for distributions
-MAX_ROLLOUTS = 20_000  # of a page
+MAX_ROLLOUTS = 20_000  # of a run in a page
 _CHUNK = 32  # rollouts
+_REFUSED = 32  # rollouts that do not fit; after them no other is tried
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
+_COLUMNS = (*_META, "step", "line", "chunk", "place", "tokens", "turns", "tool_status", "equal")
+_SUMMARY = ("reward", "num_tokens", "turns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """meta: column -> value by rollout; quantiles: name -> one row of `_QUANTILES` per step"""
+    """meta: column -> value by rollout; quantiles: name -> one row of `_QUANTILES` per step
+
+    read: rollouts that the quantiles are of: the first of every step
+    """
 
     meta: dict[str, list[Any]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
@@ -42,43 +48,38 @@ class Rollouts:
     left_out: list[str] = field(default_factory=list)  # rules that left something out, for the page
 
 
-def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
-    """max_chars: room for the run's chunks; two thirds for rollouts, the rest for tokens"""
-    steps = run.transcript_steps()
+def read_rollouts(run: RunFolder, chunks: Chunks, room: int) -> Rollouts:
+    """room: characters that the run may add to the page; two thirds for rollouts, the rest for tokens"""
+    every = run.transcript_steps()
+    steps = spread_part(every, MAX_STEPS)
     per_step = max(1, MAX_READ // max(1, len(steps)))
-    quantiles: dict[str, list[list[float]]] = {"reward": [], "num_tokens": [], "turns": []}
-    result = Rollouts(meta={"step": [], "line": [], "chunk": [], "place": [], "tokens": []}, steps=steps)
-    start, read, cut, shown_steps = chunks.size, 0, False, 0
-    kept, reasons = set(run.kept_steps()), reasons_of(run)
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    samples: dict[int, list[int | None]] = {}  # step -> their lines in its transcript
+    limit, kept = chunks.size + room, set(run.kept_steps())
+    embedding = _Embedding(chunks, reasons_of(run), room * 2 // 3)
+    read: dict[int, _StepRows] = {}
     for step in (steps[place] for place in spread_order(len(steps))):
-        if step in kept and (opened := run.samples(step)) is not None:
-            samples[step] = [each.line for each in opened.samples]
-        rows, more = _rows(run, step, per_step, set(samples.get(step, ())))
-        found[step], cut = {line: _summary(row) for line, row in rows.items()}, cut or more
-        read += len(rows)
-        if rows and chunks.size - start < max_chars * 2 // 3 and len(result.meta["step"]) < MAX_ROLLOUTS:
-            _embed(step, rows, result.meta, chunks, reasons)
-            shown_steps += 1
-    for step in steps:
-        for name in quantiles:
-            quantiles[name].append(_quantiles([each[name] for each in found[step].values()]))
-    num_samples, reused = embed_samples(run, samples, result.meta, chunks, start + max_chars)
+        read[step] = _StepRows(run, step, per_step, run.sample_lines(step) if step in kept else [])
+        embedding.add_step(read[step])
+    quantiles = {name: [_quantiles(read[step].summary[name]) for step in steps] for name in _SUMMARY}
+    chunks.size += len(encoded([steps, quantiles]))
+    samples = {step: rows.kept for step, rows in read.items() if rows.kept}
+    num_samples, reused = embed_samples(run, samples, embedding.meta, chunks, limit)
+    shown, shown_steps = len(embedding.meta["step"]), len(set(embedding.meta["step"]))
     rules = []
-    if cut:
-        rules.append(f"of every step the first {per_step} rollouts are read, and those whose tokens are kept")
-    if shown_steps < len(steps):
-        rules.append(f"{shown_steps} of {len(steps)} steps, spread over the run, fit into the file with their rollouts")
-    kept_samples = sum(map(len, samples.values()))
-    if num_samples < kept_samples:
-        rules.append(f"{num_samples} of {kept_samples} kept samples fit into it with their tokens")
+    if len(steps) < len(every):
+        rules.append(f"of {len(every)} steps {len(steps)} are read, spread over the run")
+    if any(rows.more for rows in read.values()):
+        rules.append(f"of every step the first {counted(per_step, 'rollout')} are read, and those with tokens")
+    if shown < (found := sum(rows.found for rows in read.values())):
+        which = f"of {shown_steps} of {counted(len(steps), 'step')} spread over the run"
+        rules.append(f"{shown} of {counted(found, 'rollout')} fit into the file, {which}")
+    if num_samples < (kept_samples := sum(map(len, samples.values()))):
+        rules.append(f"{num_samples} of {counted(kept_samples, 'kept sample')} fit into it with their tokens")
     return Rollouts(
-        meta=result.meta,
+        meta=embedding.meta,
         steps=steps,
         quantiles=quantiles,
-        read=read,
-        shown=len(result.meta["step"]),
+        read=sum(rows.read for rows in read.values()),
+        shown=shown,
         shown_steps=shown_steps,
         samples=num_samples,
         reused=reused,
@@ -86,27 +87,67 @@ def read_rollouts(run: RunFolder, chunks: Chunks, max_chars: int) -> Rollouts:
     )
 
 
-def _rows(run: RunFolder, step: int, limit: int, kept: set[int | None]) -> tuple[dict[int, dict[str, Any]], bool]:
-    """({line: rollout}, whether there are more)"""
-    rows: dict[int, dict[str, Any]] = {}
-    damaged, more = 0, False
-    for line, text in enumerate(run.transcript(step)):
-        if line >= limit and line not in kept:
-            more = True
-        elif (row := rollout_of(text)) is not None:
-            rows[line] = row
-        else:
-            damaged += 1
-    if damaged:
-        run.notes.append(
-            f"transcripts of step {step}: {counted(damaged, 'line')} left out (damaged, or with values of other types)"
-        )
-    return rows, more
+class _StepRows:
+    """The rollouts of a step, by line: the first `limit`, and those of kept samples. Iterated once.
+
+    kept: lines of the samples, None for those of other steps
+    found: rollouts of these; read: those of the first lines, which the summary is of, as the kept ones are a choice
+    more: whether the transcript has others
+    equal: tasks whose groups are read completely, and have equal returns
+    """
+
+    def __init__(self, run: RunFolder, step: int, limit: int, kept: Sequence[int | None]) -> None:
+        self.step, self.kept = step, kept
+        self.kept_lines = {line for line in kept if line is not None}
+        self.found = self.read = 0
+        self.more = False
+        self.summary: dict[str, list[float]] = {name: [] for name in _SUMMARY}
+        self.equal: set[Any] = set()
+        self._run, self._limit = run, limit
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        damaged, last = 0, max(self.kept_lines, default=-1)
+        returns: dict[Any, list[float]] = {}
+        partial = set()
+        for line, text in enumerate(self._run.transcript(self.step)):
+            if line >= self._limit and line not in self.kept_lines:
+                if not self.more and (next_row := rollout_of(text)) is not None:
+                    partial.add(next_row["task_id"])
+                self.more = True
+                if line > last:
+                    break
+            elif (row := rollout_of(text)) is None:
+                damaged += 1
+            else:
+                self.found += 1
+                if line < self._limit:
+                    self._summarize(row)
+                    returns.setdefault(row["task_id"], []).append(_return(row))
+                else:
+                    partial.add(row["task_id"])
+                yield line, row
+        complete = {task: values for task, values in returns.items() if task not in partial}
+        self.equal = {task for task, values in complete.items() if len(values) > 1 and len(set(values)) == 1}
+        if damaged:
+            left_out = f"{counted(damaged, 'line')} left out (damaged, or with values of other types)"
+            self._run.notes.append(f"transcripts of step {self.step}: {left_out}")
+
+    def _summarize(self, row: Mapping[str, Any]) -> None:
+        self.read += 1
+        values = {"reward": row.get("reward"), "num_tokens": row.get("num_tokens"), "turns": _turns(row)}
+        for name, value in values.items():
+            if value is not None:
+                self.summary[name].append(value)
 
 
-def _summary(row: Mapping[str, Any]) -> dict[str, float]:
-    turns = sum(message.get("role") == "assistant" for message in row["responses"])
-    return {"reward": number(row.get("reward")) or 0.0, "num_tokens": row.get("num_tokens") or 0, "turns": turns}
+def _turns(row: Mapping[str, Any]) -> int:
+    return sum(message["role"] == "assistant" for message in row["responses"])
+
+
+def _return(row: Mapping[str, Any]) -> float:
+    """The reward and those of the turns."""
+    values = map(number, (row.get("reward"), *row.get("turn_rewards", ())))
+    return sum(value for value in values if value is not None)
 
 
 def _quantiles(values: list[float]) -> list[float]:
@@ -116,49 +157,64 @@ def _quantiles(values: list[float]) -> list[float]:
     return [ordered[round(share * (len(ordered) - 1))] for share in _QUANTILES]
 
 
-def _embed(
-    step: int,
-    rows: Mapping[int, Mapping[str, Any]],
-    meta: dict[str, list[Any]],
-    chunks: Chunks,
-    reasons: Reasons | None,
-) -> None:
-    equal = _groups_without_spread(rows.values())
-    lines = list(rows)
-    for first in range(0, len(lines), _CHUNK):
-        part = lines[first : first + _CHUNK]
-        details = [{name: rows[line][name] for name in _DETAILS if rows[line].get(name)} for line in part]
-        why = [reasons.of(rows[line]) if reasons else [] for line in part]
-        scores = [{"score": rows[line].get("score"), "reasons": its} for line, its in zip(part, why, strict=True)]
-        chunk = chunks.add(encoded([{**one, **two} for one, two in zip(details, scores, strict=True)]))
-        for place, line in enumerate(part):
-            row = rows[line]
-            added: dict[str, Any] = {
-                **{name: row.get(name) for name in _META},
-                "step": step,
-                "line": line,
-                "chunk": chunk,
-                "place": place,
-                "tokens": [],
-                "turns": _summary(row)["turns"],
-                "tool_status": "".join(sorted({_letter(use) for use in row.get("tool_uses") or ()})),
-                "equal": row.get("task_id") in equal,
-            }
-            for name, value in added.items():
-                meta.setdefault(name, []).append(value)
+_Prepared = tuple[dict[str, Any], dict[str, Any]]  # what a chunk has of a rollout, what `meta` has
+
+
+class _Embedding:
+    """The rollouts of a run in the page, and their metadata. room: characters, of which kept ones may use all"""
+
+    def __init__(self, chunks: Chunks, reasons: Reasons | None, room: int) -> None:
+        self.meta: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self._chunks, self._reasons = chunks, reasons
+        self._limits = {False: chunks.size + room * 9 // 10, True: chunks.size + room}  # by whether they are kept
+        self._refused = {False: 0, True: 0}
+
+    def add_step(self, rows: _StepRows) -> None:
+        """Embed what fits of a step."""
+        first = len(self.meta["step"])
+        left = {False: MAX_ROLLOUTS - first - len(rows.kept_lines), True: MAX_ROLLOUTS - first}
+        batches: dict[bool, list[_Prepared]] = {False: [], True: []}
+        for line, row in rows:
+            kept = line in rows.kept_lines
+            if left[kept] > 0 and self._refused[kept] < _REFUSED:
+                left[kept] -= 1
+                left[True] -= not kept
+                batches[kept].append(self._prepared(rows.step, line, row))
+                if len(batches[kept]) == _CHUNK:
+                    self._add(batches[kept], kept)
+                    batches[kept] = []
+        for kept, batch in batches.items():
+            self._add(batch, kept)
+        for place in range(first, len(self.meta["step"])):
+            self.meta["equal"][place] = self.meta["task_id"][place] in rows.equal
+
+    def _add(self, batch: Sequence[_Prepared], kept: bool) -> None:
+        """Embed rollouts as one chunk; if they do not fit, their halves, down to a rollout that is left out."""
+        if not batch or self._refused[kept] >= _REFUSED:
+            return
+        for place, (_, row) in enumerate(batch):
+            row |= {"chunk": len(self._chunks.texts), "place": place}
+        columns = {name: [row[name] for _, row in batch] for name in _COLUMNS}
+        details = encoded([each for each, _ in batch])
+        if self._chunks.add(details, self._limits[kept], len(encoded(columns))) is not None:
+            for name, values in columns.items():
+                self.meta[name] += values
+        elif len(batch) == 1:
+            self._refused[kept] += 1
+        else:
+            half = len(batch) // 2
+            self._add(batch[:half], kept)
+            self._add(batch[half:], kept)
+
+    def _prepared(self, step: int, line: int, row: Mapping[str, Any]) -> _Prepared:
+        details = {name: row[name] for name in _DETAILS if row.get(name)}
+        why = self._reasons.of(row) if self._reasons else []
+        status = "".join(sorted({_letter(use) for use in row.get("tool_uses") or ()}))
+        own = {"step": step, "line": line, "tokens": [], "turns": _turns(row), "tool_status": status, "equal": False}
+        return {**details, "score": row.get("score"), "reasons": why}, {**{n: row.get(n) for n in _META}, **own}
 
 
 def _letter(use: Mapping[str, Any]) -> str:
     """s, u, t, n: success, user_error, timeout, unavailable"""
     status = str(use.get("status"))
     return "n" if status == "unavailable" else status[:1]
-
-
-def _groups_without_spread(rows: Iterable[Mapping[str, Any]]) -> set[Any]:
-    """Tasks whose rollouts have equal rewards."""
-    rewards: dict[Any, set[Any]] = {}
-    sizes: Counter[Any] = Counter()
-    for row in rows:
-        rewards.setdefault(row.get("task_id"), set()).add(row.get("reward"))
-        sizes[row.get("task_id")] += 1
-    return {task for task, values in rewards.items() if len(values) == 1 and sizes[task] > 1}

@@ -8,20 +8,24 @@ record agrees. It is null without torch, which computes losses. Lines may hold l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from verl.kit.report.chunks import Chunks, encoded
+from verl.kit.report.chunks import Chunks, encoded, encoded_bound
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
 from verl.kit.report.rows import number
 from verl.kit.report.transcript import rollouts_at
-from verl.tracking.samples import KeptSample
+from verl.tracking.samples import KeptSample, StepSamples
 
 _DIGITS = 4
+_REFUSED = 32  # samples that do not fit; after them no other is tried
 _RATIO_DIGITS = 7  # GSPO clips ratios at 1.0004
+
+
+_Made = Mapping[tuple[Any, Any], Sequence[tuple[int, float, int]]]
 
 
 def embed_samples(
@@ -29,41 +33,61 @@ def embed_samples(
     samples: Mapping[int, Sequence[int | None]],
     meta: Mapping[str, list[Any]],
     chunks: Chunks,
-    room: int,
+    limit: int,
 ) -> tuple[int, list[list[int]]]:
-    """Add the samples of embedded rollouts until the room is used up, and their chunks to `meta["tokens"]`.
+    """Add the samples of embedded rollouts that fit, and their chunks to `meta["tokens"]`.
 
-    samples: step -> lines of its kept samples in the step's transcript. room: size of the chunks that is reached
+    samples: step -> lines of its kept samples in the step's transcript, steps in the order in which they are tried
+    limit: of the size of the chunks
     Returns their number, and those of rollouts that were generated for an earlier step (`Rollouts.reused`).
     """
     place = {key: row for row, key in enumerate(zip(meta["step"], meta["line"], strict=True))}
     made, explainer = _made(meta), _explainer(run) if samples else None
-    logged = {row["step"]: number(row.get("actor/loss")) for row in run.rows}
-    added, reused = 0, []
-    for step in sorted(samples):
-        kept = run.samples(step) if chunks.size < room else None
-        if kept is None:
+    added: dict[int, list[tuple[int, int, int]]] = {}  # row of the page -> step, number of the sample, chunk
+    reused, refused = [], 0
+    for step, lines in samples.items():
+        known = any(line is None or (step, line) in place for line in lines)
+        if refused >= _REFUSED or not known or (kept := run.samples(step)) is None:
             continue
-        computed = computed_loss(kept)
-        total = sum_check(kept, computed, logged.get(step))
-        rollouts = rollouts_at(run, step, set(samples[step]))
-        for rank, sample in enumerate(kept.samples):
-            row = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
-            if row is None or chunks.size >= room:
+        for rank, (row, value) in _views(run, step, kept, meta, place, made, explainer):
+            origin = [step, meta["step"][row], meta["line"][row]]
+            again = value["segment"] == 0 and origin[0] != origin[1]
+            beside = encoded_bound(len(chunks.texts)) + (encoded_bound(origin) if again else 0)
+            chunk = chunks.add(encoded(value), limit, beside)
+            if chunk is None:
+                refused += 1
                 continue
-            origin, line = meta["step"][row], meta["line"][row]
-            rollout = rollouts.get(line) if origin == step else rollouts_at(run, origin, {line}).get(line)
-            value = {
-                **_tokens(sample, kept.texts, share_of(kept, computed, sample.row), total),
-                "step": step,
-                "number": rank,
-                "explanation": explainer and asdict(explainer.explanation(step, kept, computed, rank, rollout)),
-            }
-            meta["tokens"][row].append(chunks.add(encoded(value)))
-            added += 1
-            if sample.line is None and sample.segment == 0:
-                reused.append([step, origin, line])
-    return added, reused
+            added.setdefault(row, []).append((step, rank, chunk))
+            if again:
+                reused.append(origin)
+    for row, found in added.items():
+        meta["tokens"][row] = [chunk for _, _, chunk in sorted(found)]
+    return sum(map(len, added.values())), sorted(reused)
+
+
+def _views(
+    run: RunFolder,
+    step: int,
+    kept: StepSamples,
+    meta: Mapping[str, list[Any]],
+    place: Mapping[tuple[int, int], int],
+    made: _Made,
+    explainer: Any,
+) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
+    """(number of the sample, (row of its rollout in the page, what is shown)) of a step's embedded rollouts."""
+    computed = computed_loss(kept)
+    logged = next((number(row.get("actor/loss")) for row in run.rows if row["step"] == step), None)
+    total = sum_check(kept, computed, logged)
+    rollouts = rollouts_at(run, step, {sample.line for sample in kept.samples})
+    for rank, sample in enumerate(kept.samples):
+        row = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
+        if row is None:
+            continue
+        origin, line = meta["step"][row], meta["line"][row]
+        rollout = rollouts.get(line) if origin == step else rollouts_at(run, origin, {line}).get(line)
+        explained = explainer and asdict(explainer.explanation(step, kept, computed, rank, rollout))
+        tokens = _tokens(sample, kept.texts, share_of(kept, computed, sample.row), total)
+        yield rank, (row, {**tokens, "step": step, "number": rank, "explanation": explained})
 
 
 def _explainer(run: RunFolder) -> Any:
@@ -72,9 +96,6 @@ def _explainer(run: RunFolder) -> Any:
     from verl.kit.explain.explanation import Explainer  # imports torch, which a page without samples does not need
 
     return Explainer.of(run)
-
-
-_Made = Mapping[tuple[Any, Any], Sequence[tuple[int, float, int]]]
 
 
 def _made(meta: Mapping[str, list[Any]]) -> _Made:

@@ -51,10 +51,9 @@ addPage("compare", "Compare", (main) => {
     if (!comparison.sets.length) { main.append(element("p", {}, "They have no task in common.")); continue; }
     main.append(pairedTable(comparison));
     if (comparison.unpaired) main.append(element("p", { class: "quiet" }, `Left out: ${counted(comparison.unpaired, "task")} without a counterpart that has the same prompt and answer.`));
-    if (comparison.flipped.length) {
-      const more = comparison.left_out ? `, the first ${comparison.flipped.length} of ${comparison.flipped.length + comparison.left_out}` : "";
-      main.append(element("h3", {}, `Tasks whose outcome flipped${more}`), flippedViewer(comparison));
-    }
+    const shownTasks = comparison.flipped.length, every = shownTasks + comparison.left_out;
+    if (every) main.append(element("h3", {}, `Tasks whose outcome flipped${comparison.left_out ? `: ${every}, of which ${shownTasks} fit into the file` : ""}`));
+    if (shownTasks) main.append(flippedViewer(comparison));
   }
   main.append(element("p", { class: "quiet" }, "Intervals: bootstrap over the tasks. Solved: half of the responses have the maximum reward, or a positive one where the reward defines no maximum."));
 });

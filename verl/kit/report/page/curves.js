@@ -89,9 +89,15 @@ function whenVisible(box, make) {
 
 function axisOf(run) { return run.metrics[view.axis]; }
 
+// Where a step is on the axis: at the last step before it that the curves have.
+function at(run, step) {
+  if (view.axis === "step") return step;
+  const place = run.metrics.step.findLastIndex((each) => each <= step);
+  return place < 0 ? undefined : axisOf(run)[place];
+}
+
 function marksOf(run) {
-  const found = new Map(run.metrics.step.map((step, place) => [step, axisOf(run)[place]]));
-  return run.marks.map((mark) => [found.get(mark.step), mark.kind]).filter(([at]) => at !== undefined);
+  return run.marks.map((mark) => [at(run, mark.step), mark.kind]).filter(([x]) => x !== undefined);
 }
 
 function metricBox(name, wide = false) {
@@ -136,7 +142,7 @@ addPage("overview", "Overview", (main) => {
       const those = run.marks.filter((mark) => mark.kind === kind);
       if (those.length) main.append(element("p", { class: "mark", style: `color: var(--${name})` }, `Marks on the curves, ${kind}: ${those.map((mark) => `step ${mark.step}: ${mark.text}`).join("; ")}`));
     }
-    if (run.rollouts.left_out.length) main.append(element("p", { class: "quiet" }, `Left out: ${run.rollouts.left_out.join("; ")}.`));
+    if (run.left_out.length) main.append(element("p", { class: "quiet left-out" }, `Not all fits into the file: ${run.left_out.join("; ")}.`));
   }
   const names = present(["reward/total", "actor/entropy", "response_length/mean", "reward/zero_variance_groups", "engine/logprob_diff_mean", "actor/grad_norm"]);
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));
@@ -213,9 +219,9 @@ addPage("times", "Times", (main) => {
 function drawQuantiles(box, run, rows) {
   const xs = [], columns = [[], [], [], [], []];
   run.rollouts.steps.forEach((step, place) => {
-    const at = run.metrics.step.indexOf(step);
-    if (!rows[place].length || at < 0) return;
-    xs.push(axisOf(run)[at]);
+    const x = at(run, step);
+    if (!rows[place].length || x === undefined) return;
+    xs.push(x);
     rows[place].forEach((value, number) => columns[number].push(value));
   });
   const hue = HUES[0], names = ["10 %", "25 %", "median", "75 %", "90 %"];
@@ -226,7 +232,7 @@ function drawQuantiles(box, run, rows) {
 addPage("distributions", "Distributions", (main) => {
   const titles = { reward: "reward of a rollout", num_tokens: "response length in tokens", turns: "assistant turns" };
   for (const run of report.data.runs) {
-    main.append(element("h2", {}, run.name), element("p", { class: "quiet" }, `Quantiles over ${run.rollouts.read} rollouts, by step.`));
+    main.append(element("h2", {}, run.name), element("p", { class: "quiet" }, `Quantiles by step, over ${counted(run.rollouts.read, "rollout")}: ${run.rollouts.left_out.some((rule) => rule.startsWith("of every step")) ? "the first ones of every step" : "all of every step"}.`));
     main.append(element("div", { class: "grid" }, Object.entries(titles).map(([name, title]) => {
       const box = element("div", { class: "plot" }, element("h3", {}, title));
       whenVisible(box, () => drawQuantiles(box, run, run.rollouts.quantiles[name]));

@@ -133,7 +133,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
 
   function fill() {
     const m = meta(), { rollouts } = report.data.runs[found.run];
-    count.textContent = `${found.rows.length} of ${counted(rollouts.shown, "rollout")}${rollouts.left_out.length ? ` (left out: ${rollouts.left_out.join("; ")})` : ""}`;
+    count.textContent = `${found.rows.length} of ${counted(rollouts.shown, "rollout")}${rollouts.left_out.length ? ` (${rollouts.left_out.join("; ")})` : ""}`;
     const reused = rollouts.reused.filter(([step]) => String(step) === found.step);
     again.replaceChildren(...(reused.length ? ["trained again in this step, generated in an earlier one: "] : []),
       ...reused.flatMap(([, step, line]) => [element("a", { href: `#rollouts/${found.run}/${step}/${line}` }, `step ${step}, line ${line + 1}`), " "]));
