@@ -1,9 +1,10 @@
-"""Seconds that the kept samples (trainer.samples_kept=16) cost a step, against the step without them.
+"""Share of a step's CPU time that the kept samples (trainer.samples_kept=16) take in the embedded run.
 
-    python bench/samples_kept.py [--rounds 12]
+    python bench/samples_kept.py [--rounds 15] [--steps 3]
 
-One step of the embedded default (128 rollouts) with the transformers engine in this process. Its update is run in turns
-with and without the trace, on the same batch; collecting and writing the file are timed on their own.
+Steps of recipe=mini_grpo (128 rollouts) with the transformers engine in this process, one thread, none kept: the time
+of a step. Then, on the batch of the last one, its second half in turns without and with the samples: the update and its
+trace, what is collected, and the file. CPU time of the process; the share is the median of the differences by round.
 """
 
 from __future__ import annotations
@@ -11,49 +12,63 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import numpy as np
+from common import alternate
 
 from tests.support.local_run import local_trainer
 from verl.config.load import load_config
 from verl.tracking.samples import SampleFiles, samples_path
-from verl.trainer.kept import choose_rollouts, step_samples
+from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
+from verl.trainer.ppo import PPOTrainer, TrainStepResult
 
 _WORDS = ("recipe=mini_grpo", "rollout.name=hf", "trainer.device=cpu", "trainer.num_threads=1")
+_NONE = "trainer.samples_kept=0"
+_KEPT = 16
+_TARGET = 0.02
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    rounds = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as folder, local_trainer(load_config(_WORDS)) as trained:
-        result = asyncio.run(trained.train_step())
-        rows = {each.row for each in choose_rollouts(result.groups, 16)}
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        for number in range(2 * rounds + 2):
-            traced = number % 2 == 1
-            started = time.perf_counter()
-            outcome = trained.learner.learn(result.batch, 0, rows if traced else None)
-            if number > 1:
-                seconds[traced].append(time.perf_counter() - started)
-            learned = outcome if traced else None
-        assert learned is not None
-        files, writing = SampleFiles(Path(folder), trained.rollouts.rollout.episode_runner.chat.tokenizer.decode), []
-        for step in range(1, rounds + 1):
-            started = time.perf_counter()
-            chosen = choose_rollouts(result.groups, 16)
-            files.write(step, step_samples(result.groups, result.groups, chosen, learned))
-            writing.append(time.perf_counter() - started)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3, help="steps whose time is measured, after one that is not")
+    options = parser.parse_args()
+    results: list[TrainStepResult] = []
+    with tempfile.TemporaryDirectory() as folder, local_trainer(load_config([*_WORDS, _NONE])) as trained:
+        steps = [cpu_time(lambda: results.append(asyncio.run(trained.train_step()))) for _ in range(options.steps + 1)]
+        files = SampleFiles(Path(folder), trained.rollouts.rollout.episode_runner.chat.tokenizer.decode)
+        last = results[-1]
+        sides = {"without": lambda: trained.learner.learn(last.batch, 1), "with": lambda: keep(trained, last, files)}
+        times = alternate(sides, options.rounds, cpu_time)
         size = samples_path(Path(folder), 1).stat().st_size
-    step_s = result.metrics["time/step_s"]
-    without_s, with_s = min(seconds[False]), min(seconds[True])  # the fastest: others are slowed down by other programs
-    write_s = statistics.median(writing)
-    print(f"update: {without_s:.3f} s without, {with_s:.3f} s with trace; file: {1e3 * write_s:.1f} ms, {size} bytes")
-    print(f"{(with_s - without_s + write_s) / step_s:.2%} of a step of {step_s:.2f} s")
+    step_s = statistics.median(steps[1:])
+    extra = np.subtract(times["with"], times["without"])
+    low, middle, high = np.quantile(extra, (0.25, 0.5, 0.75)) / step_s
+    print(
+        f"a step without samples: {step_s:.3f} s of CPU time; its update: {statistics.median(times['without']):.3f} s"
+    )
+    print(f"kept samples: {1e3 * middle * step_s:.1f} ms, {size} bytes")
+    print(f"{middle:.2%} of the step (quartiles {low:.2%} and {high:.2%}), target under {_TARGET:.0%}")
+
+
+def cpu_time(work: Callable[[], object]) -> float:
+    """Seconds of all threads of this process."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def keep(trained: PPOTrainer, result: TrainStepResult, files: SampleFiles) -> None:
+    """The update, and all that a step does for the samples that it keeps."""
+    chosen = choose_rollouts(result.groups, _KEPT)
+    outcome = trained.learner.learn(result.batch, 1, {each.row for each in chosen})
+    algorithm, minibatches = trained.learner.algorithm, trained.learner.config.minibatches_per_step
+    scale, rewards = loss_scale(outcome.batch, algorithm, minibatches), step_rewards(outcome.batch, algorithm)
+    files.write(1, step_samples(result.groups, result.groups, chosen, outcome, scale, rewards))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from verl.trainer.main_ppo import train
 from verl.trainer.metrics import score_means
 from verl.trainer.validate import Validator
 from verl.types import Completion, FinishReason, Score, Task, Trajectory
+from verl.utils.reward_score.base import EnvReward
 
 REWARD = build_rewards("rlla")
 
@@ -137,6 +138,16 @@ def test_a_golden_response_that_no_policy_could_end_is_found(model: Path) -> Non
     inside = chat.response_ids(tasks[1].answer.strip())[0][5]
     with pytest.raises(ConfigError, match=rf"golden response of train.parquet#\d contains a stop token \({inside}\)"):
         check_round_trip(replace(chat, more_stops=(inside,)), REWARD, tasks, 999)
+
+
+def test_only_golden_responses_are_called_so(model: Path) -> None:
+    """Where the environment judges, answers are placeholders; with other rewards they may be responses."""
+    chat, tasks = load_chat_template(ModelConfig(path=str(model))), TaskSet(str(MINI / "train.parquet"))[:4]
+    assert check_round_trip(chat, REWARD, tasks, 999).startswith("4 golden responses survived")
+    assert check_round_trip(chat, Rewards(Indifferent()), tasks, 999).startswith("4 answers survived")
+    env = Rewards(EnvReward())
+    said = check_round_trip(chat, env, [replace(task, answer="-") for task in tasks], 1)
+    assert said == "skipped: the environment judges, so there are no golden responses"
 
 
 def test_too_little_room_for_responses_is_found(model: Path) -> None:

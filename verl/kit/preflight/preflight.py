@@ -37,11 +37,12 @@ from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import Rewards
 from verl.system.daemon import run_async
+from verl.text import counted
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import Inputs
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Message, Task, TrajectoryGroup
-from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.base import EnvReward, LabReward
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.memory import GIB
@@ -83,7 +84,16 @@ def check_round_trip(
     max_response_length: int,
     tool_call_format: ToolCallFormat = PLAIN,
 ) -> str:
-    """Responses must survive the round trip through their tokens, and most must fit into the response length."""
+    """Responses must survive the round trip through their tokens, and most must fit into the response length.
+
+    Those of a reward without golden responses are the tasks' answers, but where the environment judges: an answer may
+    then be anything.
+    """
+    tasks = [task for task in tasks if not isinstance(rewards.of(task), EnvReward)]
+    if not tasks:
+        return "skipped: the environment judges, so there are no golden responses"
+    are_golden = all(isinstance(rewards.of(task), LabReward) for task in tasks)
+    name = "golden response" if are_golden else "answer"
     lengths = []
     for task in tasks:
         text = golden(rewards, task, tool_call_format).strip()
@@ -92,7 +102,7 @@ def check_round_trip(
         stops = sorted(set(ids) & set(chat.stop_token_ids))
         if stops:
             raise ConfigError(
-                f"the golden response of {task.id} contains a stop token ({stops[0]}), so no policy can generate it; "
+                f"the {name} of {task.id} contains a stop token ({stops[0]}), so no policy can generate it; "
                 "correct the model's generation_config.json, or the row"
             )
         back = chat.response_text((*ids, chat.end_token_id))
@@ -103,10 +113,10 @@ def check_round_trip(
     too_long = sum(length > max_response_length for length in lengths)
     if too_long > len(tasks) / 2:
         raise ConfigError(
-            f"{too_long} of {len(tasks)} golden responses exceed data.max_response_length={max_response_length} tokens "
+            f"{too_long} of {counted(len(tasks), name)} exceed data.max_response_length={max_response_length} tokens "
             f"(the longest has {max(lengths)}): the policy could never generate them"
         )
-    return f"{len(tasks)} golden responses survived the token round trip, the longest has {max(lengths)} tokens"
+    return f"{counted(len(tasks), name)} survived the token round trip, the longest has {max(lengths)} tokens"
 
 
 def check_reward(rewards: Rewards, tasks: Sequence[Task], tool_call_format: ToolCallFormat = PLAIN) -> str:
