@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.agent.confined import Confinement
 from verl.kit.agent.inside import programs
+from verl.kit.serving.line_process import LineProcess
 from verl.net.services import TOKEN_VARIABLE
 
 TASK, REWARD, OUTPUT = "task.json", "reward.json", "output.txt"
@@ -127,104 +128,45 @@ class FunctionLauncher:
             raise ConfigError(f"env.agent={agent!r} must be file.py:function or package.module:function")
         if file.endswith(".py") and not Path(file).is_file():
             raise ConfigError(f"env.agent={agent}: there is no file {file!r}")
-        self._agent, self._python = agent, python
-        self._server: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
-        self._numbers = count()
-        self._running: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._agent, self._numbers = agent, count()
+        command, environment = (python or sys.executable, programs.__file__, agent), _environment(python is not None)
+        self._process = LineProcess("the agent's interpreter", command, "ended", _START_S, environment=environment)
 
     @property
     def pid(self) -> int | None:
         """Of the interpreter, if it runs."""
-        return None if self._server is None else self._server.pid
+        return self._process.pid
 
     async def check(self) -> None:
-        await self._started()
+        """Raises ConfigError if the module cannot be imported."""
+        try:
+            await self._process.start()
+        except ServiceDownError as error:
+            raise ConfigError(f"env.agent={self._agent} cannot be used: {error.problem}") from error
 
     async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
         with waiting():
-            server = await self._started()
+            await self.check()
         number = next(self._numbers)
-        ended = self._running[number] = asyncio.get_running_loop().create_future()
-        _send(server, {"run": number, "folder": str(folder), "variables": dict(variables)})
+        inbox = await self._process.open(number, run=number, folder=str(folder), variables=dict(variables))
         try:
-            answer = await asyncio.shield(ended)
+            answer = await inbox.get()
+        except asyncio.CancelledError:
+            with suppress(ServiceDownError):  # its children end with it
+                self._process.send(kill=number)
+                await inbox.get()
+            raise
         finally:
-            if not ended.done():
-                _send(server, {"kill": number})
-                await asyncio.wait([ended])
+            self._process.forget(number)
+        if "failed" in answer:
+            problem = f"the agent's interpreter ended with {_status(answer['code'])}"
+            raise ProgramFailedError(f"{problem}{output_end(folder)}")
         if answer["code"] != 0:
             problem = answer.get("problem") or f"ended with {_status(answer['code'])}"
             raise ProgramFailedError(f"{problem}{output_end(folder)}")
 
     async def close(self) -> None:
-        if self._server is not None:
-            with suppress(ProcessLookupError):
-                self._server.kill()  # its children end with it
-            await self._server.wait()
-        if self._reading is not None:
-            await asyncio.wait([self._reading])
-        self._server = self._reading = None
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        async with self._starting:
-            if self._server is None or self._server.returncode is not None:
-                self._server = await self._start()
-                self._reading = asyncio.create_task(self._read(self._server))
-            return self._server
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        """Raises ConfigError if the module cannot be imported."""
-        arguments = (self._python or sys.executable, programs.__file__, self._agent)
-        try:
-            server = await asyncio.create_subprocess_exec(
-                *arguments,
-                env=_environment(self._python is not None),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ConfigError(f"env.python={arguments[0]} cannot be started ({error})") from error
-        assert server.stdout is not None
-        problem, ready = f"its import took longer than {_START_S:g} s", False
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_START_S):
-                    first = await server.stdout.readline()
-                    if first and "ready" in (answer := json.loads(first)):
-                        ready = True
-                        return server
-                    problem = answer["error"] if first else f"{arguments[0]} ended at its start"
-        finally:
-            if not ready:  # or cancelled
-                with suppress(ProcessLookupError):
-                    server.kill()
-                await server.wait()
-        raise ConfigError(f"env.agent={self._agent} cannot be used: {problem}")
-
-    async def _read(self, server: asyncio.subprocess.Process) -> None:
-        """Pass on the ends of episodes; those that run when the interpreter dies, or the event loop ends, fail."""
-        assert server.stdout is not None
-        try:
-            while line := await server.stdout.readline():
-                answer = json.loads(line)
-                self._running.pop(answer["ended"]).set_result(answer)
-            await server.wait()
-        finally:
-            with suppress(ProcessLookupError):
-                server.kill()  # its children end with it
-            code = await server.wait()
-            for ended in self._running.values():
-                ended.set_result({"code": code, "problem": f"the agent's interpreter ended with {_status(code)}"})
-            self._running.clear()
-
-
-def _send(server: asyncio.subprocess.Process, command: Mapping[str, Any]) -> None:
-    """To an interpreter that may have died; then its episodes end in `_read`."""
-    assert server.stdin is not None
-    server.stdin.write(json.dumps(command).encode() + b"\n")
+        await self._process.close()
 
 
 def build_launcher(

@@ -1,1 +1,1 @@
-"""What servers and clients of the kit share: token, limits, timeouts; fail-over, health watches."""
+"""What servers and clients of the kit share: token, limits, timeouts; fail-over, health watches, child programs."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx2
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.kit.serving.endpoints import Endpoint
 from verl.kit.serving.health import HealthWatch
+from verl.kit.serving.line_process import Line, LineProcess
 from verl.kit.swe import wire
 from verl.kit.swe.local import LocalRuntimes, set_up
 from verl.kit.swe.remote import RemoteRuntime, RemoteRuntimes
@@ -58,11 +58,9 @@ class Deployments:
         if not Path(self._python).is_file() or "type" not in settings or "image" in settings:
             raise ConfigError(f"deployment={dict(settings)} cannot be used; expected {EXPECTED}")
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._opening = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._output: IO[bytes] | None = None
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+        command = (self._python, "-I", str(PROGRAM))
+        self._process = LineProcess("deployments", command, "id", None, end_s=None, stderr=self._output)
 
     async def start(self, image: str) -> Deployment:
         """Raises RuntimeLostError."""
@@ -71,7 +69,7 @@ class Deployments:
         try:
             done = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(lambda _: self._send(number))
+            starting.add_done_callback(lambda _: self._process.send(id=number))
             raise
         return Deployment(number, done["url"], done["token"])
 
@@ -81,65 +79,30 @@ class Deployments:
 
     async def open(self) -> None:
         """Start the process. Raises RuntimeLostError if it has no SWE-ReX."""
-        async with self._opening:
-            if self._process is None:
-                self._output = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-                pipe = asyncio.subprocess.PIPE
-                self._process = await asyncio.create_subprocess_exec(
-                    self._python,
-                    "-I",
-                    str(PROGRAM),
-                    stdin=pipe,
-                    stdout=pipe,
-                    stderr=self._output,
-                    start_new_session=True,
-                )
-                assert self._process.stdout is not None
-                if not await self._process.stdout.readline():
-                    await self._process.wait()
-                    self._process = None
-                    raise RuntimeLostError(f"{self._python} starts no deployments: {self._printed().splitlines()[-1:]}")
-                self._reading = asyncio.create_task(self._read(self._process))
+        try:
+            await self._process.start()
+        except ServiceDownError as error:
+            raise RuntimeLostError(
+                f"{self._python} starts no deployments: {self._printed().splitlines()[-1:]}"
+            ) from error
 
     async def close(self) -> None:
         """Stop all deployments."""
-        process, reading = self._process, self._reading
-        if process and process.stdin and reading:
-            process.stdin.close()
-            await reading
-            await process.wait()
-        if self._output:
-            self._output.close()
+        await self._process.close()
+        self._output.close()
 
-    async def _ask(self, number: int, **request: Any) -> dict[str, Any]:
+    async def _ask(self, number: int, **request: Any) -> Line:
+        """The answer to a request. Raises RuntimeLostError."""
         await self.open()
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        self._send(number, **request)
-        found = await answer
-        if "problem" in found:
-            raise RuntimeLostError(found["problem"])
-        return found
-
-    def _send(self, number: int, **request: Any) -> None:
-        if self._process and self._process.stdin:
-            self._process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
-
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            found = json.loads(line)
-            answer = self._answers.pop(found["id"], None)
-            if answer and not answer.done():
-                answer.set_result(found)
-        self._process = None
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_result({"problem": f"the process of the deployments ended: {self._printed()}"})
-        self._answers.clear()
+        answer = await (await self._process.open(number, id=number, **request)).get()
+        self._process.forget(number)
+        if "failed" in answer:
+            raise RuntimeLostError(f"the process of the deployments ended: {self._printed()}")
+        if "problem" in answer:
+            raise RuntimeLostError(answer["problem"])
+        return answer
 
     def _printed(self) -> str:
-        assert self._output is not None
         self._output.seek(0)
         return self._output.read().decode(errors="replace").strip()[-1000:]
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from verl.data.messages import read_messages, read_tools
 from verl.envs.base import Observation, StepResult
 from verl.errors import DataError, ServiceDownError
+from verl.kit.serving.line_process import Line, LineProcess
 from verl.kit.serving.messages import sendable
-from verl.kit.verifiers.process import Line, WorkerProcess
+from verl.kit.verifiers.process import worker_process
 from verl.types import Message, Score, Task, ToolSpec, ToolStatus, ToolUse
 
 FIELD = "verifiers_task"  # of extra_info: the task's data
@@ -43,7 +45,7 @@ class VerifiersFactory:
         start_s: float = 120.0,
     ) -> None:
         options = {"id": id, "taskset": dict(taskset or {}), "env": dict(env or {})}
-        self.worker = WorkerProcess(python, options, start_s)
+        self.worker = worker_process(python, options, start_s)
 
     @staticmethod
     def check_task(task: Task) -> None:
@@ -61,7 +63,7 @@ class VerifiersFactory:
 class VerifiersEnv:
     """One episode."""
 
-    def __init__(self, task: Task, worker: WorkerProcess) -> None:
+    def __init__(self, task: Task, worker: LineProcess) -> None:
         self._task, self._worker = task, worker
         self._name = uuid4().hex
         self._inbox: asyncio.Queue[Line] | None = None
@@ -79,7 +81,7 @@ class VerifiersEnv:
         return Observation(messages, self._tools)
 
     async def step(self, message: Message) -> StepResult:
-        await self._answer(as_answer(message))
+        self._worker.send(answer=self._name, message=as_answer(message))
         line = await self._next()
         if line is None:
             return StepResult(done=True, tool_uses=_uses(message, ()))
@@ -97,7 +99,7 @@ class VerifiersEnv:
         for _ in range(_LAST_ANSWERS):
             if self._end is not None:
                 break
-            await self._answer({"role": "assistant", "content": ""})
+            self._worker.send(answer=self._name, message={"role": "assistant", "content": ""})
             await self._next()
         if self._end is None:
             raise ServiceDownError(self._worker.name, "its program does not end after empty answers")
@@ -106,13 +108,8 @@ class VerifiersEnv:
     async def close(self) -> None:
         self._worker.forget(self._name)
         if self._inbox is not None and self._end is None:
-            try:
-                await self._worker.send(stop=self._name)
-            except ServiceDownError:
-                return  # what has ended need not be stopped
-
-    async def _answer(self, message: Mapping[str, Any]) -> None:
-        await self._worker.send(answer=self._name, message=message)
+            with suppress(ServiceDownError):  # what has ended need not be stopped
+                self._worker.send(stop=self._name)
 
     async def _next(self) -> Line | None:
         """The next request; None at the end of the episode. Raises ServiceDownError if that is a fault."""

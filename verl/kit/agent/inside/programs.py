@@ -1,7 +1,7 @@
 """Runs inside the agent's own interpreter: imports the agent once and forks a process for every episode.
 
 Standard library only. Commands arrive as lines of JSON on standard input: {"run": id, "folder": .., "variables": {..}}
-and {"kill": id}. Answers go to standard output: {"ready": true} or {"error": ..}, then {"ended": id, "code": ..}. An
+and {"kill": id}. Answers go to standard output: {"ready": true} or {"failed": ..}, then {"ended": id, "code": ..}. An
 episode's folder holds task.json, and gets output.txt and reward.json. All ends with the standard input.
 """
 
@@ -159,7 +159,7 @@ def main(source: str) -> int:
     try:
         function = load(source)
     except BaseException as error:  # noqa: BLE001  reported
-        answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        answers.write(json.dumps({"failed": f"{type(error).__name__}: {error}"}) + "\n")
         answers.flush()
         return 1
     programs = Programs(function, answers)
