@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.damage import add_wrong_rows
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.kit.report.page import write_report
 from verl.kit.report.serve import ReportServer
@@ -379,6 +381,31 @@ def test_damaged_files_are_named_and_the_rest_is_shown(driver: Any, tmp_path: Pa
     driver.execute_script("location.hash = 'rollouts'")
     until(driver, "document.querySelector('article .message')")
     assert driver.get_log("browser") == []
+
+
+def test_rollouts_of_strange_shapes_are_shown(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every field missing or of another type: what is left in can be filtered, searched and shown."""
+    run = save_report_run(tmp_path / "run", steps=2)
+    add_wrong_rows(run / "transcripts" / "step-000001.jsonl")
+    for step in (0, 2):
+        add_wrong_rows(run / "validation" / f"step-{step:06d}.jsonl")
+    monkeypatch.setattr("verl.kit.report.rollouts.MAX_ROLLOUTS", 40)
+    write_report([run, run], tmp_path / "report.html")
+    load(driver, (tmp_path / "report.html").as_uri())
+    (shown,) = set(texts(driver, ".left-out"))
+    assert re.match(r"Limits of this file: (37|40) of 90 rollouts fit into the file, of 2 of 2 steps spread", shown)
+    for page in PAGES:
+        driver.execute_script("location.hash = arguments[0]", page)
+        until(driver, f"document.querySelector('nav a[aria-current]').hash === '#{page}'")
+    driver.execute_script("location.hash = 'rollouts'")
+    until(driver, "document.querySelector('article')")
+    assert re.match(r"(\d+) of \1 rollouts \(\1 of 90 ", texts(driver, "#count")[0])
+    found = driver.execute_script(
+        "found.low = '0.5'; found.task = 'task'; filtered(); found.low = found.task = '';"
+        "return withText(filtered(), 'question').then((rows) => Promise.all(rows.map(rolloutBox)))"
+        ".then((boxes) => boxes.map((box) => box.textContent.length))"
+    )
+    assert len(found) > 20 and min(found) > 50 and driver.get_log("browser") == []
 
 
 def test_runs_are_compared(driver: Any, files: tuple[Path, Path]) -> None:

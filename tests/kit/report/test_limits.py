@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ def _alarms(folder: Path) -> None:
     ("shape", "rule"),
     [
         (_rollouts(1, 300, 6_000), "of 300 rollouts fit into the file, of 1 of 1 step"),
-        (_rollouts(2, 4, 200_000), "of 8 rollouts fit into the file"),
+        (_rollouts(2, 300, 6_000), "of 600 rollouts fit into the file, of 2 of 2 steps"),
+        (_rollouts(40, 4, 200_000), "of 160 rollouts fit into the file"),
         (_rollouts(3, 400, 10, task=2_000), "of 1200 rollouts fit into the file"),
         (_rollouts(30, 60, 30), "of 1800 rollouts fit into the file"),
         (_mixed, "138 of 144 rollouts fit into the file, of 12 of 12 steps"),
@@ -132,7 +134,6 @@ def test_a_page_of_any_run_has_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Shape, rule: str, count: int
 ) -> None:
     monkeypatch.setattr(page, "MAX_BYTES", MOST + (count - 1) * page._RESERVE)
-    monkeypatch.setattr(rollouts, "_REFUSED", 100)
     folders = [save_report_run(tmp_path / str(number)) for number in range(count)]
     for folder in folders:
         shape(folder)
@@ -174,6 +175,17 @@ def test_at_most_so_many_rollouts_and_those_with_tokens_first(tmp_path: Path, mo
         first = [line for step, line in zip(found.meta["step"], found.meta["line"], strict=True) if step == 1]
         assert sorted(first) == shown and len(found.meta["step"]) == found.shown <= most
         assert found.left_out[0].startswith(f"{found.shown} of 24 rollouts fit into the file")
+
+
+def test_a_large_step_leaves_room_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of places for 100 rollouts the first step has 50, the last 32, a chunk, and the others what is left."""
+    folder = save_report_run(tmp_path / "run")
+    _rollouts(5, 80, 10)(folder)
+    monkeypatch.setattr(rollouts, "MAX_ROLLOUTS", 100)
+    found = read_rollouts(read_run(folder), Chunks(), 10_000_000)
+    assert Counter(found.meta["step"]) == {1: 50, 5: 32, 3: 18}
+    found = read_rollouts(read_run(folder), chunks := Chunks(), 40_000)
+    assert chunks.size <= 40_000 and {1, 3, 5} <= set(found.meta["step"])
 
 
 def test_quantiles_are_of_the_first_rollouts_and_not_of_the_kept_ones(

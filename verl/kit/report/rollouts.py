@@ -22,7 +22,9 @@ MAX_STEPS = 5_000  # of a page
 MAX_READ = 100_000  # rollouts of a run, for distributions
 MAX_ROLLOUTS = 20_000  # of a run in a page
 _CHUNK = 32  # rollouts
-_REFUSED = 32  # rollouts that do not fit; after them no other is tried
+_REFUSED = 32  # rollouts that do not fit; after them no other of the step is tried
+_MOST_REFUSED = 8 * _REFUSED  # after them no other of the run
+_FULL = 100  # where less than this part of the room is left, nothing more is tried
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
@@ -58,7 +60,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, room: int) -> Rollouts:
     read: dict[int, _StepRows] = {}
     for step in (steps[place] for place in spread_order(len(steps))):
         read[step] = _StepRows(run, step, per_step, run.sample_lines(step) if step in kept else [])
-        embedding.add_step(read[step])
+        embedding.add_step(read[step], last=len(read) == len(steps))
     quantiles = {name: [_quantiles(read[step].summary[name]) for step in steps] for name in _SUMMARY}
     chunks.size += len(encoded([steps, quantiles]))
     samples = {step: rows.kept for step, rows in read.items() if rows.kept}
@@ -161,22 +163,32 @@ _Prepared = tuple[dict[str, Any], dict[str, Any]]  # what a chunk has of a rollo
 
 
 class _Embedding:
-    """The rollouts of a run in the page, and their metadata. room: characters, of which kept ones may use all"""
+    """The rollouts of a run in the page, and their metadata. room: characters for them
+
+    A step uses at most half of what is left, so that a large one leaves room for others, and the rollouts with tokens
+    all of that, the others nine tenths.
+    """
 
     def __init__(self, chunks: Chunks, reasons: Reasons | None, room: int) -> None:
         self.meta: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self._chunks, self._reasons = chunks, reasons
-        self._limits = {False: chunks.size + room * 9 // 10, True: chunks.size + room}  # by whether they are kept
-        self._refused = {False: 0, True: 0}
+        self._limit, self._least = chunks.size + room, room // _FULL
+        self._limits = {False: 0, True: 0}  # of a step, by whether a rollout is kept
+        self._refused = {False: 0, True: 0}  # of a step
+        self._all_refused = 0
 
-    def add_step(self, rows: _StepRows) -> None:
+    def add_step(self, rows: _StepRows, last: bool) -> None:
         """Embed what fits of a step."""
-        first = len(self.meta["step"])
-        left = {False: MAX_ROLLOUTS - first - len(rows.kept_lines), True: MAX_ROLLOUTS - first}
+        first, parts = len(self.meta["step"]), 1 if last else 2
+        free = max(0, self._limit - self._chunks.size) // parts
+        self._refused = dict.fromkeys(self._refused, 0 if free * parts >= self._least else _REFUSED)
+        self._limits = {False: self._chunks.size + free * 9 // 10, True: self._chunks.size + free}
+        most = min(MAX_ROLLOUTS - first, max(_CHUNK, (MAX_ROLLOUTS - first) // parts))
+        left = {False: most - len(rows.kept_lines), True: most}
         batches: dict[bool, list[_Prepared]] = {False: [], True: []}
         for line, row in rows:
             kept = line in rows.kept_lines
-            if left[kept] > 0 and self._refused[kept] < _REFUSED:
+            if left[kept] > 0 and self._is_open(kept):
                 left[kept] -= 1
                 left[True] -= not kept
                 batches[kept].append(self._prepared(rows.step, line, row))
@@ -190,7 +202,7 @@ class _Embedding:
 
     def _add(self, batch: Sequence[_Prepared], kept: bool) -> None:
         """Embed rollouts as one chunk; if they do not fit, their halves, down to a rollout that is left out."""
-        if not batch or self._refused[kept] >= _REFUSED:
+        if not batch or not self._is_open(kept):
             return
         for place, (_, row) in enumerate(batch):
             row |= {"chunk": len(self._chunks.texts), "place": place}
@@ -201,10 +213,14 @@ class _Embedding:
                 self.meta[name] += values
         elif len(batch) == 1:
             self._refused[kept] += 1
+            self._all_refused += 1
         else:
             half = len(batch) // 2
             self._add(batch[:half], kept)
             self._add(batch[half:], kept)
+
+    def _is_open(self, kept: bool) -> bool:
+        return self._refused[kept] < _REFUSED and self._all_refused < _MOST_REFUSED
 
     def _prepared(self, step: int, line: int, row: Mapping[str, Any]) -> _Prepared:
         details = {name: row[name] for name in _DETAILS if row.get(name)}

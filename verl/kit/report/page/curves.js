@@ -142,7 +142,7 @@ addPage("overview", "Overview", (main) => {
       const those = run.marks.filter((mark) => mark.kind === kind);
       if (those.length) main.append(element("p", { class: "mark", style: `color: var(--${name})` }, `Marks on the curves, ${kind}: ${those.map((mark) => `step ${mark.step}: ${mark.text}`).join("; ")}`));
     }
-    if (run.left_out.length) main.append(element("p", { class: "quiet left-out" }, `Not all fits into the file: ${run.left_out.join("; ")}.`));
+    if (run.left_out.length) main.append(element("p", { class: "quiet left-out" }, `Limits of this file: ${run.left_out.join("; ")}.`));
   }
   const names = present(["reward/total", "actor/entropy", "response_length/mean", "reward/zero_variance_groups", "engine/logprob_diff_mean", "actor/grad_norm"]);
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));
