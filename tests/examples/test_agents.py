@@ -243,12 +243,12 @@ def tool_calls(found: Trajectory) -> int:
 def train_words(name: str, folder: Path) -> list[str]:
     """Three short steps of SmolLM2 on the CPU."""
     data = EXAMPLES / ("quixbugs.jsonl" if name == "mini_swe" else "products.jsonl")
-    prompts = 2 if name == "mini_swe" else 1  # per step
+    prompts, n = (2, 4) if name == "mini_swe" else (1, 8)  # of a step
     listed = [] if name == "mini_swe" else [f"data.prompt_template={EXAMPLES / 'system.txt'}"]
     return [
         *(f"data={data}", f"model={smollm2()}", "model.compute_dtype=float32", "trainer.device=cpu", "rollout.name=hf"),
         *("reward.name=env", "env.name=agent", "env.tool_call_format=tool_n1", "env.max_turns=4", *listed),
-        *(f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", "rollout.n=8"),
+        *(f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", f"rollout.n={n}"),
         *("data.max_prompt_length=1024", "data.max_response_length=512", f"trainer.default_local_dir={folder}"),
         *("trainer.total_epochs=2", f"trainer.total_training_steps={NUM_STEPS}"),
         *("trainer.save_freq=0", "trainer.test_freq=0", "actor.optim.lr=1e-5"),
