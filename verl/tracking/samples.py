@@ -269,6 +269,8 @@ def _header(path: Path, file: Any) -> dict[str, Any]:
         for name, types in _TYPES.items():
             if not isinstance(each[name], types):
                 raise TypeError(f"{name} of a sample is {each[name]!r}")
+        if not all(isinstance(value, int | float) for value in each["group_returns"]):
+            raise TypeError("group_returns of a sample are not numbers")
     return header
 
 

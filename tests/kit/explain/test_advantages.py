@@ -13,6 +13,7 @@ import torch
 
 from verl.algorithms import ADV_ESTIMATORS
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.names import KLPlacement
 from verl.batch.experience import with_advantages
 from verl.batch.samples import to_batch
@@ -24,7 +25,7 @@ from verl.kit.explain.formulas import Formula, advantage_formula
 from verl.kit.explain.known import Known
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import computed_loss
-from verl.tracking.samples import SampleFiles, StepSamples, read_samples, samples_path
+from verl.tracking.samples import COLUMNS, SampleFiles, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
 from verl.trainer.learner import Learned
@@ -150,6 +151,25 @@ def test_the_critics_targets_and_the_rewards_of_the_step_are_checked(tmp_path: P
         explanation = explainer.explanation(1, step, computed_loss(step), 0, None)
         assert "advantage" in explanation.failed
         assert shown in "\n".join(dict(explanation.sections)["Group and advantage"])
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "row", "group_returns"])
+def test_a_record_that_lacks_something_is_still_explained(name: str, tmp_path: Path) -> None:
+    """A damaged or older file: what cannot be computed is named, and the rest is explained."""
+    for algorithm in (algorithm_of("gae", "KL in the reward"), replace(algorithm_of("grpo", "plain"), kl=GRPO.kl)):
+        kept = step_of(algorithm, 4, tmp_path)
+        values = kept.samples[0].columns["rollout_logprobs"]
+        columns = {**dict.fromkeys(COLUMNS, values), **kept.samples[0].columns}
+        columns.pop(name, None)
+        changes = {"row": 99} if name == "row" else {"group_returns": []} if name == "group_returns" else {}
+        sample = replace(kept.samples[0], columns=columns, **changes)
+        step = replace(kept, samples=[sample, *kept.samples[1:]], loss={0: 0.1}, sums={0: [0.1]})
+        run = RunFolder(folder=tmp_path, name="", settings={}, rows=[], alarms=[], code={}, data={})
+        explainer = replace(Explainer.of(replace(run, rows=[{"step": 1, "kl/coefficient": BETA}])), algorithm=algorithm)
+        sections = dict(explainer.explanation(1, step, computed_loss(step), 0, None).sections)
+        assert [*sections][:5] == ["Texts", "Reward", "Group and advantage", "Tokens", "Share of the loss"]
+        if name in ("logprobs", "entropy", "rollout_logprobs"):
+            assert f"lacks {name}" in sections["Tokens"][0]
 
 
 def test_gae_by_hand(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class Explainer:
         if algorithm is None:
             return [*lines, f"not computed: {self.unknown}", shown]
         known = Known(sample, kept, algorithm, beta)
-        if known.is_penalized and beta is not None:
+        if known.is_penalized and beta is not None and {"rollout_logprobs", "ref_logprobs"} <= sample.columns.keys():
             lines += _penalty(sample, kept.texts, algorithm, beta)
         formula = advantage_formula(known)
         if formula is None:
@@ -245,9 +245,9 @@ def _reward(rollout: Mapping[str, Any] | None, sample: KeptSample, reasons: Reas
 
 def _group(sample: KeptSample) -> list[str]:
     returns = np.array(sample.group_returns, dtype=np.float64)
-    if len(returns) == 1:
-        return [f"the group has one response, with return {returns[0]:.6g}"]
-    std = float(returns.std(ddof=1)) if len(returns) else math.nan
+    if len(returns) < 2:
+        return [f"the group has one response, with return {value:.6g}" for value in returns.tolist()]
+    std = float(returns.std(ddof=1))
     return [f"returns of the group: {_listed(returns.tolist())}; mean {returns.mean():.6g}, std {std:.6g} (n - 1)"]
 
 

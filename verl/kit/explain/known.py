@@ -74,13 +74,21 @@ class Known:
             return "the step was recorded without its turns"
         if self.algorithm.greedy_baseline and self.rewards.baselines is None:
             return "the step was recorded without the rewards of the greedy responses"
-        needed = {"rewards", *({"values", "returns"} if self.algorithm.needs_critic else ())}
-        rows = self._rows if whole_episode else [self.sample.row]
-        if any(row not in self._segments or not needed <= self._segments[row].columns.keys() for row in rows):
+        if not self.sample.row < len(self.scale.num_trained):
+            return "the sample is not one of the step's"
+        if not all(map(self._is_kept, self._rows if whole_episode else [self.sample.row])):
             return "not all segments of the episode are kept with their rewards"
         if not np.isfinite(self.returns).all():
             return "tokens that the engine has not sampled have no KL"
         return ""
+
+    def _is_kept(self, row: int) -> bool:
+        """Whether the sample of the row is kept with all that its advantage follows from."""
+        columns = self._segments[row].columns if row in self._segments else {}
+        critics = ("values", "returns") if self.algorithm.needs_critic else ()
+        kl = ("rollout_logprobs", "ref_logprobs") if self.is_penalized else ()
+        lengths = {len(columns.get(name, ())) for name in ("advantages", "rewards", *critics, *kl)}
+        return row in self._segments and lengths == {int(self.scale.num_trained[row])}
 
     @property
     def rewards(self) -> StepRewards:

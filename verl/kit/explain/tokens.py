@@ -33,6 +33,9 @@ def token_lines(
     columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
     if "loss" not in columns:
         return ["The update did not compute this sample: its advantage is zero, so is its gradient."]
+    needed = {"logprobs", "rollout_logprobs", "entropy", "advantages"}
+    if lacking := needed.union({"ref_logprobs"} if algorithm.kl.placement is KLPlacement.LOSS else ()) - columns.keys():
+        return [f"not computed: the record of the sample lacks {', '.join(sorted(lacking))}"]
     if algorithm.selection is not None:
         return [f"{algorithm.name} treats some tokens of a mini-batch differently; which ones is not kept."]
     old_A = _old_logprobs(columns, algorithm)
@@ -44,7 +47,7 @@ def token_lines(
     lines = [f"loss of a token = weight * ({' '.join(terms)})"]
     if len(sums) > 1:
         lines.append(f"of the first of {len(sums)} epochs, as are all values of tokens; the others are not kept")
-    if computed is None:
+    if computed is None or not sums:
         lines.append("the weight is not known: the step was recorded without the settings and token counts of its loss")
     else:
         weight, error_A = computed.weight(sample.row), _errors(token, columns, algorithm)
