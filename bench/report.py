@@ -28,7 +28,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from verl.tracking.samples import SampleFiles, StepSamples, read_samples
+from verl.kit.kept_samples.sample_files import SampleFiles, StepSamples, read_samples
 
 _FILTERS = 20
 _ROLLOUTS = 20_000

@@ -22,8 +22,8 @@ from common import alternate
 
 from tests.support.local_run import local_trainer
 from verl.config.load import load_config
-from verl.tracking.samples import SampleFiles, samples_path
-from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
+from verl.kit.kept_samples.kept import choose_rollouts, loss_scale, step_rewards, step_samples
+from verl.kit.kept_samples.sample_files import SampleFiles, samples_path
 from verl.trainer.ppo import PPOTrainer, TrainStepResult
 
 _WORDS = ("recipe=mini_grpo", "rollout.name=hf", "trainer.device=cpu", "trainer.num_threads=1")

@@ -20,13 +20,13 @@ from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
 from verl.kit.collapse.collapse import CollapseWatch
+from verl.kit.kept_samples.keeper import build_keeper
 from verl.kit.preflight.local_group import LocalGroup
 from verl.kit.replay.record import Recorder
 from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import build_rewards
 from verl.single_controller.group import WorkerContext, WorkerView
 from verl.tracking.console import Display
-from verl.tracking.samples import SampleFiles
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, build_trackers
 from verl.tracking.transcripts import Transcripts
@@ -64,6 +64,8 @@ def local_fit(
     """A run around a local trainer, which validates on nothing and starts anew."""
     folder = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
     total_steps = config.trainer.total_training_steps
+    decode = trainer.rollouts.rollout.episode_runner.chat.tokenizer.decode
+    trainer.keeper = build_keeper(config, trainer.learner.algorithm, folder, decode)
     assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
     return TrainingRun(
         settings=replace(config.trainer, test_freq=0, record=recorder is not None),
@@ -80,7 +82,6 @@ def local_fit(
         folder=folder,
         watch=watch,
         recorder=recorder,
-        samples=SampleFiles(folder, trainer.rollouts.rollout.episode_runner.chat.tokenizer.decode),
     )
 
 

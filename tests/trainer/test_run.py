@@ -22,9 +22,9 @@ from tests.conftest import ROOT, need_vllm
 from tests.support.every import every
 from tests.support.metric_names import known
 from tests.support.tiny import MINI, run_words, save_tiny_model
+from verl.kit.kept_samples.sample_files import read_samples, samples_path
 from verl.kit.report.loss import computed_loss, sum_check
 from verl.tracking.jsonl import read_jsonl
-from verl.tracking.samples import read_samples, samples_path
 
 COMMAND = [sys.executable, "-m", "verl.trainer.main_ppo"]
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.batch.token_batch import TokenBatch
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError
-from verl.types import Task
+from verl.types import Task, TrajectoryGroup
+
+if TYPE_CHECKING:
+    from verl.trainer.learner import Learned  # loads torch
 
 TOOLS: Mapping[str, str] = {
     "preflight": "verl.kit.preflight.preflight:preflight",
     "plan": "verl.kit.plan.plan:plan_of_run",
     "collapse": "verl.kit.collapse.collapse:build_watch",
+    "samples": "verl.kit.kept_samples.keeper:build_keeper",
     "replay": "verl.kit.replay.record:build_recorder",
     "online_eval": "verl.kit.evaluation.online:build_online_eval",
     "check_benchmarks": "verl.kit.evaluation.registry:check_benchmarks",
@@ -80,6 +84,28 @@ class Recorder(Protocol):
 
     def truncate_after(self, step: int) -> None:
         """Remove the records of later steps."""
+
+
+class SampleKeeper(Protocol):
+    """Keeps the tokens of some rollouts of every step, to be looked at."""
+
+    def choose(self, groups: Sequence[TrajectoryGroup]) -> Sequence[Any]:
+        """Samples, each with its `row` in the batch of these groups; the update traces them."""
+
+    def collect(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        logged: Sequence[TrajectoryGroup],
+        chosen: Sequence[Any],
+        outcome: Learned,
+    ) -> Any:
+        """What is known about the chosen samples. logged: the groups of the step's transcript"""
+
+    def write(self, step: int, samples: Any) -> None:
+        """Write what was collected in a step."""
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the files of later steps."""
 
 
 class OnlineEval(Protocol):

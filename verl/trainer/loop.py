@@ -30,7 +30,6 @@ from verl.system.daemon import run_in_daemon_thread
 from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.console import Display, metrics_by_set
 from verl.tracking.jsonl import append_jsonl, finite
-from verl.tracking.samples import SampleFiles
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts, sample_rows
 from verl.trainer.cli import announce_checkpoint
@@ -71,7 +70,6 @@ class TrainingRun:
     saved: Saved | None = None  # checkpoint to resume from
     watch: Watch = field(default_factory=NoWatch)
     recorder: Recorder | None = None  # None: not installed
-    samples: SampleFiles | None = None  # None: no samples are kept
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
     rollbacks: int = 0
     before: dict[str, float] = field(default_factory=dict)
@@ -123,8 +121,8 @@ class TrainingRun:
                 metrics = dict(result.metrics)
                 self.transcripts.write(self.trainer.step, result.groups)
                 self.trackers.log_rollouts(self.trainer.step, sample_rows(result.groups))
-                if self.samples is not None:
-                    await run_in_daemon_thread(self.samples.write, self.trainer.step, result.samples)
+                if self.trainer.keeper is not None:
+                    await run_in_daemon_thread(self.trainer.keeper.write, self.trainer.step, result.samples)
                 if self.recorder is not None and self.settings.record:
                     arguments = (self.trainer.step, result.batch, result.kl_coefficient, metrics)
                     await run_in_daemon_thread(self.recorder.write, *arguments)
@@ -291,8 +289,8 @@ class TrainingRun:
         """Drop what later steps have written. trackers: their state at this step"""
         self.trackers.restore(step, trackers)
         self.transcripts.truncate_after(step)
-        if self.samples is not None:
-            self.samples.truncate_after(step)
+        if self.trainer.keeper is not None:
+            self.trainer.keeper.truncate_after(step)
         if self.recorder is not None:
             self.recorder.truncate_after(step)
 

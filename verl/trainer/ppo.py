@@ -13,8 +13,7 @@ from verl.batch.samples import to_batch
 from verl.batch.token_batch import Ints, TokenBatch
 from verl.episodes.manager import RolloutManager
 from verl.system.daemon import run_in_daemon_thread
-from verl.tracking.samples import StepSamples
-from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
+from verl.trainer.hooks import SampleKeeper
 from verl.trainer.learner import Learned, Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
 from verl.trainer.weight_sync import WeightSync
@@ -27,7 +26,7 @@ class TrainStepResult:
     groups: Sequence[TrajectoryGroup]  # all groups of the step, those that filters dropped too
     batch: TokenBatch  # as collected; with settings, weights and step number it determines the update
     kl_coefficient: float | None  # of the adaptive controller at the start of the step, if there is one
-    samples: StepSamples  # what is kept of the step to be looked at
+    samples: Any  # what the keeper collected; None without one
 
 
 @dataclass(kw_only=True)
@@ -38,6 +37,7 @@ class PPOTrainer:
     learner: Learner
     weight_sync: WeightSync
     meter: Meter | None = None
+    keeper: SampleKeeper | None = None  # None: no samples are kept, to be looked at
     step: int = 0  # completed steps, which is also the weight version
     learning: bool = False  # whether an update is in progress: the ranks may hold part of the next step
 
@@ -55,7 +55,7 @@ class PPOTrainer:
                 with timer.phase("rollout"):
                     await self.weight_sync.engine.sleep()
             self.learning = True
-            chosen = choose_rollouts(collected.kept, self.learner.config.trainer.samples_kept)
+            chosen = self.keeper.choose(collected.kept) if self.keeper else ()
             outcome = await self._learn(batch, {each.row for each in chosen} if chosen else None)
             learned = dict(outcome.metrics)
             with timer.phase("weight_sync"):
@@ -72,15 +72,12 @@ class PPOTrainer:
             **learned,
             **self._timings(groups, batch, outcome.computed),
         }
-        learner, minibatches = self.learner, self.learner.config.minibatches_per_step
-        scale = loss_scale(outcome.batch, learner.algorithm, minibatches) if chosen else None
-        rewards = step_rewards(outcome.batch, learner.algorithm) if chosen else None
         return TrainStepResult(
             metrics=metrics,
             groups=groups,
             batch=batch,
             kl_coefficient=kl_coefficient,
-            samples=step_samples(collected.kept, groups, chosen, outcome, scale, rewards),
+            samples=self.keeper.collect(collected.kept, groups, chosen, outcome) if self.keeper else None,
         )
 
     async def sync_weights(self) -> None:

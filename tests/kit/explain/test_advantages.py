@@ -23,11 +23,11 @@ from verl.config.load import load_config
 from verl.kit.explain.explanation import Explainer
 from verl.kit.explain.formulas import Formula, advantage_formula
 from verl.kit.explain.known import Known
+from verl.kit.kept_samples.kept import choose_rollouts, loss_scale, step_rewards, step_samples
+from verl.kit.kept_samples.sample_files import COLUMNS, SampleFiles, StepSamples, read_samples, samples_path
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import computed_loss
-from verl.tracking.samples import COLUMNS, SampleFiles, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
-from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
 from verl.trainer.learner import Learned
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 

@@ -28,10 +28,10 @@ from verl.errors import ConfigError, DataError
 from verl.kit.collapse.collapse import CollapseWatch
 from verl.kit.explain.__main__ import main
 from verl.kit.explain.explanation import Explanation, clean, explain, read_step
+from verl.kit.kept_samples.sample_files import LossScale, SampleFiles, StepRewards, StepSamples
 from verl.kit.report.folder import read_run
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.tracking.jsonl import append_jsonl
-from verl.tracking.samples import LossScale, SampleFiles, StepRewards, StepSamples
 from verl.trainer import policy
 from verl.types import Completion, Message, Score, Task
 

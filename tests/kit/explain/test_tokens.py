@@ -13,8 +13,8 @@ from verl.algorithms.estimators.reinforce_pp_baseline import REINFORCE_PP_BASELI
 from verl.algorithms.losses.gspo import GSPO
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.kit.explain.tokens import token_lines
+from verl.kit.kept_samples.sample_files import KeptSample, LossScale, StepSamples
 from verl.kit.report.loss import computed_loss
-from verl.tracking.samples import KeptSample, LossScale, StepSamples
 
 
 def step_of(algorithm: Algorithm, log_ratios: list[torch.Tensor], advantage: float) -> StepSamples:

@@ -16,12 +16,12 @@ from tests.kit.report.test_report import embedded
 from tests.support import damage as forms
 from tests.support.report_run import PER_GROUP, save_report_run
 from verl.errors import ConfigError, DataError
+from verl.kit.kept_samples.sample_files import kept_steps, read_samples
 from verl.kit.report import folder as folders
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
 from verl.system.files import step_files
 from verl.tracking.jsonl import read_jsonl
-from verl.tracking.samples import kept_steps, read_samples
 from verl.tracking.transcripts import Transcripts
 
 EVERY = 12 * 3 * PER_GROUP

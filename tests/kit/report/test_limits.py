@@ -14,6 +14,7 @@ import pytest
 
 from tests.kit.report.test_report import decoded, embedded, scored
 from tests.support.report_run import save_report_run
+from verl.kit.kept_samples.sample_files import SampleFiles, read_lines, read_samples, samples_path
 from verl.kit.report import chunks as chunking
 from verl.kit.report import compare as comparing
 from verl.kit.report import curves, page, rollouts
@@ -24,7 +25,6 @@ from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
 from verl.kit.report.rollouts import read_rollouts
 from verl.tracking.jsonl import read_jsonl, write_jsonl
-from verl.tracking.samples import SampleFiles, read_lines, read_samples, samples_path
 
 MOST = 400_000  # of a page in these tests
 Shape = Callable[[Path], object]

@@ -10,8 +10,8 @@ import torch
 
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.names import Aggregation
+from verl.kit.kept_samples.sample_files import LossScale, StepSamples
 from verl.kit.report.loss import computed_loss, share_of, sum_check
-from verl.tracking.samples import LossScale, StepSamples
 
 # Three groups in two mini-batches: group 7 alone, then groups 2 and 5. Samples 3 and 4 are segments of one episode, and
 # sample 5 has no trained token.

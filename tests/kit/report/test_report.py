@@ -26,6 +26,7 @@ from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import load_preset
 from verl.errors import ConfigError
 from verl.kit.explain.explanation import explain
+from verl.kit.kept_samples.sample_files import SampleFiles, read_samples, samples_path
 from verl.kit.report import png, rollouts, serve
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
@@ -37,7 +38,6 @@ from verl.kit.report.png import smoothed
 from verl.kit.report.rollouts import read_rollouts
 from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import append_jsonl, read_jsonl, write_jsonl
-from verl.tracking.samples import SampleFiles, read_samples, samples_path
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,13 @@ from verl.errors import ConfigError, DataError, VerlError
 from verl.kit.explain.formulas import advantage_formula
 from verl.kit.explain.known import Known, kl_of_tokens
 from verl.kit.explain.tokens import SHOWN, token_lines
+from verl.kit.kept_samples.sample_files import KeptSample, StepSamples, read_samples, samples_path
 from verl.kit.report import rows
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check
 from verl.kit.report.reasons import CallReader, Reasons, call_reader, reasons_of
 from verl.kit.report.transcript import rollout_of, rollouts_at
 from verl.text import counted, printable
-from verl.tracking.samples import KeptSample, StepSamples, read_samples, samples_path
 from verl.trainer.builders.algorithm import build_algorithm
 
 _SHOWN_CHARS = 600

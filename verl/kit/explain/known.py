@@ -21,7 +21,7 @@ import torch
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.names import KLPlacement
-from verl.tracking.samples import KeptSample, LossScale, StepRewards, StepSamples
+from verl.kit.kept_samples.sample_files import KeptSample, LossScale, StepRewards, StepSamples
 
 _Array = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]

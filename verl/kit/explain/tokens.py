@@ -16,9 +16,9 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, OldLogprobs
+from verl.kit.kept_samples.sample_files import KeptSample, StepSamples
 from verl.kit.report.loss import ComputedLoss
 from verl.text import counted
-from verl.tracking.samples import KeptSample, StepSamples
 
 SHOWN = 8  # tokens
 _RELATIVE = 1e-5  # of a token's loss: a few operations with 32 bits, exponentials of log ratios up to 20 among them

@@ -14,11 +14,11 @@ from verl.checkpoint.crash import CRASH_FILES
 from verl.config.schema import Config
 from verl.data.rows import DATA_VERSIONS
 from verl.errors import ConfigError, DataError
+from verl.kit.kept_samples.sample_files import StepSamples, kept_steps, read_lines, read_samples, samples_path
 from verl.kit.report.rows import is_scored, is_step
 from verl.system.code_version import CODE_VERSION
 from verl.system.files import step_files
 from verl.text import counted
-from verl.tracking.samples import StepSamples, kept_steps, read_lines, read_samples, samples_path
 
 _LINE = 500  # characters of a crash report's first line
 _LISTED = 5  # missing steps, files of other names

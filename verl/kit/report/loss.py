@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl.kit.kept_samples.sample_files import LossScale, StepSamples
 from verl.text import counted
-from verl.tracking.samples import LossScale, StepSamples
 
 TOLERANCE = 1e-5  # of the loss; relative above 1
 _SHARE = 1e-4  # of a sample's share, relative: the trainer's weights have 32 bits

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+from verl.kit.kept_samples.sample_files import KeptSample, StepSamples
 from verl.kit.report.chunks import Chunks, encoded, encoded_bound
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
 from verl.kit.report.rows import number
 from verl.kit.report.transcript import rollouts_at
-from verl.tracking.samples import KeptSample, StepSamples
 
 _DIGITS = 4
 _REFUSED = 32  # samples that do not fit; after them no other is tried

@@ -41,7 +41,6 @@ from verl.single_controller.ray import Cluster
 from verl.system.daemon import run_async
 from verl.tracking.console import Display
 from verl.tracking.flops import DecoderShape, peak_flops
-from verl.tracking.samples import SampleFiles
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
@@ -166,6 +165,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
             trainer = build_trainer(
                 config, inputs, stream, workers, scorer, PhaseTimer(display.phase), build_meter(workers.trainer, device)
             )
+            if (build_keeper := installed_tool("samples")) is not None:
+                decode = inputs.episode_runner.chat.tokenizer.decode
+                trainer.keeper = build_keeper(config, inputs.algorithm, folder, decode)
             rollout = trainer.rollouts.rollout
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
             find_watch = installed_tool if config.trainer.on_collapse == "warn" else needed_tool
@@ -189,9 +191,6 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 saved=saved,
                 watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
-                samples=SampleFiles(folder, inputs.episode_runner.chat.tokenizer.decode)
-                if config.trainer.samples_kept
-                else None,
                 train_tasks=inputs.train_tasks,
             )
 

@@ -18,7 +18,9 @@ from verl.batch.samples import to_batch
 from verl.batch.trace import Trace
 from verl.config.load import load_config
 from verl.errors import DataError
-from verl.tracking.samples import (
+from verl.kit.kept_samples.keeper import build_keeper
+from verl.kit.kept_samples.kept import choose_rollouts, loss_scale, step_rewards, step_samples
+from verl.kit.kept_samples.sample_files import (
     COLUMNS,
     MAX_BYTES,
     SampleFiles,
@@ -27,8 +29,8 @@ from verl.tracking.samples import (
     read_samples,
     samples_path,
 )
-from verl.trainer.kept import choose_rollouts, loss_scale, step_rewards, step_samples
 from verl.trainer.learner import Learned
+from verl.trainer.ppo import PPOTrainer, TrainStepResult
 from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 __all__ = ["one_rank"]
@@ -76,11 +78,17 @@ def test_all_segments_of_a_chosen_rollout_are_kept_at_their_rows() -> None:
     assert kept[1].columns["rollout_logprobs"].tolist() == [-0.5] * 5
 
 
+def stepped(learning: PPOTrainer) -> TrainStepResult:
+    """A step whose samples are kept as the configuration says."""
+    learning.keeper = build_keeper(learning.learner.config, learning.learner.algorithm, Path(), str)
+    return asyncio.run(learning.train_step())
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_the_shares_of_all_samples_add_up_to_the_loss(minibatches: int) -> None:
     learning = trainer(replace(PLAIN, correction=Correction(Level.TOKEN, is_cap=2.0)), minibatches=minibatches)
     learning.learner.config = with_epochs(learning.learner.config, 2)
-    result = asyncio.run(learning.train_step())
+    result = stepped(learning)
     kept = result.samples
     assert sum(kept.loss.values()) == pytest.approx(result.metrics["actor/loss"], abs=1e-7)
     assert len(kept.samples) == 16 and kept.left_out == 0
@@ -104,8 +112,7 @@ def test_the_shares_of_all_samples_add_up_to_the_loss(minibatches: int) -> None:
 
 
 def test_a_step_with_one_update_traces_the_policy_that_sampled() -> None:
-    learning = trainer(PLAIN, minibatches=1)
-    result = asyncio.run(learning.train_step())
+    result = stepped(trainer(PLAIN, minibatches=1))
     traced = [sample for sample in result.samples.samples if "logprobs" in sample.columns]
     assert traced and all("old_logprobs" not in sample.columns for sample in traced)
     for sample in traced:
@@ -118,7 +125,7 @@ def test_the_shares_follow_from_what_the_denominators_count() -> None:
     """Two mini-batches of half of the groups: a token weighs 1 over its response's tokens and the responses there."""
     learning = trainer(PLAIN, minibatches=2)
     learning.learner.config = with_epochs(learning.learner.config, 2)
-    kept = asyncio.run(learning.train_step()).samples
+    kept = stepped(learning).samples
     assert kept.scale is not None and (kept.scale.aggregation, kept.scale.minibatches) == ("seq-mean-token-mean", 2)
     half = kept.scale.groups < np.median(np.unique(kept.scale.groups))
     assert half.sum() == len(half) / 2
@@ -131,7 +138,7 @@ def test_nothing_is_kept_on_request() -> None:
     learning = trainer(PLAIN)
     settings = load_config(["trainer.samples_kept=0"]).trainer
     learning.learner.config = replace(learning.learner.config, trainer=settings)
-    assert asyncio.run(learning.train_step()).samples == StepSamples(samples=[])
+    assert stepped(learning).samples is None
 
 
 def long_step(lengths: Sequence[int]) -> StepSamples:

@@ -18,7 +18,7 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.names import KLPlacement
 from verl.batch.experience import sampling_logprobs, turns_of
 from verl.batch.token_batch import Floats, TokenBatch
-from verl.tracking.samples import COLUMNS, MAX_BYTES, KeptSample, LossScale, StepRewards, StepSamples
+from verl.kit.kept_samples.sample_files import COLUMNS, MAX_BYTES, KeptSample, LossScale, StepRewards, StepSamples
 from verl.trainer.learner import Learned
 from verl.types import Trajectory, TrajectoryGroup, Turn
 
