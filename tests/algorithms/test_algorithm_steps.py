@@ -58,9 +58,10 @@ def test_a_step_makes_better_responses_likelier(name: str, model: Path, rows: Pa
     async def step(trained: PPOTrainer) -> Metrics:
         plain = trained.learner._update
 
-        def watched(batch: TokenBatch, *others: Any) -> tuple[Metrics, Trace]:
-            seen.append(batch)
-            return plain(batch, *others)
+        def watched(*given: Any) -> tuple[Metrics, Trace, TokenBatch]:
+            learned = plain(*given)
+            seen.append(learned[2])  # with the advantages that the update estimated
+            return learned
 
         trained.learner._update = watched  # type: ignore[method-assign]
         try:

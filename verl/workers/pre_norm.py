@@ -78,7 +78,7 @@ def is_pre_norm_layer(module: nn.Module) -> bool:
     parts = (before, lambda hidden_states, **_: (attention(hidden_states), None), after, mlp)
     try:
         found = type(module).forward(SimpleNamespace(**dict(zip(_LAYER, parts, strict=True))), hidden)
-    except AttributeError:  # it has further parts
+    except (AttributeError, TypeError, ValueError):  # it has further parts, arguments or results
         return False
     middle = hidden + attention(before(hidden))
     return isinstance(found, Tensor) and torch.allclose(found, middle + mlp(after(middle)))
