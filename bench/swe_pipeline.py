@@ -1,18 +1,19 @@
 """Row 17: wall time of agents in repositories, one slot for a whole episode / three stages with slots of their own.
 
-    python bench/swe_pipeline.py [--agents 4] [--episodes 64] [--rounds 1] [--case 0 1 2]
+    python bench/swe_pipeline.py [--agents 4] [--scoring 16] [--episodes 64] [--rounds 1] [--case 0 1 2]
 
 Both sides run the same episodes by the same code: real sandboxed runtimes of this machine, 20 turns of which 19 are
 commands and edits in a persistent shell, the patch, and the verdict by hidden tests in a fresh runtime. Simulated are a
 response of the engine (0.3 s) and, as delays before the real thing, a slow start (an image that must be pulled) and a
 slow test suite. Both sides have --agents slots of the engine. The other side keeps an episode's slot from its start to
-its verdict, as SkyRL-v0 and most systems do. Ours has as many again for starts, and for verdicts, without the engine.
+its verdict, as SkyRL-v0 and most systems do. Ours has as many again for starts, and --scoring for verdicts, where no
+engine waits.
 
 Cases: lognormal delays (start: median 2 s, tests: 3 s, sigma 1), the same without variance, and with starts ten times
 cheaper. Printed with each: the bound by the busiest stage, the occupancy of the engine (episodes that wait for a
 response, as a share of the slots), and the runtimes that start, run or are scored at a time, at most and on average.
-The other side can use no more runtimes than it has slots. So a third run keeps three times as many slots, and has as
-many runtimes as ours may have: stages save slots of the engine, not runtimes.
+The other side can use no more runtimes than it has slots. So a third run keeps as many slots as ours had runtimes at
+most: stages save slots of the engine, not runtimes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ from verl.utils.reward_score.base import build_reward
 
 TURNS, RESPONSE_S = 20, 0.3
 GROUP = 4
-STAGES = 3
 FILES = {
     "calc/__init__.py": "",
     "calc/core.py": "def add(a, b):\n    return a - b\n",
@@ -147,12 +147,12 @@ class Alive:
 
 
 class Stages(SweFactory):
-    """Our side: `agents` slots for each stage."""
+    """Our side: `agents` slots for starts and for agents."""
 
     made = SlowStages
 
-    def __init__(self, delays: Iterator[tuple[float, float]], agents: int) -> None:
-        super().__init__(max_starting=agents, max_running=agents, max_scoring=agents)
+    def __init__(self, delays: Iterator[tuple[float, float]], agents: int, scoring: int) -> None:
+        super().__init__(max_starting=agents, max_running=agents, max_scoring=scoring)
         self.delays, self.episodes, self.alive = delays, asyncio.Semaphore(agents), Alive()
         self.local = self.runtimes = LocalRuntimes()
 
@@ -191,12 +191,12 @@ class TimedEngine(ScriptedEngine):
 
 
 def play(
-    side: type[Stages], case: Case, task: Task, chat: ChatTemplate, agents: int, episodes: int
+    side: type[Stages], case: Case, task: Task, chat: ChatTemplate, agents: int, scoring: int, episodes: int
 ) -> dict[str, float]:
     """All episodes; each must score 1."""
 
     async def run() -> dict[str, float]:
-        factory = side(case.delays(episodes), agents)
+        factory = side(case.delays(episodes), agents, scoring)
         engine = TimedEngine(chat)
         style = build_tool_call_format("xml")
         limits = EpisodeLimits(max_turns=TURNS + 1, max_tool_calls=TURNS + 1, max_tokens=30_000, max_prompt_length=8000)
@@ -209,13 +209,13 @@ def play(
         scores = [score for group in groups for score in group.scores]
         await rollout.close()
         assert [score.total for score in scores] == [1.0] * episodes, [group.faults for group in groups]
-        return figures(side, scores, wall_s, engine.waited_s, agents) | {"most runtimes": factory.alive.most}
+        return figures(side, scores, wall_s, engine.waited_s, agents, scoring) | {"most runtimes": factory.alive.most}
 
     return asyncio.run(run())
 
 
 def figures(
-    side: type[Stages], scores: Sequence[Score], wall_s: float, engine_s: float, agents: int
+    side: type[Stages], scores: Sequence[Score], wall_s: float, engine_s: float, agents: int, scoring: int
 ) -> dict[str, float]:
     """Wall time, its bound by the busiest stage, and the share of the slots that wait for the engine."""
 
@@ -224,7 +224,10 @@ def figures(
 
     work = {"starting": total("starting") - total("running_wait"), "running": total("running")}
     work["scoring"] = total("scoring")
-    bound_s = (sum if side is OneSlotEach else max)(work.values()) / agents
+    if side is OneSlotEach:
+        bound_s = sum(work.values()) / agents
+    else:
+        bound_s = max(work["starting"] / agents, work["running"] / agents, work["scoring"] / scoring)
     return {
         "s": wall_s,
         "bound s": bound_s,
@@ -260,6 +263,7 @@ def row_of(folder: Path) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agents", type=int, default=4)
+    parser.add_argument("--scoring", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--case", type=int, nargs="+", choices=range(len(CASES)), default=range(len(CASES)))
@@ -267,13 +271,15 @@ def main() -> None:
     chat = mini_chat()
     with tempfile.TemporaryDirectory() as folder:
         task = to_task(as_task_row(row_of(Path(folder))), "calc#0")
-        size = f"{given.episodes} agents in repositories, {given.agents} slots: kept to the verdict / stages"
+        size = (
+            f"{given.episodes} agents in repositories, {given.agents} slots of the engine: kept to the verdict / stages"
+        )
         for case in (CASES[number] for number in given.case):
-            sides = {"ours": (Stages, 1), "theirs": (OneSlotEach, 1), "as many runtimes": (OneSlotEach, STAGES)}
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+            found: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": [], "as many runtimes": []}
             for _ in range(given.rounds):
-                for name, (side, times) in sides.items():
-                    found[name].append(play(side, case, task, chat, times * given.agents, given.episodes))
+                for name, side in (("ours", Stages), ("theirs", OneSlotEach), ("as many runtimes", OneSlotEach)):
+                    slots = int(found["ours"][-1]["most runtimes"]) if name == "as many runtimes" else given.agents
+                    found[name].append(play(side, case, task, chat, slots, given.scoring, given.episodes))
             more = medians(found["as many runtimes"])
             report(
                 Result(
@@ -283,7 +289,7 @@ def main() -> None:
                     target=case.target,
                     ours=medians(found["ours"]),
                     theirs=medians(found["theirs"]),
-                    note=f"theirs with {STAGES * given.agents} slots of the engine, and so as many runtimes: "
+                    note="theirs with as many slots of the engine as ours had runtimes at most: "
                     + ", ".join(f"{name} {value:.3g}" for name, value in more.items()),
                 )
             )
