@@ -271,9 +271,7 @@ def main() -> None:
     chat = mini_chat()
     with tempfile.TemporaryDirectory() as folder:
         task = to_task(as_task_row(row_of(Path(folder))), "calc#0")
-        size = (
-            f"{given.episodes} agents in repositories, {given.agents} slots of the engine: kept to the verdict / stages"
-        )
+        size = f"{given.episodes} agents in repositories, {given.agents} engine slots: kept to the verdict / stages"
         for case in (CASES[number] for number in given.case):
             found: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": [], "as many runtimes": []}
             for _ in range(given.rounds):
