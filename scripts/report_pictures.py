@@ -27,7 +27,11 @@ _TIP = (
     "document.querySelector('.tokens').scrollIntoView({ block: 'center' });"
     "document.querySelectorAll('.tokens .trained')[2].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))"
 )
-_EXPLAIN = "document.querySelector('.explained').open = true; document.querySelector('article').scrollIntoView()"
+_EXPLAIN = "document.querySelectorAll('.explained h4')[1].scrollIntoView(); scrollBy(0, -60)"  # below the header
+_TEXTS, _TOKENS, _EXPLAINED = (
+    f"{_LAST} Object.assign(found, {{ tokens: {tokens}, explain: {explain} }})"
+    for tokens, explain in (("false", "false"), ("true", "false"), ("false", "true"))
+)
 # picture: page, script before it is opened, scripts after
 _PICTURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "overview": ("overview", "", ()),
@@ -35,9 +39,13 @@ _PICTURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "validation": ("validation", "", ()),
     "times": ("times", "", ()),
     "distributions": ("distributions", "", ()),
-    "rollouts": ("rollouts", f"{_LAST} found.tokens = false", (_CHOOSE,)),
-    "tokens": ("rollouts", f"{_LAST} found.tokens = true", (_CHOOSE, _SHADE, _TIP)),
-    "reasons": ("rollouts", f"{_LAST} found.tokens = true", (_CHOOSE, _EXPLAIN)),
+    "rollouts": ("rollouts", _TEXTS, (_CHOOSE,)),
+    "tokens": (
+        "rollouts",
+        _TOKENS,
+        (_CHOOSE, _SHADE, _TIP),
+    ),
+    "reasons": ("rollouts", _EXPLAINED, (_CHOOSE, _EXPLAIN)),
     "compare": ("compare", "", ()),
 }
 

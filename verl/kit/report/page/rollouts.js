@@ -105,7 +105,7 @@ async function rolloutBox(row) {
 function groupOf(row) {
   const m = meta(), rows = [];
   for (let other = 0; other < m.step.length; other++) if (m.step[other] === m.step[row] && m.task_id[other] === m.task_id[row]) rows.push(other);
-  return rows;
+  return rows.sort((one, two) => m.line[one] - m.line[two]);
 }
 
 addPage("rollouts", "Rollouts", (main, rest) => {
