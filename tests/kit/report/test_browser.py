@@ -174,9 +174,12 @@ def test_a_group_is_compared_and_keys_move(driver: Any, files: tuple[Path, Path]
     driver.execute_script("document.querySelectorAll('[title=\"show beside\"]')[2].click()")
     until(driver, "document.querySelectorAll('article').length === 2")
     assert "rollout 2" in texts(driver, "article h3")[1]
-    lines = "const m = meta(); return groupOf(m.step.length - 1).map((row) => m.line[row])"
-    assert driver.execute_script(lines.replace("return", "m.line.reverse(); return")) == [0, 1, 2, 3]
-    driver.execute_script("meta().line.reverse()")
+    ordered = driver.execute_script(
+        "const m = meta(), rows = groupOf(0), lines = rows.map((row) => m.line[row]), turned = [...lines].reverse();"
+        "const put = (given) => rows.forEach((row, place) => { m.line[row] = given[place] }); put(turned);"
+        "const found = groupOf(0).map((row) => m.line[row]); put(lines); return [found, lines]"
+    )
+    assert ordered[0] == ordered[1] == sorted(ordered[1]) and len(ordered[0]) == PER_GROUP
     press(driver, "p")
     until(driver, "document.getElementById('pin').getAttribute('aria-pressed') === 'true'")
     for _ in range(4):
