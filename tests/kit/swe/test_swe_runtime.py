@@ -19,6 +19,7 @@ from tests.kit.swe.repositories import FILES, calc_task, run
 from verl.errors import DataError
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
 from verl.kit.swe.runtime import (
+    MAX_OUTPUT_MIB,
     CommandFailedError,
     CommandStatus,
     Runtime,
@@ -98,6 +99,19 @@ def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     run(main())
     assert clip("a" * 10 + "b" * 10, 4) == "aa\n[16 characters omitted]\nbb"
     assert clip("abcd", 4) == "abcd"
+
+
+def test_an_output_that_is_too_large_for_memory_is_no_result(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with started(tmp_path, limits=RuntimeLimits(file_mib=1024)) as runtime:
+            size = f"{MAX_OUTPUT_MIB + 1}M"
+            done = await runtime.execute(["/bin/sh", "-c", f"head -c {size} /dev/zero"])
+            assert (done.exit_code, done.stdout) == (None, b"")
+            await runtime.run(f"truncate -s {size} large")
+            with pytest.raises(CommandFailedError, match=f"more than {MAX_OUTPUT_MIB} MiB of output"):
+                await runtime.read("large")
+
+    run(main())
 
 
 @pytest.mark.parametrize("overlay", [True, False])

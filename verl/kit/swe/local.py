@@ -29,6 +29,7 @@ from verl.kit.swe.image import image_key, prepare_image
 from verl.kit.swe.runtime import (
     BASE_GIT,
     DEFAULT_SESSION,
+    MAX_OUTPUT_MIB,
     TESTBED,
     CommandFailedError,
     CommandResult,
@@ -212,6 +213,8 @@ class LocalRuntime(FilesByPrograms):
                 if not end.done():
                     await supervisor.signal(pid, signal.SIGKILL)
                 code = await end
+                if sum(os.fstat(file.fileno()).st_size for file in files[1:]) > MAX_OUTPUT_MIB << 20:
+                    return Completed(None, b"", f"more than {MAX_OUTPUT_MIB} MiB of output".encode())
                 stdout, stderr = (_contents(file) for file in files[1:])
         except OSError as error:
             raise RuntimeLostError(f"{self._owner.episodes}: {error}") from error

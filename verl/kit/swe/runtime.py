@@ -24,6 +24,7 @@ TESTBED = "/testbed"  # the repository, in every runtime
 BASE_GIT = "/base.git"  # its history of one commit, the base of patches, in every runtime
 DEFAULT_SESSION = "default"
 MAX_OUTPUT_CHARS = 30_000
+MAX_OUTPUT_MIB = 128  # of a program: it is held in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,10 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A process of its own, beside the sessions. exit_code: None if it ran out of time or was killed"""
+    """A process of its own, beside the sessions.
+
+    exit_code: None if it ran out of time, was killed, or wrote more than MAX_OUTPUT_MIB to stdout and stderr
+    """
 
     exit_code: int | None
     stdout: bytes
