@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 
@@ -20,7 +22,9 @@ from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import calc_task, pytest_environment, run
 from tests.kit.swe.test_swe_env import GOLD_TEXTS, Speaker, rollout, row_of
+from tests.kit.swe.test_swe_remote import TOKEN, free_port, serving
 from verl.data.tasks import to_task
+from verl.kit.swe import wire
 from verl.kit.swe.abandoned import LOCK, PREFIX, new_folder, remove_abandoned
 from verl.kit.swe.env import SweFactory
 from verl.kit.swe.local import LocalRuntimes
@@ -114,10 +118,11 @@ def test_folders_of_living_owners_and_of_others_stay(tmp_path: Path) -> None:
 
 NUM_EPISODES = 100
 MEMORY_MIB = 20.0  # of a runtime: its supervisor, its shell and their share of common pages; 11 where it was measured
+MORE_MIB = 600.0  # at any time: four runs of tests, and what this process takes more than before
 
 
 class Gathering(Speaker):
-    """Answers the second request of an episode when all have made theirs, and measures the memory of their runtimes."""
+    """Answers the second request of an episode when all have made theirs, and counts their runtimes."""
 
     def __init__(self) -> None:
         super().__init__(GOLD_TEXTS)
@@ -128,38 +133,93 @@ class Gathering(Speaker):
         if "assistant\n" in chat().tokenizer.decode(prompt_ids).partition("assistant\n")[2]:
             async with self._all as number:
                 if number == 0:
-                    below = psutil.Process().children(recursive=True)
-                    self.runtimes = sum(each.name() == "bash" for each in below)
-                    self.mib = sum(each.memory_full_info().pss for each in below) / 2**20
+                    self.runtimes, self.mib = await asyncio.to_thread(runtimes_and_mib)
         return await super().generate(prompt_ids, sampling)
 
 
-@pytest.mark.slow
-def test_a_hundred_episodes_at_once_leave_nothing(
-    tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
-) -> None:
-    need_bubblewrap()
-    environment = pytest_environment(tmp_path)
-    task = to_task(as_task_row(row_of(tmp_path, environment)), "calc#0")
-    here = psutil.Process()
-    engine = Gathering()
+def runtimes_and_mib() -> tuple[int, float]:
+    """Shells below this process, and the memory of all processes below it that are no servers."""
+    shells, size = 0, 0
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "verl.kit.swe.server" not in each.cmdline():
+                size += each.memory_full_info().pss
+                shells += each.name() == "bash"
+    return shells, size / 2**20
 
-    async def main() -> Path:
-        factory = SweFactory(max_starting=8, max_running=NUM_EPISODES, max_scoring=4)
+
+async def watch(peak: dict[str, float]) -> None:
+    """Keep the largest memory that is seen: below this process, and its own."""
+    while True:
+        _, below = await asyncio.to_thread(runtimes_and_mib)
+        peak["below_mib"] = max(peak["below_mib"], below)
+        peak["own_mib"] = max(peak["own_mib"], psutil.Process().memory_info().rss / 2**20)
+        await asyncio.sleep(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_a_hundred_episodes_at_once_leave_nothing(
+    num_servers: int,
+    tmp_path: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_testsuite_property: Callable[[str, object], None],
+) -> None:
+    """On two cores, with runtimes of this process or of two servers; with -s it prints the memory that they took."""
+    need_bubblewrap()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setenv("VERL_SERVICE_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)  # images that are sent are kept in outputs/
+    environment = pytest_environment(tmp_path / "environments")
+    task = to_task(as_task_row(row_of(tmp_path, environment)), "calc#0")
+    here, cores = psutil.Process(), sorted(os.sched_getaffinity(0))
+    engine, peak = Gathering(), {"below_mib": 0.0, "own_mib": 0.0}
+
+    async def main(urls: list[str]) -> None:
+        factory = SweFactory(urls=urls, max_starting=8, max_running=NUM_EPISODES, max_scoring=4)
         group = replace(rollout(factory, GOLD_TEXTS, "env.turn_timeout_s=600"), engine=engine)
-        folder: Path = factory.runtimes.episodes  # type: ignore[attr-defined]
+        watching = asyncio.create_task(watch(peak))
         (found,) = await group.run_all([task], NUM_EPISODES)
+        watching.cancel()
         assert (found.rewards, found.faults) == ((1.0,) * NUM_EPISODES, ())
-        assert list(folder.glob("episode-*")) == []
+        assert list(place.rglob("episode-*")) == []
+        for url in urls:
+            assert httpx2.get(f"{url}/health", headers={wire.API_KEY: TOKEN}, trust_env=False).json() == {"leases": 0}
         await group.close()
-        return folder
+
+    def state() -> tuple[set[int], int, list[str], str]:
+        """Processes, descriptors, files and mounts."""
+        below = {each.pid for each in here.children(recursive=True)}
+        return below, here.num_fds(), sorted(map(str, place.iterdir())), Path("/proc/self/mountinfo").read_text()
 
     run(start_and_close(tmp_path, tmp_path / "first"))  # what the process opens once
-    before = {each.pid for each in here.children(recursive=True)}, here.num_fds()
-    folder = run(main(), 900)
-    assert until(lambda: ({each.pid for each in here.children(recursive=True)}, here.num_fds()) == before)
-    assert not folder.exists() and str(folder) not in Path("/proc/self/mountinfo").read_text()
-    assert list(Path("/sys/fs/cgroup").rglob(f"verl-sandbox-{here.pid}-*")) == []
+    os.sched_setaffinity(0, cores[:2])
+    try:
+        with contextlib.ExitStack() as stack:
+            ports = [free_port() for _ in range(num_servers)]
+            for port in ports:
+                command = [sys.executable, "-m", "verl.kit.swe.server", "--port", str(port), "--capacity", "60"]
+                command += ["--environments", str(tmp_path / "environments"), "--folder", str(tmp_path / f"{port}")]
+                stack.enter_context(serving(command, port, tmp_path / f"{port}.log"))
+            owners = {here.pid, *(each.pid for each in here.children())}
+            before, own_mib = state(), here.memory_info().rss / 2**20
+            run(main([f"http://127.0.0.1:{port}" for port in ports]), 900)
+            assert until(lambda: state() == before), (state(), before)
+        assert list(tmp_path.rglob("episode-*")) == []
+        cgroups = [each.name for each in Path("/sys/fs/cgroup").rglob("verl-sandbox-*")]
+        assert owners.isdisjoint(int(name.split("-")[2]) for name in cgroups)
+    finally:
+        os.sched_setaffinity(0, cores)
+    measured = {
+        "runtime_mib": engine.mib / NUM_EPISODES,
+        "peak_mib": peak["below_mib"],
+        "own_mib": peak["own_mib"] - own_mib,
+    }
+    for name, mib in measured.items():
+        record_testsuite_property(f"{name}_{num_servers}_servers", mib)
+    print({name: round(mib, 1) for name, mib in measured.items()})
     assert engine.runtimes == NUM_EPISODES
-    record_testsuite_property("mib_per_runtime", engine.mib / NUM_EPISODES)
-    assert engine.mib < MEMORY_MIB * NUM_EPISODES, f"{engine.mib:.0f} MiB"
+    assert measured["runtime_mib"] < MEMORY_MIB
+    assert measured["peak_mib"] < MEMORY_MIB * NUM_EPISODES + MORE_MIB and measured["own_mib"] < MORE_MIB

@@ -24,9 +24,10 @@ from tests.support.foreign import foreign_python
 from verl.envs.clock import EnvTimer
 from verl.errors import ConfigError, DataError
 from verl.kit.serving.endpoints import Endpoint
-from verl.kit.swe import wire
+from verl.kit.serving.health import HealthWatch
+from verl.kit.swe import remote, wire
 from verl.kit.swe.remote import RemoteRuntimes
-from verl.kit.swe.runtime import CommandFailedError, CommandStatus, Runtime, RuntimeLostError
+from verl.kit.swe.runtime import CommandFailedError, CommandStatus, Runtime, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.scoring import PatchOutcome, collect_patch, score_patch
 from verl.kit.swe.tasks import SweTask
 
@@ -326,6 +327,31 @@ def test_a_server_that_is_not_there_is_a_lost_runtime(tmp_path: Path) -> None:
     run(main())
     with pytest.raises(ConfigError):
         run(make_empty())
+
+
+def test_a_busy_server_is_asked_again_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither costs the policy time; a server that has no end of it is a lost runtime."""
+    monkeypatch.setattr(remote, "FULL_S", 0.3)
+    answers = [429, 429, 200]
+
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(answers.pop(0) if len(answers) > 1 else answers[0], json={"detail": "too many"})
+
+    async def main() -> None:
+        clock = EnvTimer(0.4)
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+            server = Endpoint("a", "http://a", HealthWatch("a", "http://a", 30, client))
+            runtime = remote.RemoteRuntime(client, server, RuntimeLimits(), None)
+            async with clock.running():
+                await runtime._send("close", {}, 1.0)
+            assert answers == [200] and clock.seconds < 0.3
+            answers[:] = [429]
+            monkeypatch.setattr(remote, "PATIENCE_S", 0.5)
+            with pytest.raises(RuntimeLostError, match=r"answered 429.*too many"):
+                await runtime._send("close", {}, 1.0)
+            server.watch.close()
+
+    run(main())
 
 
 async def make_empty() -> None:
