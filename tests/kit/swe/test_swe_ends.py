@@ -133,7 +133,7 @@ class Gathering(Speaker):
         if "assistant\n" in chat().tokenizer.decode(prompt_ids).partition("assistant\n")[2]:
             async with self._all as number:
                 if number == 0:
-                    self.runtimes, self.mib = await asyncio.to_thread(runtimes_and_mib)
+                    self.runtimes, self.mib = runtimes_and_mib()  # blocks, so that no episode goes on
         return await super().generate(prompt_ids, sampling)
 
 
