@@ -214,7 +214,7 @@ def test_a_hundred_episodes_at_once_leave_nothing(
         os.sched_setaffinity(0, cores)
     measured = {
         "runtime_mib": engine.mib / NUM_EPISODES,
-        "peak_mib": peak["below_mib"],
+        "peak_mib": max(engine.mib, peak["below_mib"]),
         "own_mib": peak["own_mib"] - own_mib,
     }
     for name, mib in measured.items():
