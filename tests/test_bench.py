@@ -218,9 +218,11 @@ def test_the_busiest_stage_bounds_a_pipeline(monkeypatch: pytest.MonkeyPatch) ->
     pipeline = importlib.import_module("swe_pipeline")
     parts = {"starting": 3.0, "running_wait": 1.0, "running": 6.0, "scoring": 10.0}
     scores = [Score(1.0, {f"swe/{name}_s": seconds for name, seconds in parts.items()})] * 2
-    ours = pipeline.figures(pipeline.Stages, scores, wall_s=9.0, engine_s=9.0, agents=2)
-    assert ours == {"s": 9.0, "bound s": 6.0, "s / bound": 1.5, "engine busy": 0.5}
-    assert pipeline.figures(pipeline.OneSlotEach, scores, 36.0, 9.0, 2)["s / bound"] == 2.0
+    ours = pipeline.figures(pipeline.Stages, scores, wall_s=9.0, engine_s=9.0, agents=2, scoring=8)
+    runtimes = 2 * (3.0 + 6.0 + 10.0) / 9.0
+    expected = {"s": 9.0, "bound s": 6.0, "s / bound": 1.5, "engine busy": 0.5, "mean runtimes": runtimes}
+    assert ours == pytest.approx(expected)
+    assert pipeline.figures(pipeline.OneSlotEach, scores, 36.0, 9.0, 2, 2)["s / bound"] == 2.0
 
 
 @pytest.mark.slow

@@ -101,11 +101,13 @@ beside(20, fill)
 """
 UNIX_SOCKETS = """
 import socket
+kept = []
 def fill():
-    kept = []
+    # Paced: usage is checked every 0.1 s, and what is got hold of between two checks is no matter of this test.
     for number in range(120):
+        time.sleep(0.005)
         try:
-            kept += socket.socketpair()
+            kept.extend(socket.socketpair())
         except OSError:
             return
         for end in kept[-2:]:
@@ -222,14 +224,18 @@ def burn():
 threading.Thread(target=burn, daemon=True).start()
 """
 )
+# Two processes: the address space of one alone ends before the limit of all.
 GROWS = (
-    WAKES
+    "import os\nforked = os.fork() == 0\n"
+    + WAKES
     + """
 kept = []
 def grow():
     while True:
         kept.append(b"x" * (1 << 20))
         time.sleep(0.005)
+if forked:
+    grow()
 threading.Thread(target=grow, daemon=True).start()
 """
 )
