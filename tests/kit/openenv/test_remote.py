@@ -122,18 +122,19 @@ def test_odd_arguments_arrive_as_far_as_they_can_be_written(shop_url: str) -> No
     asyncio.run(both())
 
 
-def test_two_hundred_episodes_at_once_leave_nothing_open(shop_url: str) -> None:
-    async def many() -> None:
-        remote = RemoteFactory(shop_url)
+def test_two_hundred_episodes_at_once_leave_nothing_open() -> None:
+    async def many(url: str) -> None:
+        remote = RemoteFactory(url)
         tasks = build_tasks("shop", {"count": 25})
         played = await asyncio.gather(*(play(remote(task), buy(task)) for task in tasks for _ in range(8)))
         assert [each.score.total for each in played if each.score] == [1.0] * 200
         async with asyncio.timeout(10):  # the server sees the end of a connection in its own time
-            while num_sessions(shop_url):
+            while num_sessions(url):
                 await asyncio.sleep(0.05)
         await remote.close()
 
-    asyncio.run(many())
+    with server("--env", "shop") as (place, _):  # one of its own: no sessions of other tests
+        asyncio.run(many(f"http://{place}"))
 
 
 def test_a_server_that_dies_is_a_service_that_is_down() -> None:
