@@ -127,7 +127,6 @@ def _alarms(folder: Path) -> None:
         (_settings, " of 1501 settings are listed"),
         (_alarms, " of 500 marks are listed"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_page_of_any_run_has_its_size(
