@@ -2,9 +2,10 @@
 
     python bench/report.py RUN [--steps 1000] [--rollouts 2048]
 
-RUN is a run's folder. Its steps are repeated: metrics with new step numbers, transcripts until a step has that many
-rollouts (files are hard links to a few, so they are read from memory), kept samples and validations as they are. The
-filters run over the metadata of 20,000 rollouts; without chromium and selenium that part is left out.
+RUN is a run's folder with kept samples (trainer.samples_kept). Its steps are repeated: metrics with new step numbers,
+transcripts until a step has that many rollouts (files are hard links to a few, so they are read from memory), kept
+samples and validations as they are. The filters run over the metadata of 20,000 rollouts; without chromium and selenium
+that part is left out.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from verl.kit.kept_samples.sample_files import SampleFiles, StepSamples, read_samples
+from verl.tracking.jsonl import read_jsonl
 
 _FILTERS = 20
 _ROLLOUTS = 20_000
@@ -48,15 +50,15 @@ def enlarged(run: Path, folder: Path, steps: int, rollouts: int) -> None:
     shutil.copy(run / "config.yaml", folder)
     if (run / "validation").exists():
         shutil.copytree(run / "validation", folder / "validation")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run / "metrics.jsonl")
     first = rows[0]["time"]
     with (folder / "metrics.jsonl").open("w") as file:
-        for step, row in zip(range(1, steps + 1), cycle(rows[1:]), strict=False):
+        for step, row in zip(range(1, steps + 1), cycle(rows[1:] or rows), strict=False):
             file.write(json.dumps({**row, "step": step, "time": first + 60 * step}) + "\n")
     long = []
     for number, path in enumerate(sorted((run / "transcripts").glob("step-*.jsonl"))):
         long.append(folder / f"made-{number}")
-        long[-1].write_text("".join(islice(cycle(path.read_text().splitlines(keepends=True)), rollouts)))
+        long[-1].write_bytes(b"".join(islice(cycle(path.read_bytes().splitlines(keepends=True)), rollouts)))
     samples = sorted((run / "samples").glob("step-*.npz"))
     writer = SampleFiles(folder, str)
     for number, path in enumerate(samples, 1):
@@ -68,20 +70,20 @@ def enlarged(run: Path, folder: Path, steps: int, rollouts: int) -> None:
 
 
 def _counted(kept: StepSamples, rollouts: int) -> StepSamples:
-    """With the loss and the counts of that many rollouts."""
+    """With the loss, and the counts where the step has recorded them, of that many rollouts."""
     rows, scale = range(rollouts), kept.scale
-    assert scale is not None
-    counts = {name: np.resize(getattr(scale, name), rollouts) for name in ("num_trained", "groups")}
     loss, sums = ([value[row] for row, _ in zip(cycle(value), rows, strict=False)] for value in (kept.loss, kept.sums))
-    given = (
-        {name: getattr(kept.rewards, name) for name in ("rewards", "penalties", "baselines")} if kept.rewards else {}
-    )
+    if scale is None:
+        return replace(kept, loss=dict(zip(rows, loss, strict=False)))
+    counts = {name: np.resize(getattr(scale, name), rollouts) for name in ("num_trained", "groups")}
+    rewards = kept.rewards if kept.rewards is None or kept.rewards.lengths is None else None  # without those of turns
+    given = {name: getattr(rewards, name) for name in ("rewards", "penalties", "baselines")} if rewards else {}
     resized = {name: np.resize(each, rollouts) for name, each in given.items() if each is not None}
     return replace(
         kept,
-        rewards=kept.rewards and replace(kept.rewards, **resized),
-        loss=dict(zip(rows, loss, strict=True)),
-        sums=dict(zip(rows, sums, strict=True)),
+        rewards=rewards and replace(rewards, **resized),
+        loss=dict(zip(rows, loss, strict=False)),  # none, where all advantages are zero
+        sums=dict(zip(rows, sums, strict=False)),
         scale=replace(scale, episodes=np.arange(rollouts), **counts),
     )
 
@@ -111,6 +113,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rollouts", type=int, default=2048)
     options = parser.parse_args()
+    for pattern in ("config.yaml", "metrics.jsonl", "transcripts/step-*.jsonl", "samples/step-*.npz"):
+        if not any(options.run.glob(pattern)):
+            parser.error(f"{options.run} has no {pattern}")
     with tempfile.TemporaryDirectory() as folder:
         long, page = Path(folder) / "long", Path(folder) / "report.html"
         enlarged(options.run, long, options.steps, options.rollouts)

@@ -117,6 +117,13 @@ def test_a_line_that_is_too_long_is_never_held(tmp_path: Path, monkeypatch: pyte
         ]
 
 
+def test_damaged_steps_are_named_in_their_order(tmp_path: Path) -> None:
+    folder = save_report_run(tmp_path / "run")
+    for step in (12, 2, 7):
+        forms.added(f"transcripts/step-{step:06d}.jsonl", "no json")(folder)
+    assert [note.split(":")[0] for note in render([folder])[1]] == [f"transcripts of step {n}" for n in (2, 7, 12)]
+
+
 @pytest.mark.parametrize("name", [TRANSCRIPT, VALIDATION, "metrics.jsonl", "data_versions.jsonl", "code_version.json"])
 def test_values_of_other_types_end_no_report(tmp_path: Path, name: str) -> None:
     folder = save_report_run(tmp_path / "run")

@@ -2,7 +2,8 @@
 
 RUN is the folder of a run, which keeps samples of every step (trainer.samples_kept). From the prompt to the loss:
 texts, reward, group, advantage, tokens, share of the loss. Without --sample the samples of the step are listed.
---gradient adds its share of the gradient norm: the step is repeated from its record (trainer.record=true).
+--gradient adds its share of the gradient norm: the step is repeated from its record (trainer.record=true), with the
+checkpoints and the code of the run. Without it, and without --user-code, nothing that the folder names is run.
 Exit code 0: the record agrees with the arithmetic. 1: a check fails. 2: there is no such sample or record.
 """
 
@@ -29,12 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, required=True, help="training step, from 1")
     parser.add_argument("--sample", type=int, help="number of the sample in the list of the step")
     parser.add_argument("--gradient", action="store_true", help="its share of the gradient norm, from the record")
+    parser.add_argument("--user-code", action="store_true", help="run the code that the settings of the run name")
     options = parser.parse_args(argv)
     if options.gradient and options.sample is None:
         parser.error("--gradient needs --sample")
     console = Console(highlight=False, emoji=False)
     try:
-        run = read_run(options.run)
+        run = read_run(options.run, options.user_code or options.gradient)
         code = _explained(run, options.step, options.sample, options.gradient, console)
     except VerlError as error:
         sys.stderr.write(f"{type(error).__name__}: {printable(str(error))}\n")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from verl.algorithms.algorithm import Algorithm
-from verl.config.load import restored_config
 from verl.errors import ConfigError, DataError, VerlError
 from verl.kit.explain.formulas import advantage_formula
 from verl.kit.explain.known import Known, kl_of_tokens
@@ -214,8 +213,10 @@ class Explainer:
 
 
 def _algorithm(run: RunFolder) -> Algorithm:
-    config = restored_config(run.settings)
-    return build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    """Without the run's own filters, which no sample is explained by."""
+    config = run.config("algorithm.name")
+    algorithm = replace(config.algorithm, filters=None, max_resample_rounds=None)
+    return build_algorithm(algorithm, config.data.max_response_length, config.rollout.max_staleness)
 
 
 def _seconds(seconds: Any) -> str:

@@ -2,7 +2,8 @@
 
 RUN is the folder of a run, finished or not. The report is one HTML file that opens without a network: curves, times,
 validation, every rollout that fits in, and the tokens of some (docs/report.md). Several runs are compared. With --serve
-it is served instead, and follows a run in progress; --png writes the curves as pictures instead.
+it is served instead, and follows a run in progress; --png writes the curves as pictures instead. No code that a folder
+names is run without --user-code.
 Exit code 0: written. 2: a folder is not that of a run, or the port is taken. 130: Ctrl-C has ended the server.
 """
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="write the curves there, a file per family of metrics"
     )
+    parser.add_argument("--user-code", action="store_true", help="run the code that the settings of a run name")
     options = parser.parse_args(argv)
     if options.out and (options.serve or options.png):
         parser.error("--serve and --png write no page; leave out --out")
@@ -41,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = options.out or options.runs[0] / "report.html"
     try:
         if options.serve:
-            return serve(options.runs, options.host, options.port)
+            return serve(options.runs, options.host, options.port, options.user_code)
         if options.png:
             return write_pictures(options.runs, options.png)
-        notes = write_report(options.runs, out)
+        notes = write_report(options.runs, out, options.user_code)
     except VerlError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return exit_code_of(error)
@@ -62,10 +64,10 @@ def write_pictures(folders: Sequence[Path], out: Path) -> int:
     return 0
 
 
-def serve(runs: Sequence[Path], host: str, port: int) -> int:
+def serve(runs: Sequence[Path], host: str, port: int, user_code: bool) -> int:
     """Serve until Ctrl-C. Raises ConfigError if a folder is not that of a run, or the port is taken."""
     read_runs(runs)
-    with ReportServer(runs, host, port) as server:
+    with ReportServer(runs, host, port, user_code) as server:
         sys.stdout.write(f"http://{host}:{server.server_port}/  (Ctrl-C ends it)\n")
         sys.stdout.flush()
         try:

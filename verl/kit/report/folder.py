@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from verl.checkpoint.crash import CRASH_FILES
+from verl.config.load import restored_config
 from verl.config.schema import Config
 from verl.data.rows import DATA_VERSIONS
 from verl.errors import ConfigError, DataError
@@ -24,12 +25,19 @@ _LINE = 500  # characters of a crash report's first line
 _LISTED = 5  # missing steps, files of other names
 _LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
 _STEP_FILES = {"transcripts": ".jsonl", "validation": ".jsonl", "samples": ".npz"}
+_NEEDED_FOR = {  # settings that may name code: what is built from it
+    "algorithm.name": "advantages and token losses are not computed again",
+    "env.tool_call_format": "calls in responses are not parsed",
+}
 _DAMAGES = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """notes: one line per crash, and per file that is missing or cannot be read"""
+    """notes: one line per crash, and per file that is missing or cannot be read
+
+    user_code: whether code that the settings name may be run; the folder may be a colleague's
+    """
 
     folder: Path
     name: str
@@ -39,6 +47,23 @@ class RunFolder:
     code: Mapping[str, str]  # of code_version.json
     data: Mapping[str, str]  # of data_versions.jsonl: path or name on the hub -> digest or commit
     notes: list[str] = field(default_factory=list)
+    user_code: bool = False
+
+    def config(self, code: str) -> Config:
+        """The settings, for building what the setting `code` names.
+
+        Raises ConfigError if they cannot be restored, or if it names code that may not be run, which is a note, too.
+        """
+        value = self.settings.get(code)
+        if not self.user_code and ":" in str(value):  # built-in names have none (verl/registry.py)
+            self._note(f"{code}={value} names code, which is not run without --user-code: {_NEEDED_FOR[code]}")
+            raise ConfigError(f"{code}={value} names code; --user-code runs it")
+        try:
+            return restored_config(self.settings)
+        except ConfigError:
+            raise
+        except _DAMAGES as error:
+            raise ConfigError(f"config.yaml holds a setting of another type ({_first_line(error)})") from error
 
     def transcript_steps(self) -> list[int]:
         return list(step_files(self.folder / "transcripts", ".jsonl"))
@@ -88,7 +113,7 @@ class RunFolder:
             self.notes.append(text)
 
 
-def read_run(folder: Path) -> RunFolder:
+def read_run(folder: Path, user_code: bool = False) -> RunFolder:
     """Raises ConfigError if the folder is not that of a run."""
     try:
         if not folder.is_dir():
@@ -110,6 +135,7 @@ def read_run(folder: Path) -> RunFolder:
             for row in _lines_if_any(folder / DATA_VERSIONS, notes)
         },
         notes=notes,
+        user_code=user_code,
     )
     run.notes.extend([*_crashes(folder), *_foreign(folder), *_missing(run)])
     return run
@@ -160,9 +186,10 @@ def _missing(run: RunFolder) -> list[str]:
     return notes
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
+def read_runs(folders: Sequence[Path], user_code: bool = False) -> list[RunFolder]:
     """Runs whose folders have one name are named with as many parent folders as it takes. Raises as `read_run`."""
-    runs, parts = [read_run(folder) for folder in folders], [folder.resolve().parts for folder in folders]
+    runs = [read_run(folder, user_code) for folder in folders]
+    parts = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
         if len(set(names)) == len(set(parts)):
@@ -175,10 +202,15 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise TypeError("it holds no settings")
+        json.dumps(tree, default=str, skipkeys=True)  # a list may hold itself
         return dict(flat(tree))
     except _DAMAGES as error:
-        notes.append(f"{path.name} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})")
+        notes.append(f"{path.name} cannot be read ({_first_line(error)})")
         return {}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _lines_if_any(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -29,20 +29,23 @@ _TITLE = ("model.path", "algorithm.name", "data.train_files")  # settings under 
 _MAX_NOTES = 50
 
 
-def write_report(folders: Sequence[Path], out: Path) -> list[str]:
+def write_report(folders: Sequence[Path], out: Path, user_code: bool = False) -> list[str]:
     """Write the report of the runs. Returns the notes on files that could not be read.
 
     Raises ConfigError if a folder is not that of a run.
     """
-    text, notes = render(folders)
+    text, notes = render(folders, user_code=user_code)
     with replacing(out) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return notes
 
 
-def render(folders: Sequence[Path], live: str = "") -> tuple[str, list[str]]:
-    """(the page, notes on files that could not be read). live: version of a page that follows its server"""
-    runs = read_runs(folders)
+def render(folders: Sequence[Path], live: str = "", user_code: bool = False) -> tuple[str, list[str]]:
+    """(the page, notes on files that could not be read). live: version of a page that follows its server
+
+    user_code: as in `RunFolder`
+    """
+    runs = read_runs(folders, user_code)
     chunks = Chunks()
     room = MAX_BYTES - len(_filled(runs, live, "", []).encode()) - _RESERVE * len(runs)
     comparisons = [asdict(each) for each in compare_runs(runs, chunks, room // 4)]

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.load import restored_config
-from verl.config.schema import Config
 from verl.errors import VerlError
 from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
 from verl.formats.toolrl_text import Gold, call_text, matches_shape, parse_calls, parse_gold
@@ -161,7 +159,7 @@ class CallReader:
 def call_reader(run: RunFolder) -> CallReader:
     """In ToolRL's tags also where the settings cannot be read."""
     try:
-        env = restored_config(run.settings).env
+        env = run.config("env.tool_call_format").env
         built = (
             build_tool_call_format(env.tool_call_format, env.tool_call_format_options) if env.tool_call_format else None
         )
@@ -175,7 +173,7 @@ def reasons_of(run: RunFolder) -> Reasons | None:
     if run.settings.get("reward.name") not in _NAMES:
         return None
     try:
-        config: Config = restored_config(run.settings)
+        config = run.config("env.tool_call_format")
         options = RllaOptions.from_env({}, config.reward.options)
         name = config.env.tool_call_format
         built = build_tool_call_format(name, config.env.tool_call_format_options) if name else None

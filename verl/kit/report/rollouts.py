@@ -61,6 +61,7 @@ def read_rollouts(run: RunFolder, chunks: Chunks, room: int) -> Rollouts:
     for step in (steps[place] for place in spread_order(len(steps))):
         read[step] = _StepRows(run, step, per_step, run.sample_lines(step) if step in kept else [])
         embedding.add_step(read[step], last=len(read) == len(steps))
+    run.notes.extend(_damaged_lines(step, read[step].damaged) for step in steps if read[step].damaged)
     quantiles = {name: [_quantiles(read[step].summary[name]) for step in steps] for name in _SUMMARY}
     chunks.size += len(encoded([steps, quantiles]))
     samples = {step: rows.kept for step, rows in read.items() if rows.kept}
@@ -89,26 +90,30 @@ def read_rollouts(run: RunFolder, chunks: Chunks, room: int) -> Rollouts:
     )
 
 
+def _damaged_lines(step: int, count: int) -> str:
+    return f"transcripts of step {step}: {counted(count, 'line')} left out (damaged, or with values of other types)"
+
+
 class _StepRows:
     """The rollouts of a step, by line: the first `limit`, and those of kept samples. Iterated once.
 
     kept: lines of the samples, None for those of other steps
     found: rollouts of these; read: those of the first lines, which the summary is of, as the kept ones are a choice
-    more: whether the transcript has others
+    damaged: lines that cannot be shown; more: whether the transcript has others
     equal: tasks whose groups are read completely, and have equal returns
     """
 
     def __init__(self, run: RunFolder, step: int, limit: int, kept: Sequence[int | None]) -> None:
         self.step, self.kept = step, kept
         self.kept_lines = {line for line in kept if line is not None}
-        self.found = self.read = 0
+        self.found = self.read = self.damaged = 0
         self.more = False
         self.summary: dict[str, list[float]] = {name: [] for name in _SUMMARY}
         self.equal: set[Any] = set()
         self._run, self._limit = run, limit
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        damaged, last = 0, max(self.kept_lines, default=-1)
+        last = max(self.kept_lines, default=-1)
         returns: dict[Any, list[float]] = {}
         partial = set()
         for line, text in enumerate(self._run.transcript(self.step)):
@@ -119,7 +124,7 @@ class _StepRows:
                 if line > last:
                     break
             elif (row := rollout_of(text)) is None:
-                damaged += 1
+                self.damaged += 1
             else:
                 self.found += 1
                 if line < self._limit:
@@ -130,9 +135,6 @@ class _StepRows:
                 yield line, row
         complete = {task: values for task, values in returns.items() if task not in partial}
         self.equal = {task for task, values in complete.items() if len(values) > 1 and len(set(values)) == 1}
-        if damaged:
-            left_out = f"{counted(damaged, 'line')} left out (damaged, or with values of other types)"
-            self._run.notes.append(f"transcripts of step {self.step}: {left_out}")
 
     def _summarize(self, row: Mapping[str, Any]) -> None:
         self.read += 1

@@ -38,12 +38,15 @@ class ReportServer(ThreadingHTTPServer):
 
     host: only pages of this host and of this machine are answered, so that no other site can read the report by a name
         that it points here
+    user_code: as in `RunFolder`
     """
 
     daemon_threads = True
 
-    def __init__(self, folders: Sequence[Path], host: str = "127.0.0.1", port: int = 0) -> None:
-        self.folders = folders
+    def __init__(
+        self, folders: Sequence[Path], host: str = "127.0.0.1", port: int = 0, user_code: bool = False
+    ) -> None:
+        self.folders, self.user_code = folders, user_code
         self._lock = threading.Lock()
         self._page: tuple[str, bytes] | None = None
         self.names = {host, *_LOCAL, *(_own_names() if host in _EVERY else ())}
@@ -63,7 +66,7 @@ class ReportServer(ThreadingHTTPServer):
         with self._lock:
             now = self.version()  # before the files are read: what is written meanwhile is a later version
             if self._page is None or self._page[0] != now:
-                self._page = (now, render(self.folders, live=now)[0].encode())
+                self._page = (now, render(self.folders, now, self.user_code)[0].encode())
             return self._page[1]
 
 

@@ -1,0 +1,121 @@
+"""Code that the settings of a run name is run only for a user who asks: the folder may be a colleague's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.report.test_report import embedded
+from tests.support.report_run import PER_GROUP, save_report_run
+from verl.config.load import known_keys
+from verl.errors import ConfigError
+from verl.kit.explain.__main__ import main as explain
+from verl.kit.explain.explanation import Explainer
+from verl.kit.report.__main__ import main
+from verl.kit.report.folder import read_run
+from verl.kit.report.page import render
+from verl.kit.report.reasons import call_reader, reasons_of
+from verl.kit.report.serve import ReportServer
+
+CODE = """
+from pathlib import Path
+from verl.algorithms.algorithm import load_preset
+from verl.formats.hermes import HermesFormat as Format
+with Path({ran!r}).open("a") as file:
+    file.write("ran ")
+preset = load_preset("grpo")
+"""
+NOTES = {
+    "algorithm.name": "advantages and token losses are not computed again",
+    "env.tool_call_format": "calls in responses are not parsed",
+}
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    """The file that the user's code writes."""
+    (tmp_path / "own.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
+    return tmp_path / "ran"
+
+
+def run_with(folder: Path, **settings: Any) -> Path:
+    save_report_run(folder, steps=2)
+    (folder / "config.yaml").write_text(json.dumps({"reward": {"name": "rlla"}, **settings}))
+    return folder
+
+
+def notes_of(run: Path, name: str, value: str) -> list[str]:
+    return [f"{name}={value} names code, which is not run without --user-code: {NOTES[name]}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute"), [("algorithm.name", "preset"), ("env.tool_call_format", "Format")], ids=str
+)
+def test_code_of_the_settings_is_run_by_a_flag_alone(
+    name: str, attribute: str, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, (group, key) = f"{ran.parent}/own.py:{attribute}", name.split(".")
+    run = run_with(ran.parent / "run", **{group: {key: value}})
+    page, notes = render([run])
+    shown = embedded(page, "data")["runs"][0]
+    assert not ran.exists() and notes == shown["notes"] == notes_of(run, name, value)
+    assert shown["rollouts"]["shown"] == 2 * 3 * PER_GROUP and shown["rollouts"]["samples"]
+    sample = ["--step", "1", "--sample", "0"]
+    explain([str(run), *sample])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert not ran.exists() and f"note: {notes[0]}" in printed
+    assert (f"not computed: {name}={value} names code" in printed) is (name == "algorithm.name")
+    assert main([str(run)]) == 0 and not ran.exists()
+    assert ReportServer([run]).page() and not ran.exists()
+    for times, asked in enumerate(
+        (
+            lambda: main([str(run), "--user-code"]),
+            lambda: ReportServer([run], user_code=True).page(),
+            lambda: explain([str(run), *sample, "--user-code"]),
+        )
+    ):
+        capsys.readouterr()
+        asked()
+        assert len(ran.read_text().split()) > times and "names code" not in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_no_setting_names_code_that_is_run(ran: Path) -> None:
+    """Whatever a setting names: neither the page nor an explanation imports it."""
+    run, value = read_run(save_report_run(ran.parent / "run", steps=2)), f"{ran.parent}/own.py:preset"
+    for key in known_keys():
+        if key.startswith(("algorithm.", "env.", "reward.", "rollout.", "data.")):
+            for form in (value, [{"name": value}]):
+                one = replace(run, settings={"reward.name": "rlla", key.rstrip("."): form})
+                Explainer.of(one), call_reader(one), reasons_of(one)
+    assert not ran.exists()
+
+
+def test_filters_of_the_user_are_not_needed(ran: Path) -> None:
+    own = {"filters": [f"{ran.parent}/own.py:preset"], "max_resample_rounds": 3, "name": "grpo"}
+    run = run_with(ran.parent / "run", algorithm=own)
+    explainer = Explainer.of(read_run(run))
+    assert explainer.algorithm is not None and not explainer.algorithm.filters and not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ("algorithm: {filters: &x [*x]}", "config.yaml cannot be read (Circular reference detected)"),
+        ("sandbox: {urls: [[]]}", None),
+        ("trainer: {logger: [[]]}", None),
+    ],
+)
+def test_settings_of_other_forms_end_no_report(tmp_path: Path, settings: str, note: str | None) -> None:
+    run = run_with(tmp_path / "run")
+    (run / "config.yaml").write_text(f"reward: {{name: rlla}}\n{settings}\n")
+    page, notes = render([run, run])
+    assert embedded(page, "data")["runs"][0]["rollouts"]["shown"] == 2 * 3 * PER_GROUP
+    assert notes == ([note] * 2 if note else [])
+    if note is None:
+        with pytest.raises(ConfigError, match="a setting of another type"):
+            read_run(run).config("algorithm.name")
