@@ -23,4 +23,4 @@ if (($#)); then exec "$VERL_PYTHON" -m pytest "$@"; fi
     tests/algorithms tests/batch tests/checkpoint tests/workers tests/transfer tests/trainer/test_train_step.py \
     tests/kit/plan tests/rollout/test_hf_engine.py
 "$VERL_PYTHON" -m pytest -m gpuset
-TRITON_INTERPRET=1 "$VERL_PYTHON" -m pytest -m gpuset tests/workers/test_kernels.py
+TRITON_INTERPRET=1 "$VERL_PYTHON" -m pytest -m gpuset tests/workers/test_kernels.py tests/gpuset/test_rejection.py

@@ -450,6 +450,10 @@ def test_reward_options_are_open() -> None:
             ["rollout.name=hf", "rollout.max_num_batched_tokens=4096"],
             "rollout.max_num_batched_tokens=4096 has no effect",
         ),
+        (
+            ["rollout.name=hf", "rollout.speculation=ngram"],
+            "rollout.speculation=ngram has no effect",
+        ),
         (["trainer.device=cpu", "ref.offload_params=true"], "ref.offload_params=True has no effect: there is no GPU"),
         (["trainer.device=cpu", "actor.offload=optimizer"], "actor.offload=optimizer has no effect"),
         (["rollout.kv_cache_gib=4", "trainer.device=cuda"], "rollout.kv_cache_gib=4 has no effect: on a GPU"),

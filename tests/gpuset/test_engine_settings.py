@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.kit.plan.test_plan import plan_of
+from verl.rollout.speculation import MAX_DRAFT, DraftCounter
 from verl.rollout.vllm_engine import VLLMSettings, _start_vllm
 from verl.rollout.vllm_extension import WeightReceiver
 
@@ -31,12 +32,12 @@ def built(folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, **more: Any
     config.architectures = [ARCHITECTURES[kind]]
     config.save_pretrained(folder)
 
-    def start(arguments: Any, usage_context: Any) -> Any:
+    def start(arguments: Any, start_engine_loop: bool, usage_context: Any, stat_loggers: list[Any]) -> Any:
         return arguments.create_engine_config(usage_context)
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
     settings = VLLMSettings(str(folder), 3072, gpu_memory_utilization=0.8, **{"sleeps": True, **more})
-    return _start_vllm(settings, folder)
+    return _start_vllm(settings, folder, DraftCounter())
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
@@ -67,6 +68,14 @@ def test_limits_that_are_given_are_used(tmp_path: Path, monkeypatch: pytest.Monk
     scheduler = config.scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 4096)
     assert max(config.compilation_config.cudagraph_capture_sizes) == 128
+
+
+def test_drafts_cost_overlapped_scheduling_and_the_second_model_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = built(tmp_path, monkeypatch, "qwen3-1.7b", speculation="ngram")
+    assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("ngram", MAX_DRAFT)
+    assert not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 
 
 def test_an_engine_with_its_own_gpu_has_no_sleep_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
+from verl.rollout.speculation import DraftCounter
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with
 from verl.system.scratch import scratch_folder
@@ -350,7 +351,7 @@ def test_its_folder_lies_in_the_scratch_folder(monkeypatch: pytest.MonkeyPatch, 
     """Where it is removed after kill -9, too."""
     folders: list[Path] = []
 
-    def refuse(settings: VLLMSettings, folder: Path) -> None:
+    def refuse(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> None:
         folders.append(folder)
         raise EngineError("not started")
 
@@ -452,7 +453,7 @@ def test_what_became_of_a_process_is_the_reason_that_all_calls_fail_for(signum: 
 
     async def lost(process: subprocess.Popen[bytes]) -> None:
         folder = tempfile.TemporaryDirectory(prefix="verl-vllm-")
-        engine = VLLMEngine(llm, replace(settings(Path("x")), health_timeout_s=1.0), folder)
+        engine = VLLMEngine(llm, replace(settings(Path("x")), health_timeout_s=1.0), folder, DraftCounter())
         engine._processes = [psutil.Process(process.pid)]
         engine._await_ends()
         call = asyncio.ensure_future(engine._unless_dead(asyncio.sleep(100)))
@@ -489,7 +490,7 @@ def test_an_uninterrupted_request_is_aborted_by_an_engine_that_ends(interrupted:
     )
 
     async def ask(process: subprocess.Popen[bytes]) -> None:
-        engine = VLLMEngine(llm, settings(Path("x")), tempfile.TemporaryDirectory(prefix="verl-vllm-"))
+        engine = VLLMEngine(llm, settings(Path("x")), tempfile.TemporaryDirectory(prefix="verl-vllm-"), DraftCounter())
         engine._processes = [psutil.Process(process.pid)]
         engine._await_ends()
         engine._version = 0

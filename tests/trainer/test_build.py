@@ -40,6 +40,7 @@ from verl.kit.sft.demonstrations import read_demonstrations, sft_samples
 from verl.registry import resolve
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import load_hf_engine
+from verl.rollout.speculation import NGRAM
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings, engine_arguments
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerContext
@@ -622,6 +623,8 @@ def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
         ("cuda", 0.4, [], {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True}),
         ("cuda", None, [], {"gpu_memory_utilization": 0.9, "enable_sleep_mode": False}),
         ("cuda", None, ["rollout.gpu_memory_utilization=0.5"], {"gpu_memory_utilization": 0.5}),
+        ("cuda", None, ["rollout.speculation=ngram"], {"speculative_config": NGRAM, "disable_log_stats": False}),
+        ("cpu", None, [], {"speculative_config": None, "disable_log_stats": True}),
         (
             "cpu",
             None,
@@ -650,6 +653,17 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
     arguments = engine_arguments(started[0], on_cpu=device == "cpu")
     assert expected.items() <= arguments.items()
     assert arguments["max_model_len"] == 128
+
+
+def test_drafts_are_refused_on_a_cpu_before_anything_starts(tmp_path: Path) -> None:
+    config = load_config([f"model.path={save_tiny_model(tmp_path)}", "rollout.speculation=ngram"])
+    config = replace(config, data=replace(config.data, max_prompt_length=64, max_response_length=64))
+    for start in (
+        lambda: start_workers(config, SimpleNamespace(), SimpleNamespace(), "cpu", 1),  # type: ignore[arg-type]
+        lambda: asyncio.run(start_engine(config, "cpu", WorkerContext(0, 1))),
+    ):
+        with pytest.raises(ConfigError, match=r"rollout.speculation=ngram needs a GPU: .* uninitialized temperatures"):
+            start()
 
 
 def ranks_holding(*gib: float) -> Any:

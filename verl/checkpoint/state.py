@@ -33,6 +33,7 @@ _FREE = (
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
     "rollout.tensor_model_parallel_size",
+    "rollout.speculation",  # keeps the distribution
 )
 _BOUND = ("trainer.seed", "trainer.critic_warmup")
 

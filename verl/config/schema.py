@@ -214,6 +214,7 @@ class RolloutConfig:
     max_num_batched_tokens: int | None = None  # tokens per forward pass of an engine; default: by device
     gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
     kv_cache_gib: int = 1  # per engine on CPU
+    speculation: str = "none"  # none | ngram: vLLM drafts tokens by looking up the last ones in the context
 
     def __post_init__(self) -> None:
         _one_of(("vllm", "hf"), "rollout.name", self.name)
@@ -223,6 +224,7 @@ class RolloutConfig:
         _require(share is None or 0 < share <= 1, "rollout.gpu_memory_utilization", "more than 0, at most 1", share)
         _one_of(("auto", *_DTYPES), "rollout.dtype", self.dtype)
         _one_of(("auto", "colocated", "separate"), "rollout.placement", self.placement)
+        _one_of(("none", "ngram"), "rollout.speculation", self.speculation)
         counts = ("n", "num_engines", "tensor_model_parallel_size", "max_num_seqs", "kv_cache_gib")
         _at_least(1, self, "rollout.", *counts, "max_num_batched_tokens")
         tokens, sequences = self.max_num_batched_tokens, self.max_num_seqs

@@ -81,8 +81,8 @@ class RolloutEngine(Generator, WeightTarget, Protocol):
         """Restart engines whose process was lost, and return those; they need weights. None if none was lost. Raises
         EngineError if an engine keeps being lost."""
 
-    def losses(self) -> dict[str, float]:
-        """Metrics of lost engines since the last call."""
+    async def metrics(self) -> dict[str, float]:
+        """Counts since the last call: lost engines, tokens of drafts."""
 
     async def sleep(self) -> None:
         """Release device memory for the trainer until new weights arrive. No-op without device memory."""
@@ -104,5 +104,5 @@ class SingleEngine(RolloutEngine, Protocol):
     async def replace_lost(self) -> WeightTarget | None:
         return None
 
-    def losses(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         return {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ class EnginePool(EngineSubset):
         self._landed = asyncio.Event()  # a request has finished
         self.version: int | None = None  # weight version of the last weight sync
         self.restore: Callable[[], Awaitable[None]] | None = None  # calls `replace_lost`, syncs weights when possible
-        self.num_remade = self.num_retried = 0  # engines, requests; since the last call of `losses`
+        self.num_remade = self.num_retried = 0  # engines, requests; since the last call of `metrics`
         self._ready = set(range(workers.size))  # engines that accept requests
         self._usable = asyncio.Event()  # set if an engine is ready, or if none ever will be
         self._usable.set()
@@ -225,9 +226,12 @@ class EnginePool(EngineSubset):
             else:
                 del self._lost[rank]
 
-    def losses(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         remade, retried, self.num_remade, self.num_retried = self.num_remade, self.num_retried, 0, 0
-        return {"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)}
+        counts = Counter({"rollout/engine_restarts": float(remade), "rollout/requests_retried": float(retried)})
+        for each in await self._on(self.ranks, Method("metrics")):
+            counts.update(each)
+        return dict(counts)
 
     async def interrupt(self) -> None:
         await self._on(self.ranks, Method("interrupt"))

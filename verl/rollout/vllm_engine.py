@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
+from verl.pretrained import read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.gpu_share import ALONE
+from verl.rollout.speculation import NGRAM, DraftCounter, until_stop
 from verl.rollout.vllm_extension import WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.system.packages import SET_UP
@@ -64,7 +66,8 @@ class VLLMSettings:
     kv_cache_gib: float | None = None  # required on CPU; on GPU it replaces gpu_memory_utilization
     max_num_seqs: int | None = None  # concurrent sequences; None: vLLM's default for offline batches
     max_num_batched_tokens: int | None = None  # tokens per forward pass; None: likewise
-    enforce_eager: bool = False  # no CUDA graphs and no compilation; always on for CPU
+    speculation: str | None = None  # ngram: drafts by prompt lookup (verl/rollout/speculation.py)
+    enforce_eager: bool | None = None  # no CUDA graphs and no compilation; default: on a CPU
     num_threads: int = 1  # threads per worker, CPU only; exceeding the number of idle cores is very slow
     seed: int = 0  # seed of the engine's own random number generator
     start_timeout_s: int = 600
@@ -79,11 +82,16 @@ class VLLMSettings:
 class VLLMEngine(SingleEngine):
     """Generates with vLLM. Created by `start`; call it only from the event loop in which it was started."""
 
-    def __init__(self, llm: AsyncLLM, settings: VLLMSettings, folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: VLLMSettings, folder: tempfile.TemporaryDirectory[str], drafts: DraftCounter
+    ) -> None:
         self._llm = llm
         self._settings = settings
         self._folder = folder  # holds vLLM's log and sockets
+        self._drafts = drafts
         self._on_cpu = _is_cpu()
+        path = settings.tokenizer_path if settings.speculation else None
+        self._decode = None if path is None else read_tokenizer(path).decode  # for stop strings within a draft
         self._vocabulary = llm.model_config.get_vocab_size()
         self._version: int | None = 0  # None: the weights are unusable
         self._numbers = itertools.count()
@@ -103,13 +111,14 @@ class VLLMEngine(SingleEngine):
         """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
         # Explicit: Python cached its temporary folder before the scratch folder (verl/system/scratch.py) existed.
         folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", dir=os.environ.get("TMPDIR") or None)
+        drafts = DraftCounter()
         started: list[AsyncLLM] = []  # not a return value: a thread keeps that alive, and vLLM with it after `close`
         try:
-            await asyncio.to_thread(lambda: started.append(_start_vllm(settings, Path(folder.name))))
+            await asyncio.to_thread(lambda: started.append(_start_vllm(settings, Path(folder.name), drafts)))
         except BaseException:
             folder.cleanup()
             raise
-        engine = cls(started.pop(), settings, folder)
+        engine = cls(started.pop(), settings, folder, drafts)
         try:
             pids = await engine._call_workers(WeightReceiver.follow.__name__, str(os.getpid()))
             engine._processes = _between_here_and(pids)
@@ -134,7 +143,10 @@ class VLLMEngine(SingleEngine):
         params = self._sampling_params(replace(sampling, n=1) if greedy else sampling)
         output = await self._unless_dead(self._request([*prompt_ids], params))
         completions = sorted(output.outputs, key=lambda completion: completion.index)
-        return tuple(_completion(each, version) for each in completions) * (sampling.n if greedy else 1)
+        whole = (_completion(each, version) for each in completions)
+        if self._decode is not None:
+            whole = (until_stop(each, sampling.stop_strings, self._decode) for each in whole)
+        return tuple(whole) * (sampling.n if greedy else 1)
 
     async def interrupt(self) -> None:
         self._interrupted |= self._running
@@ -185,6 +197,9 @@ class VLLMEngine(SingleEngine):
         if self._settings.sleeps and not self._on_cpu:
             await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
             self._version, self._asleep = None, True
+
+    async def metrics(self) -> dict[str, float]:
+        return self._drafts.take() if self._settings.speculation else {}
 
     async def close(self) -> None:
         """Shut down vLLM's processes, killing them if necessary, and remove the log and sockets."""
@@ -350,7 +365,7 @@ class VLLMEngine(SingleEngine):
         return EngineLostError(f"{reason}{_tail(Path(self._folder.name))}")
 
 
-def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
+def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> AsyncLLM:
     """Start vLLM's processes and load the model."""
     with _starting, variables(_log_variables(settings, folder)):
         try:
@@ -367,7 +382,8 @@ def _start_vllm(settings: VLLMSettings, folder: Path) -> AsyncLLM:
             with variables(_process_variables(settings, on_cpu, folder)):
                 # The offline-batch context has per-device defaults for sequences and tokens; AsyncLLM's own context has
                 # the same small ones (128, 2048) on every device.
-                return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+                loggers: list[Any] = [drafts] if settings.speculation else []
+                return AsyncLLM.from_engine_args(arguments, True, UsageContext.LLM_CLASS, loggers)
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error}{_tail(folder)}") from error
 
@@ -385,16 +401,22 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * GIB),
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "enforce_eager": on_cpu or settings.enforce_eager,
+        "enforce_eager": is_eager(settings, on_cpu),
         "enable_sleep_mode": settings.sleeps and not on_cpu,
         "seed": settings.seed,
         "enable_prefix_caching": True,
         "generation_config": "vllm",  # ignore the sampling defaults in the model's folder
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
-        "disable_log_stats": True,
+        "speculative_config": NGRAM if settings.speculation else None,
+        "disable_log_stats": not settings.speculation,
         "use_tqdm_on_load": False,
     }
+
+
+def is_eager(settings: VLLMSettings, on_cpu: bool) -> bool:
+    """Whether vLLM runs the model without compiling it, which takes a CPU about a minute."""
+    return on_cpu if settings.enforce_eager is None else settings.enforce_eager
 
 
 def _log_variables(settings: VLLMSettings, folder: Path) -> dict[str, str]:
@@ -438,7 +460,8 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> di
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         variables["OMP_NUM_THREADS"] = str(settings.num_threads)
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # a weight reload touches fresh memory
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits for a C++ compiler even in eager mode
+        if is_eager(settings, on_cpu):
+            variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits for a C++ compiler
     return variables
 
 

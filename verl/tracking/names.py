@@ -88,6 +88,8 @@ METRICS = (
     Metric("engine/canary_logprob_diff", "nats", "mean absolute log p difference on a fixed probe after weight sync"),
     Metric("rollout/engine_restarts", "count", "lost engines replaced since the last step"),
     Metric("rollout/requests_retried", "count", "requests retried since then because their engine was lost"),
+    Metric("rollout/draft_tokens", "count", "tokens drafted since then, with rollout.speculation"),
+    Metric("rollout/accepted_tokens", "count", "of these, accepted: forward passes of one response that were saved"),
     Metric("collapse/triggered_rules", "count", "collapse rules triggered in this step (docs/collapse.md)"),
     Metric("kl/reference", "nats", "token mean of the KL estimate to the reference, if KL is in the reward"),
     Metric("kl/coefficient", "1", "coefficient of the KL penalty"),

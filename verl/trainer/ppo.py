@@ -67,7 +67,7 @@ class PPOTrainer:
             **collected.metrics(),
             **(collected.staleness_metrics() if self._ahead else {}),
             "reward/infrastructure_faults": sum(len(group.faults) for group in groups),
-            **self.weight_sync.engine.losses(),
+            **await self.weight_sync.engine.metrics(),
             "reward/over_limit": sum(bool(score.exceeded) for group in groups for score in group.scores),
             **learned,
             **self._timings(groups, batch, outcome.computed),

@@ -55,7 +55,7 @@ _FREE = {  # settings that do not affect rollouts
     *("model.path", "model.tokenizer_path", "data.train_files", "data.max_bad_share", "eval.limit", "eval.output"),
     *("trainer.device", "trainer.num_threads", "trainer.health_timeout_s"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"),
-    *("rollout.max_num_seqs", "rollout.max_num_batched_tokens"),
+    *("rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.speculation"),
     *("reward.num_workers", "reward.timeout_s", "reward.memory_mib", "reward.fault_policy", "reward.max_fault_share"),
 }
 

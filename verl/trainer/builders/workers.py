@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from verl.algorithms.algorithm import Algorithm
-from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, TrainerConfig
+from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, RolloutConfig, TrainerConfig
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
@@ -139,6 +139,16 @@ def fused_kernels(config: ModelConfig, device: str) -> str:
     return config.fused_kernels
 
 
+def speculation(config: RolloutConfig, device: str) -> str | None:
+    """rollout.speculation; None: no drafts. Raises ConfigError on a CPU (tests/rollout/test_speculation.py)."""
+    if config.speculation != "none" and device == "cpu":
+        raise ConfigError(
+            f"rollout.speculation={config.speculation} needs a GPU: the rejection sampler of vLLM's CPU build (0.32) "
+            "reads uninitialized temperatures, so responses would not follow the policy; leave it none"
+        )
+    return None if config.speculation == "none" else config.speculation
+
+
 def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: int) -> RankSpec:
     """The specification from which every trainer rank builds its models and optimizers."""
     assert config.model.path is not None
@@ -181,6 +191,7 @@ def largest_pack(config: Config, prompt: float) -> PackShape:
 def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
     """Trainer ranks and rollout engines, colocated or in placement groups of their own."""
     sequence_length(config)
+    speculation(config.rollout, device)  # an engine would refuse it only after the ranks have started
     config = abs_paths(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.colocated
@@ -355,6 +366,7 @@ async def start_engine(config: Config, device: str, seat: WorkerContext, share: 
             kv_cache_gib=config.rollout.kv_cache_gib if device == "cpu" else None,
             max_num_seqs=config.rollout.max_num_seqs,
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+            speculation=speculation(config.rollout, device),
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
             health_timeout_s=config.trainer.health_timeout_s,
