@@ -51,11 +51,13 @@ def test_a_response_ends_with_its_stop_string(text: str, kept: str) -> None:
 def test_why_drafts_are_refused_on_a_cpu() -> None:
     """If this fails, vLLM's CPU build may be right by now: see `verl.trainer.builders.workers.speculation`."""
     need_vllm()
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+    from vllm.platforms import current_platform
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
-    temperatures, ends = torch.tensor([0.5, 2.0]), torch.tensor([3, 5], dtype=torch.int32)
-    found = [expand_batch_to_tokens(temperatures, ends, 5).tolist() for _ in range(3)]
-    assert [0.5, 0.5, 0.5, 2.0, 2.0] not in found
+    current_platform.import_kernels()
+    temperatures = torch.full((5,), 7.0)  # of five tokens, as they were in fresh memory
+    _expand_kernel_impl(temperatures, torch.tensor([0.5, 2.0]), torch.tensor([3, 5]), 0, 1)  # of their two requests
+    assert set(temperatures.tolist()) == {7.0}
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 from rich.console import Console
 
 from tests.kit.agent.test_agent import ASK
 from tests.kit.agent.test_pull import WRITTEN
+from tests.support.every import every
 from tests.support.service import free_port
 from tests.support.tiny import run_words, save_tiny_model
+from tests.trainer.test_healing import figures, weights
 from verl.config.load import load_config
 from verl.kit.agent.inside import puller
 from verl.net.services import TOKEN_VARIABLE
@@ -28,16 +34,27 @@ from verl.trainer.builders.run import built, load_inputs
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """Two nodes, and what kills the second one, without the controller on it, and returns its id."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    for _ in range(2):
-        cluster.add_node(num_cpus=2)
+    _, second = (cluster.add_node(num_cpus=2) for _ in range(2))
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield
+
+    def kill() -> str:
+        cluster.remove_node(second, allow_graceful=False)
+        return str(second.node_id)
+
+    yield kill
     cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with nodes(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
@@ -102,3 +119,41 @@ def test_weights_reach_an_engine_on_a_node_without_a_rank(two_nodes: None, tmp_p
         assert not set(engines.nodes) <= set(trainer.nodes)
         asyncio.run(fit.run())  # its canary probes both engines
         assert fit.trainer.step == 1
+
+
+def trained(words: Sequence[str], out: Path, kill: Callable[[], str] | None = None) -> tuple[int, str, str]:
+    """Exit code and console of the training command, and the id of the node that `kill` kills after the first step."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words, "trainer.nnodes=2", "trainer.save_freq=1"]
+    metrics, killed = out / "run" / "metrics.jsonl", ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        while kill is not None and not (metrics.exists() and metrics.read_text().count("\n")):
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.05)
+        if kill is not None:
+            killed = kill()
+        console = run.communicate(timeout=300)[0]
+    return run.returncode, console, killed
+
+
+def test_a_node_that_is_killed_ends_the_run_which_resumes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last lines name the node; on new nodes the same command ends as a run that nothing broke."""
+    model, unbroken, broken = save_tiny_model(tmp_path / "model"), tmp_path / "unbroken", tmp_path / "broken"
+    with nodes(monkeypatch):
+        code, console, _ = trained(run_words(model, unbroken, "hf", steps=5), unbroken)
+    assert code == 0, console
+    with nodes(monkeypatch) as kill:
+        code, console, node = trained(run_words(model, broken, "hf", steps=5), broken, kill)
+    assert code == 1 and "Traceback (" not in console, console
+    (error,) = (line for line in console.splitlines() if line.startswith("Worker"))
+    assert re.search(
+        rf"trainer rank 1 of 2 .* died during .*: its node {node[:8]} at [\d.]+ has left the cluster", error
+    )
+    assert f"The same command resumes from {broken}/run/checkpoints/step-00000" in console
+    assert 1 <= len(read_jsonl(broken / "run" / "metrics.jsonl")) < 5
+    with nodes(monkeypatch):
+        code, console, _ = trained(run_words(model, broken, "hf", steps=5), broken)
+    assert code == 0, console
+    assert figures(broken) == figures(unbroken)
+    assert every(torch.equal(weight, weights(broken)[name]) for name, weight in weights(unbroken).items())

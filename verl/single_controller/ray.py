@@ -377,8 +377,8 @@ class RayGroup:
         """Replace a lost worker; its state and pending calls are lost. Raises WorkerError if that fails."""
         assert self._factory is not None
         node = self._home_nodes[rank]
-        if not any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):  # type: ignore[no-untyped-call]
-            raise WorkerError(f"{self._name} rank {rank} cannot be replaced: its node {node[:8]} has left the cluster")
+        if (lost := _lost_node(node)) is not None:
+            raise WorkerError(f"{self._name} rank {rank} cannot be replaced: {lost}")
         ray.kill(self._actors[rank])
         actor, self._infos[rank] = self._spawn(rank), {}
         self._actors[rank] = actor
@@ -491,9 +491,17 @@ class RayGroup:
             return WorkerLostError(f"{who} was killed during {task}: {_format_memory(error)}")
         if isinstance(error, RayActorError):
             reason = self._reasons.get(info["pid"]) if info else None
-            return WorkerLostError(f"{who} {reason} (during {task})" if reason else f"{who} died during {task}")
+            lost = _lost_node(info["node"]) if info else None
+            died = f"{who} died during {task}" + (f": {lost}" if lost else "")
+            return WorkerLostError(f"{who} {reason} (during {task})" if reason else died)
         kind = WorkerLostError if isinstance(error, _DEATHS) or isinstance(cause, EngineLostError) else WorkerError
         return kind(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
+
+
+def _lost_node(node: str) -> str | None:
+    """None for one that is in the cluster. Ray takes some seconds to notice the loss of one."""
+    info = next(each for each in ray.nodes() if each["NodeID"] == node)  # type: ignore[no-untyped-call]
+    return None if info["Alive"] else f"its node {node[:8]} at {info['NodeManagerAddress']} has left the cluster"
 
 
 def _statuses_at(place: str, node: str, pids: Sequence[int], nodes: dict[str, Any]) -> dict[int, str]:
