@@ -181,8 +181,7 @@ SFT = Command(
         *_keys("actor", "max_tokens_per_pack grad_clip optim"),
         *_all_but(
             *("trainer", TrainerConfig),
-            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record"),
-            *("samples_kept", "rollouts_shown"),
+            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept"),
         ),
     ),
     defaults={

@@ -459,11 +459,9 @@ class TrainerConfig:
     on_collapse: str = "warn"  # warn | stop (early stopping) | rollback (to the last checkpoint); docs/collapse.md
     record: bool = False  # record every step's inputs for replay (docs/replay.md)
     samples_kept: int = 16  # rollouts of every step whose tokens are kept, to be looked at; 0: none
-    rollouts_shown: int = 0  # rollouts printed on the console after every step, each of another prompt
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed", "critic_warmup")
-        _at_least(0, self, "trainer.", "samples_kept", "rollouts_shown")
+        _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed", "critic_warmup", "samples_kept")
         _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
         _positive(self, "trainer.", "call_timeout_s", "health_timeout_s")
         _at_least(1, self, "trainer.", "keep_last", "nnodes", "n_gpus_per_node", "num_threads")

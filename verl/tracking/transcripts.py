@@ -1,4 +1,4 @@
-"""Transcripts of the rollouts: one file per step, and samples on the console."""
+"""Transcripts of the rollouts: one file per step, and rows for the tables of trackers."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,36 +6,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.text import Text
-
 from verl.system.files import step_files
-from verl.text import printable
 from verl.tracking.jsonl import write_jsonl
-from verl.types import Message, Score, Trajectory, TrajectoryGroup
+from verl.types import Message, Trajectory, TrajectoryGroup
 
 _SAMPLES = 8  # rows per step in tables of trackers
 
 
 class Transcripts:
-    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_jsonl`.
+    """`transcripts/step-000012.jsonl` in the run folder, one line per rollout; read with `jsonl.read_jsonl`."""
 
-    show: number of rollouts printed to `console` per step, each of a different prompt
-    max_chars: limit for printed texts; files are complete
-    """
-
-    def __init__(self, run_folder: Path, console: Console | None = None, show: int = 0, max_chars: int = 600) -> None:
+    def __init__(self, run_folder: Path) -> None:
         self.folder, self.validation = run_folder / "transcripts", run_folder / "validation"
-        self._console, self._show, self._max_chars = console, show, max_chars
 
     def write(self, step: int, groups: Sequence[TrajectoryGroup]) -> Path:
-        """Write the file of a step atomically and print some rollouts. Returns its path."""
+        """Write the file of a step atomically. Returns its path."""
         path = self.folder / f"step-{step:06d}.jsonl"
         write_jsonl(path, (row for group in groups for row in group_rows(step, group)))
-        if self._console is not None:
-            for group in [each for each in groups if each.trajectories][: self._show]:
-                self._console.print(self._panel(step, group.trajectories[0], group.scores[0]))
         return path
 
     def write_validation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -48,22 +35,6 @@ class Transcripts:
             for later, path in step_files(folder, ".jsonl").items():
                 if later > step:
                     path.unlink()
-
-    def _panel(self, step: int, trajectory: Trajectory, score: Score) -> Panel:
-        task = trajectory.task
-        texts = [("prompt", message.content) for message in trajectory.prompt[-1:]]
-        texts += [(message.role, message.content) for message in _responses(trajectory)]
-        texts.append(("gold answer", task.answer))
-        body = [Text.assemble((f"{role}: ", "bold"), self._cut(text)) for role, text in texts]
-        parts = ", ".join(f"{name} {value:.3g}" for name, value in score.parts.items())
-        title = f"step {step}, {task.id}: {score.total:.3g}" + (f" ({parts})" if parts else "")
-        return Panel(Group(*body), title=Text(title), title_align="left")
-
-    def _cut(self, text: str) -> str:
-        """The text for a terminal: truncated, and without control characters."""
-        left = len(text) - self._max_chars
-        shown = text if left <= 0 else f"{text[: self._max_chars]} [{left} more characters]"
-        return printable(shown)
 
 
 def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:

@@ -184,7 +184,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 workers=workers.trainer,
                 store=store,
                 trackers=trackers,
-                transcripts=Transcripts(folder, console, config.trainer.rollouts_shown),
+                transcripts=Transcripts(folder),
                 display=display,
                 resume_config=settings,
                 folder=folder,
