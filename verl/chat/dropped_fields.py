@@ -15,7 +15,7 @@ Render = Callable[[Sequence[Message], Sequence[ToolSpec]], str]  # includes the 
 
 _QUESTION, _ANSWER = Message("user", "a"), Message("assistant", "b")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's responses
-_HINT = "Change the row, or set model.tokenizer_path to a tokenizer whose chat template supports it"
+_HINT = "Leave it out, or set model.tokenizer_path to a tokenizer whose chat template supports it"
 _TOOL_HINT = (
     "set model.tokenizer_path to a tokenizer whose chat template lists tools, or use a tool-call format that lists "
     "them itself, such as env.tool_call_format=toolrl"

@@ -124,7 +124,7 @@ class ChatTemplate:
             reason = str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
             raise DataError(
                 f"the chat template rejects messages with the roles {roles} ({reason})",
-                hint="Change the row, or set model.tokenizer_path to a tokenizer with another chat template",
+                hint="Change the messages, or set model.tokenizer_path to a tokenizer with another chat template",
             ) from error
         check_growth(text, (given, schemas), where)
         return text

@@ -154,13 +154,16 @@ def _call(value: Any, field: str) -> ToolCall:
     _only(function, ("name", "arguments"), f"{field}.function", "{name, arguments}")
     return ToolCall(
         read_text(function.get("name"), f"{field}.function.name"),
-        _arguments(function.get("arguments"), f"{field}.function.arguments"),
+        read_arguments(function.get("arguments"), f"{field}.function.arguments"),
         None if given.get("id") is None else read_text(given["id"], f"{field}.id"),
     )
 
 
-def _arguments(value: Any, field: str) -> dict[str, Any]:
-    """The object: the API has its JSON text, templates expect the object. None: a function without parameters."""
+def read_arguments(value: Any, field: str) -> dict[str, Any]:
+    """The object: the API has its JSON text, templates expect the object. None: a function without parameters.
+
+    Raises DataError.
+    """
     if isinstance(value, str):
         value = _from_json(value, field, "an object, or its JSON text")
     return dict(_object({} if value is None else value, field, "an object, or its JSON text"))

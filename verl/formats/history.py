@@ -10,7 +10,7 @@ from verl.formats.prompt import TOOLS, PromptTemplateMixin
 from verl.formats.toolrl_text import listed_tools
 from verl.types import Message, ToolSpec
 
-_HINT = "Change the row, or choose another env.tool_call_format"
+_HINT = "Change the messages, or choose another env.tool_call_format"
 _REWRITTEN = ("system", "user", "assistant", "tool")  # roles that formats render themselves
 
 
@@ -65,8 +65,9 @@ def check_shown(
     own = listed_tools(messages)
     if own is not None and tuple(shown) == tuple(messages) and (lacking := [name for name in names if name not in own]):
         raise DataError(
-            f"lists its own tools, but not {', '.join(lacking)} from the column tools or from env.tools",
-            hint="List the tools in one place",
+            f"lists its own tools, but not {', '.join(lacking)}, which is given as well",
+            "one list of tools",
+            "Remove it from the messages, or give no other tools (column tools, env.tools, tools of a request)",
             field="prompt",
         )
     # the prompt of an inline format may describe its tool under any name, and so may a user-defined format

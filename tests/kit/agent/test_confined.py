@@ -7,6 +7,7 @@ import socket
 import sys
 import textwrap
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,34 @@ post(os.environ["REWARD_URL"], {{"reward": 1}})
 """
     (found,) = episodes(confined(source, readable=[str(shown)]), TextEngine("one"), TASK)
     assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
+
+
+def test_a_confined_command_reaches_no_other_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's folder is below the working folder, which the command sees. The gateway's socket is of all episodes."""
+    runs = tmp_path / "runs"
+    (runs / "agent-other").mkdir(parents=True)
+    (runs / "agent-other" / "task.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(runs))
+    source = f"""
+import glob
+tasks = glob.glob({str(runs)!r} + "/*/task.json")
+assert tasks == [sys.argv[1]], tasks
+lines = [open(name, "rb").read().decode() for name in glob.glob("/proc/[0-9]*/cmdline")]
+sockets = {{word for line in lines for word in line.split(chr(0)) if word.endswith("/socket")}}
+assert len(sockets) == 1, lines
+for path in sockets:
+    for change in (os.remove, lambda path: os.rename(path, path + "2"), lambda path: os.chmod(path, 0)):
+        try:
+            change(path)
+        except OSError:
+            continue
+        sys.exit(f"{{path}} is changed")
+post(os.environ["REWARD_URL"], {{"reward": 1}})
+"""
+    tasks = [replace(TASK, id=f"t#{number}") for number in range(2)]
+    for found in episodes(confined(source), TextEngine("one"), *tasks):
+        assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
 
 
 def test_a_confined_command_that_fails_or_hangs() -> None:

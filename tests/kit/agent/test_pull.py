@@ -8,17 +8,18 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.kit.agent.test_agent import ASK, TASK, TextEngine, episodes, runner
-from verl.errors import ConfigError
+from tests.kit.agent.test_agent import ASK, TASK, TextEngine, command, episodes, runner
+from verl.errors import ConfigError, ServiceDownError
 from verl.kit.agent.agent import AgentFactory
 from verl.kit.agent.inside import puller
+from verl.kit.agent.launcher import output_end, read_reward_file
 from verl.net.services import TOKEN_VARIABLE
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import Fault
@@ -94,6 +95,44 @@ def test_the_error_of_an_agent_elsewhere_is_a_fault_with_its_output() -> None:
     assert isinstance(found, Fault) and "KeyError: 'city'" in found.problem
 
 
+POSTED = 'post(os.environ["REWARD_URL"], {"reward": 0.5})'
+ENDS = {  # {how the program ends: the reward of its episode, or None for a fault}
+    WRITTEN: 3.0,
+    f"{WRITTEN}; sys.exit(3)": None,
+    f"{POSTED}; sys.exit(3)": 0.5,
+    f"{POSTED}; {WRITTEN}; sys.exit(3)": 0.5,
+    f"{POSTED}; {WRITTEN}": None,  # two that differ
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pulls", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_crash_after_a_reward_is_the_same_here_and_elsewhere(end: str, pulls: bool) -> None:
+    port = free_port()
+    with pulling(port, ASK + end) if pulls else nullcontext():
+        factory = AgentFactory(pull=True, port=port) if pulls else command(ASK + end)
+        (found,) = episodes(factory, TextEngine("one"), TASK)
+    assert (found.score and found.score.total if isinstance(found, Trajectory) else None) == ENDS[end], found
+
+
+def test_what_no_parser_takes_is_an_error_of_the_agent(tmp_path: Path) -> None:
+    (tmp_path / "reward.json").write_text("[" * 100_000)
+    assert "is not JSON" in puller.report(tmp_path, 0)["error"]
+    with pytest.raises(ServiceDownError, match="is not JSON"):
+        read_reward_file(tmp_path)
+
+
+def test_only_the_end_of_the_output_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "output.txt").open("wb") as output:
+        output.truncate(1 << 41)  # of holes: more than any memory
+        output.seek(0, 2)
+        output.write(b"KeyError: 'city'")
+    assert output_end(tmp_path).endswith("KeyError: 'city'") and len(output_end(tmp_path)) < 1000
+    error = puller.report(tmp_path, 3)["error"]
+    assert error.startswith("exit status 3: ") and error.endswith("KeyError: 'city'") and len(error) < 1000
+
+
 def test_the_protocol_of_a_lease_is_plain_http() -> None:
     port = free_port()
 
@@ -103,6 +142,7 @@ def test_the_protocol_of_a_lease_is_plain_http() -> None:
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, headers=HEADERS) as client:
             await asyncio.sleep(0.6)  # longer than the limits of an episode, which do not run yet
             assert (await client.get("/tasks/next", headers={"authorization": "Bearer none"})).status_code == 401
+            assert (await client.post("/tasks/another/done", content=b"[" * 100_000)).status_code == 400
             given = (await client.get("/tasks/next")).json()
             assert given["task"]["prompt"] == [{"role": "user", "content": "Hello"}] and given["lease_s"] == 0.5
             variables = given["variables"]

@@ -33,7 +33,7 @@ from verl.errors import ServiceDownError
 from verl.kit.agent.launcher import episode_folder
 from verl.kit.agent.ledger import Ledger, LedgerError
 from verl.kit.agent.requests import ApiError, ChatRequest, Finish
-from verl.kit.agent.session import Session
+from verl.kit.agent.session import Session, least_tokens
 from verl.types import Completion, Message, StopReason, ToolCall
 
 HELLO = user("Hello")
@@ -214,6 +214,27 @@ def test_a_retry_gets_the_recorded_response() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_the_retry_of_one_of_two_equal_requests_gets_the_response_of_the_client_that_went_away(gone: int) -> None:
+    async def test() -> None:
+        go_on = asyncio.Event()
+        made, _ = session("one", "two", wait=lambda: go_on.wait())  # type: ignore[return-value]
+        pair = [made.exchange(ChatRequest((HELLO,)), b"body", False) for _ in range(2)]
+        clients = [asyncio.create_task(made.response(each)) for each in pair]
+        await asyncio.sleep(0)
+        clients[gone].cancel()
+        await asyncio.wait([clients[gone]])
+        assert made.exchange(ChatRequest((HELLO,)), b"body", True) is pair[gone]
+        go_on.set()
+        await clients[not gone]
+        pair[not gone].delivered = True
+        for each in pair:
+            each.waiting += 1  # as if the loss were not noticed
+        assert made.exchange(ChatRequest((HELLO,)), b"body", True) is pair[gone]
+
+    run(test)
+
+
 def test_a_request_after_a_lost_connection_gets_the_response_of_the_first() -> None:
     async def test() -> None:
         made, policy = session("one")
@@ -317,6 +338,15 @@ def test_a_lost_engine_fails_the_session() -> None:
         assert refused.value.status == 503 and isinstance(made.failure.exception(), ServiceDownError)
 
     run(test)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(codec="utf-8"), max_size=400) | st.text("aA \n\u0301", max_size=400))
+def test_the_bound_on_the_tokens_of_a_text_is_none_above_them(text: str) -> None:
+    longest = max(map(len, chat().tokenizer.get_vocab()))
+    assert least_tokens(text, longest) <= len(chat().response_ids(text)[0])
+    words = "a " * 10_000
+    assert 0 < least_tokens(words, longest) <= len(chat().response_ids(words)[0])
 
 
 def test_folders_of_episodes_are_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 class Confinement:
     """readable: files and folders that a command sees, read-only, besides the system, its interpreter and the working
-    folder. It writes to the episode's folder and to a /tmp of its own.
+    folder. It writes to the episode's folder and to a /tmp of its own. Other episodes' folders are not there, and the
+    socket, which they share, cannot be removed.
     """
 
     def __init__(self, readable: Sequence[str]) -> None:
@@ -46,10 +47,13 @@ class Confinement:
         program = shutil.which(arguments[0]) or arguments[0]
         port = str(urlsplit(variables["OPENAI_BASE_URL"]).port)
         system = [*SYSTEM, *_CONFIGURATION]
-        own = [*_prefixes(sys.executable), *_prefixes(program), str(Path.cwd()), forward.__file__, *self._readable]
+        own = [*_prefixes(sys.executable), *_prefixes(program), str(Path.cwd()), forward.__file__]
         binds = [each for path in (*system, *own) for each in ("--ro-bind-try", path, path)]
-        for path in (str(folder), self._folder.name):
-            binds += ["--bind", path, path]
+        episodes = folder.resolve().parent
+        if any(Path(path) in episodes.parents for path in own):  # the other episodes' folders are not shown
+            binds += ["--tmpfs", str(episodes)]
+        binds += [each for path in self._readable for each in ("--ro-bind-try", path, path)]
+        binds += ["--ro-bind", str(self.socket), str(self.socket), "--bind", str(folder), str(folder)]
         given = {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
         settings = [each for name, value in given.items() for each in ("--setenv", name, value)]
         namespaces = ("--unshare-all", "--die-with-parent", "--clearenv", "--dev", "/dev", "--proc", "/proc")

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -26,20 +27,20 @@ from starlette.types import Receive, Scope, Send
 
 from verl.errors import ServiceDownError
 from verl.kit.agent.address import LOOPBACK, Address
-from verl.kit.agent.chat_api import MODEL, chat_chunks, chat_completion, chat_error, openai_model, read_chat
-from verl.kit.agent.messages_api import (
+from verl.kit.agent.api.chat import MODEL, chat_chunks, chat_completion, chat_error, openai_model, read_chat
+from verl.kit.agent.api.messages import (
     anthropic_error,
     anthropic_events,
     anthropic_message,
     anthropic_model,
     read_anthropic,
 )
+from verl.kit.agent.api.responses import read_responses, response_events, response_object
+from verl.kit.agent.api.tokens import read_tokens, token_events, token_response
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse
-from verl.kit.agent.responses_api import read_responses, response_events, response_object
 from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.session import Exchange, Session
-from verl.kit.agent.token_api import read_tokens, token_events, token_response
-from verl.kit.serving.serving import BoundedProtocol, Gate
+from verl.kit.serving.serving import BoundedProtocol, Gate, Refusal
 from verl.kit.swe.runtime import CommandFailedError, RuntimeLostError
 from verl.text import utf8
 
@@ -48,6 +49,8 @@ _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _GRACE_S = 2
 _PING_S = 15.0  # between comments in a stream whose response is not there yet
+
+_CODES = {413: "request_too_large", 429: "too_many_requests"}
 
 Body = Mapping[str, Any]
 Answer = Callable[[Session, Request], Awaitable[Response]]
@@ -122,7 +125,7 @@ class Gateway:
         except OSError as error:
             raise ServiceDownError("the gateway", f"cannot listen on {host} port {port}: {error}") from error
         self._address = replace(self._address, port=listening[0].getsockname()[1])
-        gate = Gate(self._app(), self._address.serving, token=None)  # each session has its own
+        gate = Gate(self._app(), self._address.serving, None, _refused)  # each session has a key of its own
         settings = uvicorn.Config(
             gate,
             http=BoundedProtocol,
@@ -217,20 +220,13 @@ async def _json(request: Request) -> tuple[bytes, dict[str, Any]]:
     raw = await request.body()
     try:
         body = json.loads(raw)
+        if b"\\ud" in raw.lower():  # lone surrogates, which no tokenizer takes
+            body = json.loads(utf8(json.dumps(body, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, "invalid_json", f"the body is not JSON ({error})") from error
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_json", "the body is not a JSON object")
-    return raw, _encodable(body) if b"\\ud" in raw.lower() else body
-
-
-def _encodable(value: Any) -> Any:
-    """The JSON value with other characters in place of lone surrogates, which no tokenizer takes."""
-    if isinstance(value, str):
-        return utf8(value)
-    if isinstance(value, list):
-        return [_encodable(each) for each in value]
-    return {utf8(key): _encodable(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return raw, body
 
 
 def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> StreamingResponse:
@@ -281,6 +277,13 @@ async def _not_served(request: Request) -> Response:
     served = ", ".join([*APIS, "/v1/models", "/reward", "/runtime/run"])
     error = ApiError(404, "not_found", f"{request.method} {path} is not served here; these are: {served}")
     return JSONResponse((anthropic_error if _is_anthropic(request) else chat_error)(error), error.status)
+
+
+def _refused(scope: Scope, refusal: Refusal) -> dict[str, Any]:
+    """Of a request that reaches no session, in the shape of its SDK."""
+    shape = anthropic_error if "anthropic-version" in Headers(scope=scope) else chat_error
+    hint = "; env.options.url sets its name for agents" if refusal.status == 400 and refusal.option else ""
+    return shape(ApiError(refusal.status, _CODES.get(refusal.status, "invalid_request"), refusal.problem + hint))
 
 
 def _is_anthropic(request: Request) -> bool:

@@ -24,6 +24,7 @@ from verl.net.services import TOKEN_VARIABLE
 
 TASK, REWARD, OUTPUT = "task.json", "reward.json", "output.txt"
 _SHOWN_CHARS = 600  # of the output of a program that failed
+_READ_BYTES = 1 << 13  # of its end, which may be white space
 _START_S = 120.0  # for the import of the agent's module
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of the trainer's interpreter
 
@@ -53,8 +54,9 @@ class Launcher(Protocol):
 
 def output_end(folder: Path) -> str:
     """The last lines that the program wrote."""
-    with suppress(OSError):
-        text = (folder / OUTPUT).read_text(errors="replace").strip()
+    with suppress(OSError), (folder / OUTPUT).open("rb") as output:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _READ_BYTES))
+        text = output.read().decode(errors="replace").strip()
         return f": {text[-_SHOWN_CHARS:]}" if text else ""
     return ""
 
@@ -192,7 +194,7 @@ def read_reward_file(folder: Path) -> object | None:
         return value
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ServiceDownError("the agent", f"{REWARD} is not JSON ({error})") from error
 
 

@@ -126,7 +126,7 @@ class PullLauncher:
                 raise ValueError(f"unknown {sorted(unknown)}" if isinstance(body, dict) else "it is no object")
             if body.get("reward") is not None:
                 read_reward(body["reward"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return _refusal(400, f"expected {{reward: .., error: ..}}, both optional: {error}")
         if (lease := self._held(request)) is None:
             return _over()

@@ -1,9 +1,11 @@
 """Requests and responses, whichever API they come through."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from verl.errors import DataError
 from verl.types import Completion, Message, ToolCall, ToolSpec
 
 
@@ -22,6 +24,13 @@ def bad_request(problem: str, field: str) -> ApiError:
     return ApiError(400, "invalid_value", f"{field} {problem}", field)
 
 
+def refused(error: DataError, field: str) -> ApiError:
+    """The error of a conversation that cannot be used. field: the request's name of the place"""
+    expected = f"; expected {error.expected}" if error.expected else ""
+    hint = f". {error.hint}" if error.hint else ""
+    return bad_request(f"{error.problem}{expected}{hint}", field)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to respond to.
@@ -30,6 +39,7 @@ class ChatRequest:
     reads_calls: whether tool calls are parsed (not with tool_choice=none)
     sampling: the request's own sampling settings, which differ from the run's or may do so
     token_ids: in place of messages
+    conversation, places: the request's names of its messages, for errors; places: empty for conversation[0], ..
     """
 
     messages: tuple[Message, ...]
@@ -39,6 +49,18 @@ class ChatRequest:
     reads_calls: bool = True
     sampling: Mapping[str, object] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()
+    conversation: str = field(default="messages", compare=False)
+    places: tuple[str, ...] = field(default=(), compare=False)
+
+    def place(self, path: str) -> str:
+        """The request's own name of a place in the prompt, such as `prompt[1].content`."""
+        found = re.match(r"prompt\[(\d+)\](.*)", path)
+        if found is None:
+            return self.conversation
+        number = int(found[1])
+        if not self.places:
+            return f"{self.conversation}[{number}]{found[2]}"
+        return self.places[number] if number < len(self.places) else self.conversation
 
 
 class Finish(StrEnum):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import string
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import nan
 from typing import Protocol
 
@@ -17,12 +19,15 @@ from verl.errors import ConfigError, DataError
 from verl.formats.base import Calls, Continue, Final, ParseError
 from verl.formats.response import parsed_response
 from verl.kit.agent.ledger import Draft, Ledger
-from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request
+from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request, refused
 from verl.kit.agent.sampling import OnSampling, differing, honored
 from verl.kit.openai_server.parsing import ResponseReader
 from verl.kit.swe.harness import TaskSession
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Message, ParsedResponse, Score, StopReason, ToolCall
+
+_LIMITS = {"max_turns": StopReason.MAX_TURNS, "context_length_exceeded": StopReason.LENGTH}  # by code of the error
+_FREE_CHARS = 100_000  # of a request, which are tokenized in milliseconds
 
 
 class Policy(Protocol):
@@ -94,12 +99,13 @@ class Session:
     def exchange(self, request: ChatRequest, body: bytes, retried: bool) -> Exchange:
         """The exchange of this request, or an earlier one with the same body if this is its retry.
 
-        retried: the SDK marks it as a retry. Else it is one if the response to its predecessor never arrived.
+        retried: the SDK marks it as a retry. Else it is one if the response to its predecessor never arrived. Of
+        several, it is that of a client that went away, or else one without its response.
         """
-        for earlier in reversed(self._exchanges):
-            if earlier.body == body and (retried or earlier.abandoned):
-                self.counts["retries"] += 1
-                return earlier
+        alike = [each for each in reversed(self._exchanges) if each.body == body and (retried or each.abandoned)]
+        if alike:
+            self.counts["retries"] += 1
+            return max(alike, key=lambda each: (each.abandoned, not each.delivered))
         if self._closed:
             raise ApiError(403, "episode_over", "the episode is over")
         self.counts["requests"] += 1
@@ -122,7 +128,8 @@ class Session:
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Those that the request would show the policy. Raises ApiError."""
-        with _refusing():
+        self._check_size(request)
+        with _refusing(request):
             return self.ledger.num_tokens(request.messages, request.tools)
 
     def fail(self, error: Exception) -> None:
@@ -151,7 +158,8 @@ class Session:
     async def _respond(self, exchange: Exchange) -> ChatResponse:
         try:
             return await self._recorded(exchange)
-        except ApiError:
+        except ApiError as error:
+            self.limit = _LIMITS.get(error.code, self.limit)
             raise
         except Exception as error:
             self.fail(error)
@@ -160,10 +168,10 @@ class Session:
     async def _recorded(self, exchange: Exchange) -> ChatResponse:
         request = exchange.request
         if self.counts["responses"] + self.ledger.num_running >= self.policy.max_turns:
-            self.limit = StopReason.MAX_TURNS
             raise ApiError(400, "max_turns", f"env.max_turns={self.policy.max_turns} requests are used up")
         sampling = self._own_sampling(request)
-        with _refusing():
+        self._check_size(request)
+        with _refusing(request):
             if request.token_ids:
                 draft = self.ledger.place_tokens(request.token_ids)
             else:
@@ -192,14 +200,28 @@ class Session:
         self.counts["sampling_honored"] += 1
         return honored(request.sampling, names, self.policy.sampling)
 
+    def _check_size(self, request: ChatRequest) -> None:
+        """Refuse a request that cannot fit without tokenizing it, which would hold up every episode."""
+        shown = [each.content for each in request.messages if each.role != "assistant"]  # templates drop old thoughts
+        if sum(map(len, shown)) > _FREE_CHARS:
+            least = sum(least_tokens(text, self._longest_token) for text in shown)
+            if self.policy.room(least, least) < 1:
+                raise self._too_long(f"at least {least} tokens", request)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.policy.observations.chat.tokenizer.get_vocab()))
+
+    def _too_long(self, tokens: str, request: ChatRequest) -> ApiError:
+        problem = f"{tokens} leave no room for a response (data.max_prompt_length, data.max_response_length)"
+        return ApiError(400, "context_length_exceeded", problem, request.conversation)
+
     async def _sample(self, draft: Draft, request: ChatRequest, sampling: Sampling | None) -> list[Completion]:
         """The policy's response: several pieces if the format pauses without a call."""
         observations, length = self.policy.observations, len(draft.prompt_ids)
         room = self.policy.room(draft.segment.prompt_length, length)
         if room < 1:
-            self.limit = StopReason.LENGTH
-            problem = f"{length} tokens leave no room for a response (data.max_prompt_length, data.max_response_length)"
-            raise ApiError(400, "context_length_exceeded", problem, "messages")
+            raise self._too_long(f"{length} tokens", request)
         left = room if request.max_tokens is None else min(room, request.max_tokens)
         pieces: list[Completion] = []
         sampled: tuple[int, ...] = ()
@@ -245,13 +267,24 @@ class Session:
         return tuple(replace(call, id=f"call{first + number:05}") for number, call in enumerate(calls))
 
 
+def least_tokens(text: str, longest_token: int) -> int:
+    """A lower bound on the tokens of a text, wherever it stands: templates and tokenizers may drop white space, and
+    normalizers compose characters, of which less than half vanish.
+
+    longest_token: characters; those of a byte-level vocabulary are bytes
+    """
+    return (len(text) - sum(map(text.count, string.whitespace))) // (2 * longest_token)
+
+
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing(request: ChatRequest) -> Iterator[None]:
     """Messages and tools that cannot be shown to the policy are the program's error. Raises ApiError."""
     try:
         yield
-    except (DataError, ConfigError) as error:
-        raise ApiError(400, "invalid_request_error", str(error)) from error
+    except DataError as error:
+        raise refused(error, request.place(error.field)) from error
+    except ConfigError as error:
+        raise ApiError(400, "invalid_value", str(error)) from error
 
 
 def received(response: ChatResponse) -> Message:

@@ -11,10 +11,11 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import h11
@@ -94,12 +95,37 @@ def new_app(title: str, lifespan: Callable[[FastAPI], AbstractAsyncContextManage
     return app
 
 
-class Gate:
-    """ASGI middleware: checks token, Host, body size, concurrency; cancels abandoned requests."""
+@dataclass(frozen=True)
+class Refusal:
+    """A request that is not passed on. option: of the server's command line, which could change that"""
 
-    def __init__(self, app: ASGIApp, config: ServingConfig, token: str | None) -> None:
+    status: int
+    problem: str
+    option: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def detail(_: Scope, refusal: Refusal) -> dict[str, Any]:
+    """The body of a refusal, as FastAPI writes its own."""
+    return {"detail": f"{refusal.problem}; {refusal.option}" if refusal.option else refusal.problem}
+
+
+class Gate:
+    """ASGI middleware: checks token, Host, body size, concurrency; cancels abandoned requests.
+
+    shape: the body of a refusal
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServingConfig,
+        token: str | None,
+        shape: Callable[[Scope, Refusal], dict[str, Any]] = detail,
+    ) -> None:
         self._app = app
         self._token = token
+        self._shape = shape
         self._hosts = {name.lower() for name in ("localhost", socket.gethostname(), config.host, *config.allow_hosts)}
         self._max_bytes = config.max_body_mib * MIB
         self._max_requests = config.max_requests
@@ -113,27 +139,30 @@ class Gate:
         refusal = self._refusal(Headers(scope=scope))
         if scope["type"] == "websocket":
             refusal = refusal or _foreign_page(Headers(scope=scope))
-            await (refusal or self._app)(scope, receive, send)
+            await (self._app if refusal is None else self._refused(scope, refusal))(scope, receive, send)
             return
         if refusal is not None:
-            await refusal(scope, receive, send)
+            await self._refused(scope, refusal)(scope, receive, send)
             return
         async with self._body(receive) as body:
-            if isinstance(body, JSONResponse):
-                await body(scope, receive, send)
+            if isinstance(body, Refusal):
+                await self._refused(scope, body)(scope, receive, send)
             elif body is not None:
                 await self._answer(body, scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> JSONResponse | None:
+    def _refused(self, scope: Scope, refusal: Refusal) -> JSONResponse:
+        return JSONResponse(self._shape(scope, refusal), refusal.status, refusal.headers)
+
+    def _refusal(self, headers: Headers) -> Refusal | None:
         host = headers.get("host", "")
         if not self._is_allowed(host):
-            return _refused(400, f"Host {host[:200]!r} is not a name of this server; --allow-host adds one")
+            return Refusal(400, f"Host {host[:200]!r} is not a name of this server", "--allow-host adds one")
         if self._token is not None and not hmac.compare_digest(given_token(headers), self._token.encode()):
             problem = f"expected the header Authorization: Bearer TOKEN; our clients send ${TOKEN_VARIABLE}"
-            return _refused(401, problem, {"www-authenticate": "Bearer"})
+            return Refusal(401, problem, headers={"www-authenticate": "Bearer"})
         if "transfer-encoding" in headers and "content-length" in headers:
             problem = "both a transfer encoding and a length: the end of the body is ambiguous"
-            return _refused(400, problem, {"connection": "close"})
+            return Refusal(400, problem, headers={"connection": "close"})
         length = headers.get("content-length", "0")
         return self._too_large() if int(length) > self._max_bytes else None
 
@@ -144,14 +173,15 @@ class Gate:
             return host in self._hosts or _is_address(host)
         return False
 
-    def _too_large(self) -> JSONResponse:
-        return _refused(413, f"the body has more than {self._max_bytes // MIB} MiB; --max-body-mib sets the limit")
+    def _too_large(self) -> Refusal:
+        problem = f"the body has more than {self._max_bytes // MIB} MiB"
+        return Refusal(413, problem, "--max-body-mib sets the limit")
 
     @asynccontextmanager
-    async def _body(self, receive: Receive) -> AsyncIterator[bytes | JSONResponse | None]:
+    async def _body(self, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
         """The body, counted meanwhile, or a rejection; None if the client disconnected."""
         body, more = bytearray(), True
-        refused: JSONResponse | None = None
+        refused: Refusal | None = None
         try:
             while more and refused is None:
                 message = await receive()
@@ -167,14 +197,15 @@ class Gate:
                     refused = _busy("too many large requests at a time")
             most_values = sum(map(body.count, (b"[", b"{", b",")))
             if refused is None and most_values > MAX_VALUES:
-                refused = _refused(413, f"the body has more than {MAX_VALUES} values")
+                refused = Refusal(413, f"the body has more than {MAX_VALUES} values")
             yield refused or bytes(body)
         finally:
             self._num_bytes -= len(body)
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_requests >= self._max_requests:
-            await _busy(f"{self._max_requests} requests are in progress")(scope, receive, send)
+            refusal = _busy(f"{self._max_requests} requests are in progress")
+            await self._refused(scope, refusal)(scope, receive, send)
             return
         self._num_requests += 1
         try:
@@ -192,12 +223,12 @@ def given_token(headers: Headers) -> bytes:
     return value.encode() if kind == "Bearer" else b""
 
 
-def _foreign_page(headers: Headers) -> JSONResponse | None:
+def _foreign_page(headers: Headers) -> Refusal | None:
     """Browsers let any page open a WebSocket, and send its origin."""
     origin = headers.get("origin")
     if origin is None or urlsplit(origin).netloc == headers.get("host"):
         return None
-    return _refused(403, f"pages of {origin[:200]} may not connect")
+    return Refusal(403, f"pages of {origin[:200]} may not connect")
 
 
 async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,12 +260,8 @@ async def _until_gone(app: ASGIApp, body: bytes, scope: Scope, receive: Receive,
         working.result()
 
 
-def _refused(status: int, problem: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": problem}, status_code=status, headers=headers)
-
-
-def _busy(problem: str) -> JSONResponse:
-    return _refused(429, problem, {"retry-after": "1"})
+def _busy(problem: str) -> Refusal:
+    return Refusal(429, problem, headers={"retry-after": "1"})
 
 
 class BoundedProtocol(H11Protocol):

@@ -24,6 +24,7 @@ from typing import Any
 _PATIENCE_S = 60.0
 _TIMEOUT_S = 60.0
 _SHOWN_CHARS = 600  # of the output of a command that failed
+_READ_BYTES = 1 << 13  # of its end, which may be white space
 
 
 class Gateway:
@@ -91,16 +92,21 @@ def held(gateway: Gateway, given: Any, program: "subprocess.Popen[bytes]") -> bo
 
 
 def report(folder: Path, code: int) -> "dict[str, Any]":
-    """What the program left as its reward, or its error."""
+    """What the program left as its reward, or its error. The file of a program that failed does not count."""
+    if code != 0:
+        return {"error": f"exit status {code}: {output_end(folder / 'output.txt')}"}
     try:
-        if (folder / "reward.json").exists():
-            return {"reward": json.loads((folder / "reward.json").read_text(encoding="utf-8"))}
-    except ValueError as error:
-        return {"error": f"reward.json is not JSON ({error})"}
-    if code == 0:
+        return {"reward": json.loads((folder / "reward.json").read_text(encoding="utf-8"))}
+    except FileNotFoundError:
         return {}
-    output = (folder / "output.txt").read_text(errors="replace").strip()
-    return {"error": f"exit status {code}: {output[-_SHOWN_CHARS:]}"}
+    except (OSError, ValueError, RecursionError) as error:
+        return {"error": f"reward.json is not JSON ({error})"}
+
+
+def output_end(file: Path) -> str:
+    with file.open("rb") as output:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _READ_BYTES))
+        return output.read().decode(errors="replace").strip()[-_SHOWN_CHARS:]
 
 
 def main(url: str, *command: str) -> int:

@@ -2,26 +2,36 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
-from verl.kit.agent.chat_api import read_limit, read_stops
-from verl.kit.agent.requests import ChatRequest, ChatResponse, bad_request
+from pydantic import Field
 
-_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-_READ = ("input_ids", "max_tokens", "stop", "stream")
+from verl.kit.agent.api.conversation import given_sampling
+from verl.kit.agent.api.fields import Count, Fields, Stops, read_fields
+from verl.kit.agent.requests import ChatRequest, ChatResponse
+
+_SAMPLING = dict.fromkeys(("temperature", "top_p", "top_k", "repetition_penalty", "seed"))
+
+
+class TokenFields(Fields):
+    """A request."""
+
+    input_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    max_tokens: Count | None = None
+    stop: Stops | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
 
 
 def read_tokens(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError. The ids are checked against the vocabulary when they are placed."""
-    for name, value in body.items():
-        if name not in (*_READ, *_SAMPLING) and value is not None:
-            raise bad_request("cannot be used here", name)
-    ids = body.get("input_ids")
-    if not isinstance(ids, list) or not ids or not all(type(each) is int and each >= 0 for each in ids):
-        raise bad_request("must be a list of token ids", "input_ids")
-    sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    limit, stops = read_limit(body, "max_tokens"), read_stops(body.get("stop"), "stop")
-    return ChatRequest((), (), limit, stops, False, sampling, tuple(ids))
+    given = read_fields(TokenFields, body)
+    ids, stops, sampling = tuple(given.input_ids), tuple(given.stop or ()), given_sampling(body, _SAMPLING)
+    return ChatRequest((), (), given.max_tokens, stops, False, sampling, ids, conversation="input_ids")
 
 
 def token_response(response: ChatResponse, _: Mapping[str, Any]) -> dict[str, Any]:
