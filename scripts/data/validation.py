@@ -66,12 +66,12 @@ async def validate(runtimes: Runtimes, task: SweTask, compiled: Path | None = No
     problems = [_unfixed(each, flaky) for each in fixed] + [_harmless(each, task, flaky) for each in broken]
     idle = await score_patch(runtimes, task, await patch_of_idle_session(runtimes, task))
     if idle.outcome is not PatchOutcome.EMPTY_PATCH:
-        problems.append(f"a session without changes scores {idle.outcome}: its setup changes the repository")
+        problems.append(f"a session without changes scores {idle.outcome}: its setup still writes files")
     return Validation(tuple(dict.fromkeys(filter(None, problems))), tuple(sorted(flaky)))
 
 
 async def patch_of_idle_session(runtimes: Runtimes, task: SweTask) -> str:
-    """What a session leaves that does nothing: not empty if the task's setup changes the repository."""
+    """What a session leaves that does nothing: not empty if processes of the task's setup still write."""
     runtime = await runtimes.start(task)
     try:
         return await collect_patch(runtime, task)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe import fake_docker
-from tests.kit.swe.repositories import FILES, calc_task, patch, pytest_environment, run, write
+from tests.kit.swe.repositories import FILES, calc_task, git, patch, pytest_environment, run, with_history, write
 from tests.kit.swe.test_harbor import folder_of, verdict
 from tests.kit.swe.test_swe_ends import until
 from tests.kit.swe.test_swe_remote import swerex
@@ -119,6 +119,38 @@ def test_the_base_of_a_patch_is_what_the_image_holds(docker: Docker) -> None:
         ]
         verdict = await score_patch(runtimes, task, made)
         assert verdict.outcome is PatchOutcome.RESOLVED, verdict.detail
+        await runtimes.close()
+
+    run(main(), 240)
+
+
+@pytest.mark.long
+def test_the_history_of_an_image_is_replaced(docker: Docker) -> None:
+    """It has the fix on a branch, in a stash and in a repository inside; a patch cannot take it from there."""
+    task = docker.task()
+    image = docker.folder / "images" / "calc" / "testbed"
+    shutil.rmtree(image)
+    with_history(image)
+    git(image, "tag", "v1.2")
+    with_history(image / "vendor")
+
+    async def main() -> None:
+        runtimes = docker.runtimes()
+        runtime = await runtimes.start(task)
+        seen = await runtime.run(
+            "git log --all --oneline | wc -l; git describe --tags; git status --short; git stash list"
+        )
+        assert seen.output.split() == ["1", "v1.2"]
+        objects = "for folder in .git /base.git; do git --git-dir=$folder cat-file --batch-all-objects --batch; done"
+        for text, count in (("a - b", "2"), ("a + b", "0")):  # once in each of them
+            assert (await runtime.run(f"({objects}) | grep -ac '{text}'")).output.strip() == count
+        await runtime.run("sed -i 's/a - b/a + b/' vendor/calc/core.py")
+        assert "vendor/calc/core.py" in (await runtime.run("git diff --stat")).output
+        assert "+++ b/vendor/calc/core.py" in await collect_patch(runtime, task)
+        await runtime.close()
+        cheat = "import os\nos.system('cd /testbed; git checkout -q main -- calc/core.py')\nfrom calc.core import *\n"
+        verdict = await score_patch(runtimes, task, patch({"calc/__init__.py": cheat}))
+        assert verdict.outcome is PatchOutcome.UNRESOLVED, verdict.detail
         await runtimes.close()
 
     run(main(), 240)

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -228,6 +229,40 @@ def test_leases_bound_the_runtimes_and_end_with_their_clients(tmp_path: Path) ->
 
 
 @pytest.mark.long
+def test_a_lease_whose_answer_was_lost_is_asked_for_again_and_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second runtime would wait for the first one, which nobody uses."""
+
+    async def main(url: str) -> None:
+        pool, task = RemoteRuntimes([url], store=tmp_path / "store"), calc_task(tmp_path)
+        await (await pool.start(task)).close()  # the image is there
+        post, lost = pool.client.post, [f"{url}/lease"] * 2
+
+        async def losing(asked: str, **fields: Any) -> httpx2.Response:
+            answer = await post(asked, **fields)
+            if asked in lost:
+                lost.remove(asked)
+                raise httpx2.ReadError("the connection broke")
+            return answer
+
+        monkeypatch.setattr(pool.client, "post", losing)
+        runtime = await asyncio.wait_for(pool.start(task), 30)
+        assert not lost and (await pool.client.get(f"{url}/health")).json() == {"leases": 1}
+        body = {"image": (await pool._image(task)).name, "lease": "a" * 32}
+        asked = [asyncio.create_task(post(f"{url}/lease", json=body)) for _ in range(3)]
+        await asyncio.sleep(0.5)  # they wait in the queue, as one
+        await runtime.close()
+        assert [answer.json()["lease"] for answer in await asyncio.gather(*asked)] == ["a" * 32] * 3
+        assert (await pool.client.get(f"{url}/health")).json() == {"leases": 1}
+        assert (await post(f"{url}/lease", json={**body, "lease": "shared"})).status_code == wire.REFUSED
+        await pool.close()
+
+    with runtime_server(tmp_path, "--capacity", "1", "--queue", "1", "--lease-s", "600") as url:
+        run(main(url))
+
+
+@pytest.mark.long
 def test_waiting_for_a_runtime_is_no_time_of_the_policy_and_ends_with_what_to_do(tmp_path: Path) -> None:
     async def main(url: str) -> None:
         task = calc_task(tmp_path)
@@ -284,6 +319,36 @@ def test_a_repository_is_sent_once_and_one_that_is_too_large_is_not_tried_elsewh
         await pool.close()
 
     with runtime_server(tmp_path, "--max-body-mib", "1") as url:
+        run(main(url))
+
+
+@pytest.mark.long
+def test_repositories_without_a_runtime_make_room_for_others_and_are_sent_again(tmp_path: Path) -> None:
+    async def main(url: str) -> None:
+        pool = RemoteRuntimes([url], tmp_path / "store")
+        tasks = [calc_task(tmp_path / name) for name in "abc"]
+        for task in tasks:
+            assert task.repository is not None
+            (Path(task.repository.path) / "README.md").write_text(task.repository.path)
+        names = [(await pool._image(task)).name for task in tasks]
+
+        def kept() -> list[str]:
+            return [name for name in names if (tmp_path / "server" / "images" / name).exists()]
+
+        first, second = await pool.start(tasks[0]), await pool.start(tasks[1])
+        assert kept() == names[:2]  # both are used
+        await second.close()
+        third = await pool.start(tasks[2])
+        assert kept() == [names[0], names[2]]
+        assert (await first.run("cat README.md; git status --short")).output == tasks[0].repository.path
+        await first.close()
+        again = await pool.start(tasks[1])
+        assert (await again.run("cat README.md")).output == tasks[1].repository.path
+        assert kept() == names[1:]
+        await third.close()
+        await pool.close()
+
+    with runtime_server(tmp_path, "--max-images-gib", "1e-6") as url:
         run(main(url))
 
 

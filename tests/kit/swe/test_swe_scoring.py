@@ -505,6 +505,35 @@ def test_no_patch_changes_the_interpreter_of_the_repository(place: Place, tmp_pa
     assert ".venv" not in made and "kept" in made
 
 
+SETUP = """
+sed -i 's/a - b/a * b/' calc/core.py
+echo '*.log' > .gitignore; echo built > built.log; rm README.md
+printf 'import pytest\n\n@pytest.fixture\ndef three():\n    return 3\n' > conftest.py
+cd calc
+"""
+
+
+@pytest.mark.parametrize("overlay", [True, False])
+def test_what_the_setup_changes_is_no_part_of_a_patch(place: Place, tmp_path: Path, overlay: bool) -> None:
+    """A patch is to the files after the setup, where it is applied and where protected files are set back to."""
+    hidden = {"tests/test_calc.py": TEST.replace("add():", "add(three):").replace("== 3", "== three")}
+    task = replace(place.task, setup=SETUP, hidden_tests=hidden)
+    runtimes = LocalRuntimes(tmp_path, overlay=overlay)
+    here = replace(place, runtimes=runtimes)
+    assert here.session("cd ..; rm -rf .git; echo > /base.git/HEAD", task) == ""
+    made = here.session("pwd; sed -i 's/a [*] b/a + b/' core.py; echo > ../conftest.py; rm ../built.log", task)
+    assert [line for line in made.splitlines() if line[:4] in ("--- ", "+++ ")] == [
+        "--- a/built.log",
+        "+++ /dev/null",
+        "--- a/calc/core.py",
+        "+++ b/calc/core.py",
+    ]
+    verdict = here.score(made, task)
+    assert verdict.outcome is PatchOutcome.RESOLVED, verdict.detail
+    place.runner.run(runtimes.close())
+    assert not list(tmp_path.glob("verl-runtimes-*"))
+
+
 def test_short_names_are_those_of_r2e_gym(place: Place) -> None:
     task = replace(
         place.task,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kit.swe.repositories import BUG, FILES, FIX, TEST, patch, write
+from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, git, patch, with_history, write
 from verl.errors import DataError
-from verl.kit.swe.image import prepare_image
+from verl.kit.swe.image import ImageStore, prepare_image
 from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks, restored_files
 from verl.kit.swe.tasks import test_files as files_of_tests
 
@@ -97,6 +98,26 @@ def test_the_bug_of_swe_smith_is_applied_and_its_tests_are_hidden(tmp_path: Path
     assert prepare_image(task, tmp_path / "images") == image  # the same content has the same name
 
 
+def test_histories_of_repositories_inside_are_removed_and_their_files_kept(tmp_path: Path) -> None:
+    """As a folder, and as the file of a submodule."""
+    source = with_history(tmp_path / "calc")
+    with_history(source / "vendor" / "inner")
+    write(source / "module", {".git": "gitdir: ../.git/modules/module\n", "code.py": "x = 1\n"})
+    image = prepare_image(calc_task(tmp_path), tmp_path / "images")
+    assert [str(path.relative_to(image)) for path in image.rglob(".git")] == [".git"]
+    tracked = git(image, "ls-files").split()
+    assert {"vendor/inner/calc/core.py", "module/code.py", "calc/core.py"} <= set(tracked)
+
+
+def test_a_bug_is_applied_in_a_store_inside_another_repository(tmp_path: Path) -> None:
+    """There git looks for the files of a patch in that repository, and skips those that it does not find."""
+    git(tmp_path, "init", "-q")
+    source = write(tmp_path / "source", FILES)
+    task = calc_task(tmp_path, repository=Repository(str(source)), bug_patch=GOLD)
+    image = prepare_image(task, tmp_path / "images")
+    assert (image / "calc" / "core.py").read_text() == FIX
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -119,6 +140,33 @@ def test_the_bug_of_swe_smith_is_applied_and_its_tests_are_hidden(tmp_path: Path
 def test_a_row_that_cannot_be_used_is_one_clear_error(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=f"rows.jsonl, row 1, .*{problem}|rows.jsonl, row 1: .*{problem}"):
         list(read_swe_tasks([GYM | {"repository": "x"}, BENCH | change], tmp_path, file="rows.jsonl"))
+
+
+def test_images_that_were_used_least_recently_are_removed_first(tmp_path: Path) -> None:
+    images, trash = tmp_path / "images", tmp_path / "trash"
+    trash.mkdir()
+
+    def add(name: str) -> None:
+        write(images / name, {"file": name * (1 << 20)})
+        asyncio.run(store.make_room(name))
+
+    def kept() -> str:
+        return "".join(sorted(path.name for path in images.iterdir()))
+
+    write(images / "a", {"file": "a" * (1 << 20)})
+    store = ImageStore(images, trash, 3.5 / 1024)
+    add("b")
+    add("c")
+    with store.used("a"):
+        pass
+    add("d")
+    assert kept() == "acd"
+    with store.used("c"):
+        add("e")
+        assert kept() == "cde"
+        add("f")
+        assert kept() == "cef"
+    assert list(trash.iterdir()) == []
 
 
 def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> None:

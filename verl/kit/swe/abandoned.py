@@ -6,12 +6,36 @@ import contextlib
 import fcntl
 import os
 import tempfile
+from functools import cached_property
 from pathlib import Path
 
 from verl.system.watcher import remove_tree
 
 PREFIX = "verl-runtimes-"
 LOCK = ".lock"
+
+
+class OwnedFolder:
+    """A folder that ends with its owner. place: of it, on a disk; default: the temporary folder"""
+
+    def __init__(self, place: Path | None) -> None:
+        self._place = place
+        self._lock: int | None = None
+
+    @cached_property
+    def path(self) -> Path:
+        """Made when needed, and removed by `remove`; that of a killed process by the watcher of its run, or here."""
+        place = self._place or Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # TMPDIR: the run's own
+        place.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(place)
+        folder, self._lock = new_folder(place)
+        return folder
+
+    def remove(self) -> None:
+        if self._lock is not None:
+            remove_tree(self.path)
+            os.close(self._lock)
+            self._lock = None
 
 
 def new_folder(place: Path) -> tuple[Path, int]:

@@ -22,21 +22,15 @@ from verl.kit.serving.endpoints import Endpoint
 from verl.kit.serving.health import HealthWatch
 from verl.kit.serving.line_process import Line, LineProcess
 from verl.kit.swe import wire
+from verl.kit.swe.image import make_base
 from verl.kit.swe.local import LocalRuntimes, set_up
 from verl.kit.swe.remote import RemoteRuntime, RemoteRuntimes
-from verl.kit.swe.runtime import BASE_GIT, TESTBED, CommandFailedError, RuntimeLostError, Runtimes, checked
+from verl.kit.swe.runtime import BASE_GIT, CommandFailedError, RuntimeLostError, Runtimes
 from verl.kit.swe.tasks import SweTask
 
 PROGRAM = Path(__file__).parent / "inside" / "deploy.py"
 EXPECTED = "{python: an interpreter with swe-rex, type: docker | modal | fargate, ..}, without `image`"
 HEALTH_TIMEOUT_S = 30.0
-# The base of patches: all that the image's repository holds when the agent starts, files that git ignores included.
-MAKE_BASE = f"""
-command -v git >/dev/null || {{ echo "the image has no git, which collects the patch" >&2; exit 1; }}
-export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent
-git init -q && git -c core.autocrlf=false add -A -f -- . ${{0:+":(exclude)$0"}} &&
-  git -c user.name=base -c user.email=base@localhost -c gc.auto=0 commit -q --allow-empty -m base
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +128,11 @@ class DeployedRuntimes:
         try:
             if task.setup:
                 await set_up(runtime, task)
-            await _make_base(runtime, task)
+            # The history of a task folder's image is its author's: part of the task.
+            await make_base(runtime, task, BASE_GIT, hide_history=task.harbor is None)
+        except CommandFailedError as error:
+            await runtime.close()
+            raise RuntimeLostError(f"{task.image}: no base for patches can be made: {error}") from error
         except BaseException:
             await runtime.close()
             raise
@@ -142,14 +140,6 @@ class DeployedRuntimes:
 
     async def close(self) -> None:
         await self._deployments.close()
-
-
-async def _make_base(runtime: RemoteRuntime, task: SweTask) -> None:
-    """Raises RuntimeLostError."""
-    try:
-        await checked(runtime, ["/bin/sh", "-c", MAKE_BASE, task.own_interpreter], cwd=task.workdir or TESTBED)
-    except CommandFailedError as error:
-        raise RuntimeLostError(f"{task.image}: no base for patches can be made: {error}") from error
 
 
 def runtimes_at(urls: Sequence[str], deployment: Mapping[str, Any] | None, *, require_cgroup: bool = False) -> Runtimes:

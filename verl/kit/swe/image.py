@@ -5,6 +5,7 @@ The original's history, which may hold the fix, stays outside; so do hidden test
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -12,12 +13,16 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.errors import DataError
 from verl.kit.sandbox.fork_server import UNPRIVILEGED_UID
+from verl.kit.swe.runtime import TESTBED, Runtime, checked
 from verl.kit.swe.tasks import Repository, SweTask
+from verl.system.watcher import remove_tree
 
 GIT_ENVIRONMENT = {  # of our own git: no settings of the user or the system, and one id per content
     "PATH": "/usr/bin:/bin",
@@ -30,6 +35,58 @@ GIT_ENVIRONMENT = {  # of our own git: no settings of the user or the system, an
     "GIT_COMMITTER_EMAIL": "base@localhost",
     "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
 }
+# $0: the interpreter's folder in the repository, $1: the git folder to make, $2: known objects. Ignored files count.
+MAKE_BASE = """
+command -v git >/dev/null || { echo "the image has no git, which collects the patch" >&2; exit 1; }
+export GIT_DIR=$1 GIT_WORK_TREE=$PWD GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent
+git init -q && { [ -z "$2" ] || echo "$2" >"$1/objects/info/alternates"; } &&
+  git -c core.autocrlf=false add -A -f -- . ${0:+":(exclude)$0"} &&
+  git -c user.name=base -c user.email=base@localhost -c gc.auto=0 commit -q --allow-empty -m base || exit 1
+"""
+# The image's history may hold the fix. The nearest tag stays, as versions are derived from it.
+REMOVE_HISTORY = """
+tag=$(git -c 'safe.directory=*' describe --tags --abbrev=0 2>/dev/null)
+find . -name .git -prune -exec rm -rf {} + || exit 1
+"""
+NEW_HISTORY = """
+[ -z "$0" ] || echo "/$0" >>"$1/info/exclude"
+cp -r "$1" .git && git config --file .git/config --unset core.worktree || exit 1
+[ -z "$tag" ] || GIT_DIR=.git git tag -- "$tag"
+"""
+
+
+class ImageStore:
+    """Images by their digest: beyond a limit those that were used least recently and have no user are removed.
+
+    trash: a folder on the same disk, which is removed also after a kill
+    """
+
+    def __init__(self, folder: Path, trash: Path, limit_gib: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._trash, self._limit = folder, trash, limit_gib * (1 << 30)
+        self._users: Counter[str] = Counter()
+        known = sorted(folder.glob("[!.]*"), key=lambda each: each.stat().st_mtime)
+        self._sizes = {each.name: _size(each) for each in known}  # by last use
+
+    @contextmanager
+    def used(self, digest: str) -> Iterator[None]:
+        self._sizes[digest] = self._sizes.pop(digest, 0)
+        self._users[digest] += 1
+        try:
+            yield
+        finally:
+            self._users[digest] -= 1
+
+    async def make_room(self, digest: str) -> None:
+        """For a new image, which is there."""
+        self._sizes[digest] = await asyncio.to_thread(_size, self.folder / digest)
+        for other in list(self._sizes):
+            if sum(self._sizes.values()) <= self._limit:
+                return
+            if other != digest and not self._users[other]:
+                del self._sizes[other], self._users[other]
+                removed = (self.folder / other).rename(self._trash / f"removed-{other}")
+                await asyncio.to_thread(remove_tree, removed)
 
 
 def prepare_image(task: SweTask, store: Path) -> Path:
@@ -44,12 +101,12 @@ def prepare_image(task: SweTask, store: Path) -> Path:
         tree = Path(unfinished) / "tree"
         tree.mkdir(mode=0o755)
         _fill(tree, task.repository)
+        _remove_histories(tree)
+        _run(["git", "init", "-q", "-b", "main"], tree, "repository")
         if task.bug_patch:
             _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)
         _remove_hidden(tree, task.hidden_tests)
-        shutil.rmtree(tree / ".git", ignore_errors=True)
-        for command in (["git", "init", "-q", "-b", "main"], ["git", "add", "-A", "-f"]):
-            _run(command, tree, "repository")
+        _run(["git", "add", "-A", "-f"], tree, "repository")
         _run(["git", "-c", "gc.auto=0", "commit", "-q", "--allow-empty", "-m", "base"], tree, "repository")
         digest = _run(["git", "rev-parse", "HEAD"], tree, "repository").strip()
         give_away(tree)
@@ -68,6 +125,19 @@ def image_key(task: SweTask) -> str:
     hidden = sorted(task.hidden_tests.items())
     parts = [task.repository and (task.repository.path, task.repository.revision), task.bug_patch, hidden]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+async def make_base(
+    runtime: Runtime, task: SweTask, git_dir: str, *, objects: str = "", hide_history: bool = False
+) -> None:
+    """Make a commit of all that the agent starts from, the base of its patch. Raises CommandFailedError.
+
+    objects: folder of objects that need not be stored again
+    hide_history: replace the work tree's own history by this commit
+    """
+    script = f"{REMOVE_HISTORY}{MAKE_BASE}{NEW_HISTORY}" if hide_history else MAKE_BASE
+    argv = ["/bin/sh", "-c", script, task.own_interpreter, git_dir, objects]
+    await checked(runtime, argv, cwd=task.workdir or TESTBED)
 
 
 def _fill(tree: Path, repository: Repository) -> None:
@@ -94,6 +164,22 @@ def _fill(tree: Path, repository: Repository) -> None:
             raise DataError(
                 problem, "a folder, a tar file, or a git repository and a revision", field="repository"
             ) from error
+
+
+def _remove_histories(tree: Path) -> None:
+    """Its own, and those of repositories in it, whose files would be no part of a patch."""
+    for folder, folders, files in os.walk(tree):
+        path = Path(folder, ".git")
+        if path.is_symlink() or ".git" in files:
+            path.unlink()
+        elif ".git" in folders:
+            folders.remove(".git")
+            shutil.rmtree(path)
+
+
+def _size(folder: Path) -> int:
+    """Bytes on disk."""
+    return sum(Path(each, name).lstat().st_blocks << 9 for each, _, files in os.walk(folder) for name in files)
 
 
 def _remove_hidden(tree: Path, hidden: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import site
 import socket
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,8 +24,8 @@ from verl.errors import ConfigError, DataError
 from verl.kit.sandbox.cgroups import HINT, CgroupPool, find_cgroups
 from verl.kit.sandbox.fork_server import BWRAP_HINT, check_isolation, confinement, in_bubblewrap, send_hello
 from verl.kit.sandbox.inside import frames
-from verl.kit.swe.abandoned import new_folder, remove_abandoned
-from verl.kit.swe.image import image_key, prepare_image
+from verl.kit.swe.abandoned import OwnedFolder
+from verl.kit.swe.image import image_key, make_base, prepare_image
 from verl.kit.swe.runtime import (
     BASE_GIT,
     DEFAULT_SESSION,
@@ -41,6 +41,7 @@ from verl.kit.swe.shell import RuntimeShell
 from verl.kit.swe.tasks import SweTask
 from verl.system.watcher import remove_tree
 
+IMAGE_GIT = "/image.git"  # the history of the image, of which the base shares objects
 ENVIRONMENT = "/environment"  # the task's interpreter, in every runtime
 HARBOR_FOLDERS = ("tests", "solution", "logs")  # at the root, where only the supervisor can write
 START = "import sys; sys.path.insert(0, '/sandbox'); from inside.repository import main; del sys.path[0]; main()"
@@ -80,21 +81,16 @@ class LocalRuntimes:
         self._folder = folder
         self._images: dict[str, asyncio.Task[Path]] = {}
         self._open: set[LocalRuntime] = set()
-        self._lock: int | None = None  # of the folder `episodes`
+        self._owned = OwnedFolder(folder)
 
     @property
     def folder(self) -> Path:
         """Of the images."""
         return self._folder or self.episodes
 
-    @cached_property
+    @property
     def episodes(self) -> Path:
-        """Made when needed, and removed by `close`; that of a killed process by the watcher of its run, or here."""
-        place = self._folder or Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # TMPDIR: the run's own
-        place.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(place)
-        folder, self._lock = new_folder(place)
-        return folder
+        return self._owned.path
 
     async def image(self, task: SweTask) -> Path:
         """The folder of a task's repository, shared by all of its runtimes."""
@@ -117,6 +113,7 @@ class LocalRuntimes:
             await runtime.open(self._pool)
             if task.setup:
                 await set_up(runtime, task)
+                await runtime.take_base(task)
         except BaseException:
             await runtime.close()
             raise
@@ -126,10 +123,7 @@ class LocalRuntimes:
         await asyncio.gather(*(runtime.close() for runtime in list(self._open)))
         if self._pool:
             await asyncio.to_thread(self._pool.close)
-        if self._lock is not None:
-            await asyncio.to_thread(remove_tree, self.episodes)
-            os.close(self._lock)
-            self._lock = None
+        await asyncio.to_thread(self._owned.remove)
 
     def forget(self, runtime: LocalRuntime) -> None:
         self._open.discard(runtime)
@@ -163,7 +157,8 @@ class LocalRuntime(FilesByPrograms):
         settings = {"limits": limits, "overlay": self._owner.overlay, "bound": [inside for _, inside in folders]}
         confined = confinement(pool is not None, folders)
         confined += ["--as-pid-1", "--ro-bind", str(self._image), "/image", "--bind", str(self._folder), "/episode"]
-        confined += ["--dir", TESTBED, "--dir", "/home/user", "--ro-bind", str(self._image / ".git"), BASE_GIT]
+        confined += ["--dir", TESTBED, "--dir", "/home/user"]
+        confined += [each for path in (IMAGE_GIT, BASE_GIT) for each in ("--ro-bind", str(self._image / ".git"), path)]
         if self._workdir and self._workdir != TESTBED:
             confined += ["--symlink", TESTBED, self._workdir]
         for name in HARBOR_FOLDERS if self._workdir else ():
@@ -173,6 +168,15 @@ class LocalRuntime(FilesByPrograms):
         command = [_plain_python(), "-I", "-S", "-c", START, json.dumps(settings)]
         self._supervisor = SupervisorLink(confined, command, pool)
         self.layered = await self._supervisor.open()
+
+    async def take_base(self, task: SweTask) -> None:
+        """From now on patches are to the files as they are now. Raises RuntimeLostError."""
+        name = f"base-{secrets.token_hex(8)}"
+        try:
+            await make_base(self, task, f"/tmp/{name}", objects=f"{IMAGE_GIT}/objects")
+            await self.supervisor.ask("take_base", name=name)
+        except CommandFailedError as error:
+            raise RuntimeLostError(f"no base for patches can be made after the setup: {error}") from error
 
     async def run(
         self,

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import logging
 import math
 import secrets
@@ -13,6 +14,7 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from verl.envs.clock import paused
 from verl.errors import DataError, ServiceDownError
 from verl.kit.serving.endpoints import Endpoint, EndpointPool
 from verl.kit.swe import wire
-from verl.kit.swe.image import image_key, prepare_image
+from verl.kit.swe.abandoned import OwnedFolder
+from verl.kit.swe.image import ImageStore, image_key, prepare_image
 from verl.kit.swe.runtime import (
     DEFAULT_SESSION,
     TESTBED,
@@ -40,9 +43,10 @@ from verl.net.services import service_token
 CONNECT_S = 10.0
 SLACK_S = 60.0  # for an answer, beyond the time-out of the command
 MAX_STARTS = 2  # of a runtime, each on another server
-RETRIES = 4  # of a request whose connection broke; the server answers a repeated one from memory
+RETRIES = 4  # attempts of a request whose connection breaks; the server knows a repeated one
 PATIENCE_S = 600.0  # for a free runtime, and for a server that is busy
 CLOSE_S = 10.0
+STORE_GIB = 50.0  # of repositories that were sent, on the disk of the trainer
 FULL_S = 1.0  # until a full server is asked again
 WAITED = "all of its runtimes are in use"
 QUEUED = httpx2.Timeout(None, connect=CONNECT_S)  # a server that has died is noticed by its health
@@ -61,24 +65,28 @@ class RemoteRuntimes(EndpointPool):
     """A pool of servers. Raises ConfigError for invalid URLs.
 
     urls:       servers of ours, which get the repository of a task; a task starts on the least busy one
-    store:      folder for the repositories that are sent
+    store:      place of a folder for repositories that are sent, which ends with the pool; default: a temporary one
     patience_s: waiting for a free runtime
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        store: Path = Path("outputs/images"),
+        store: Path | None = None,
         patience_s: float = PATIENCE_S,
         health_timeout_s: float = 30.0,
     ) -> None:
         super().__init__("runtime server", urls, HINT, health_timeout_s, "/is_alive", "/is_alive")
-        self._store, self._patience_s = store, patience_s
+        self._owned, self._patience_s = OwnedFolder(store), patience_s
         self._prepared: dict[str, Path] = {}
         self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._open: set[RemoteRuntime] = set()
         if token := service_token():
             self.client.headers[wire.API_KEY] = token
+
+    @cached_property
+    def _images(self) -> ImageStore:
+        return ImageStore(self._owned.path / "images", self._owned.path, STORE_GIB)
 
     async def start(self, task: SweTask) -> RemoteRuntime:
         if task.repository is None:
@@ -91,8 +99,12 @@ class RemoteRuntimes(EndpointPool):
             image=image.name, environment=name, setup=task.setup, workdir=task.workdir, limits=task.limits
         )
         try:
-            async with paused(), asyncio.timeout(self._patience_s):  # neither queues nor starts are the policy's time
-                return await self._start(request, image)
+            with self._images.used(image.name):
+                async with (
+                    paused(),
+                    asyncio.timeout(self._patience_s),
+                ):  # neither queues nor starts are the policy's time
+                    return await self._start(request, image)
         except TimeoutError as error:
             problems = "; ".join(f"{each.url}: {each.problem or WAITED}" for each in self.endpoints)
             raise RuntimeLostError(f"none started within {self._patience_s:g} s. {problems}. {START_HINT}") from error
@@ -103,6 +115,7 @@ class RemoteRuntimes(EndpointPool):
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*(runtime.close() for runtime in list(self._open)))
         await super().close()
+        await asyncio.to_thread(self._owned.remove)
 
     async def _start(self, request: wire.LeaseRequest, image: Path) -> RemoteRuntime:
         failed: list[Endpoint] = []
@@ -159,8 +172,9 @@ class RemoteRuntimes(EndpointPool):
         return lease
 
     async def _ask_lease(self, server: Endpoint, request: wire.LeaseRequest) -> httpx2.Response:
-        async with server.asked():
-            return await self.client.post(f"{server.url}/lease", json=request.model_dump(), timeout=QUEUED)
+        return await _answer(
+            server, lambda: self.client.post(f"{server.url}/lease", json=request.model_dump(), timeout=QUEUED)
+        )
 
     async def _send_image(self, server: Endpoint, image: Path, most_mib: int) -> None:
         """Once for all starts that miss it at a time."""
@@ -178,9 +192,12 @@ class RemoteRuntimes(EndpointPool):
             _accepted(server, await self.client.put(f"{server.url}/image/{image.name}", content=packed, timeout=QUEUED))
 
     async def _image(self, task: SweTask) -> Path:
+        """Nothing may be awaited between its return and its use."""
         key = image_key(task)
-        if key not in self._prepared:
-            self._prepared[key] = await asyncio.to_thread(prepare_image, task, self._store)
+        if key not in self._prepared or not self._prepared[key].is_dir():
+            image = self._prepared[key] = await asyncio.to_thread(prepare_image, task, self._images.folder)
+            with self._images.used(image.name):
+                await self._images.make_room(image.name)
         return self._prepared[key]
 
 
@@ -308,21 +325,17 @@ class RemoteRuntime(FilesByPrograms):
         """Raises RuntimeLostError, CommandFailedError for an operation that fails, TimeoutError for its own."""
         headers = {**self._headers, wire.REQUEST_ID: secrets.token_hex(16)}
         timeout = httpx2.Timeout(seconds + SLACK_S, connect=CONNECT_S)
-        failures, full_until = 0, time.monotonic() + PATIENCE_S
+        url, full_until = f"{self._server.url}/{path}", time.monotonic() + PATIENCE_S
         while True:
             if self._lost:
                 raise RuntimeLostError(self._lost)
             try:
-                async with self._server.asked():
-                    url = f"{self._server.url}/{path}"
-                    answer = await self._client.post(url, headers=headers, timeout=timeout, **fields)
+                answer = await _answer(
+                    self._server, lambda: self._client.post(url, headers=headers, timeout=timeout, **fields)
+                )
             except ServiceDownError as error:
-                failures += 1
-                if failures == RETRIES:
-                    self._lost = error.problem
-                    raise RuntimeLostError(f"{self._server.url}: {error.problem}") from error
-                await asyncio.sleep(0.1 * 2**failures)
-                continue
+                self._lost = error.problem
+                raise RuntimeLostError(f"{self._server.url}: {error.problem}") from error
             if answer.status_code != wire.FULL or time.monotonic() > full_until:
                 break
             async with paused():
@@ -335,6 +348,19 @@ class RemoteRuntime(FilesByPrograms):
             self._lost = f"{self._server.url} answered {answer.status_code}: {answer.text[:300]}"
             raise RuntimeLostError(self._lost)
         return dict(answer.json() or {})
+
+
+async def _answer(server: Endpoint, ask: Callable[[], Awaitable[httpx2.Response]]) -> httpx2.Response:
+    """To a request that is repeated if the connection breaks. Raises ServiceDownError."""
+    for failures in itertools.count(1):
+        try:
+            async with server.asked():
+                return await ask()
+        except ServiceDownError:
+            if failures == RETRIES:
+                raise
+            await asyncio.sleep(0.1 * 2**failures)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _accepted(server: Endpoint, answer: httpx2.Response) -> httpx2.Response:

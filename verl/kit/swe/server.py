@@ -18,10 +18,12 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 from fastapi import Body, FastAPI, File, Form, HTTPException, Request, UploadFile
 from fastapi.responses import JSONResponse
@@ -29,7 +31,7 @@ from fastapi.responses import JSONResponse
 from verl.errors import ConfigError, DataError
 from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
 from verl.kit.swe import wire
-from verl.kit.swe.image import give_away
+from verl.kit.swe.image import ImageStore, give_away, prepare_image
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
 from verl.kit.swe.runtime import TESTBED, CommandFailedError, CommandStatus, RuntimeLostError
 from verl.kit.swe.tasks import Repository, SweTask
@@ -48,6 +50,7 @@ class Leased:
 
     runtime: LocalRuntime
     limit_s: float
+    held: ExitStack  # its slot and its image
     renewed: float = field(default_factory=time.monotonic)
     sessions: set[str] = field(default_factory=set)
     answers: OrderedDict[str, asyncio.Task[Any]] = field(default_factory=OrderedDict)
@@ -73,22 +76,31 @@ class Leases:
         lease_s: float,
         environments: Path | None,
         max_body_mib: int,
+        max_images_gib: float,
     ) -> None:
-        self.runtimes, self.lease_s, self._max_body_mib = runtimes, lease_s, max_body_mib
+        self.runtimes, self.lease_s = runtimes, lease_s
+        self._max_body_mib, self._max_images_gib = max_body_mib, max_images_gib
         self._slots, self._queue, self._environments = asyncio.Semaphore(capacity), queue, environments
         self._waiting = 0
         self._open: dict[str, Leased] = {}
-        self._starting = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def image(self, digest: str) -> Path:
-        return self.runtimes.folder / "images" / digest
+    @cached_property
+    def images(self) -> ImageStore:
+        return ImageStore(self.runtimes.folder / "images", self.runtimes.episodes, self._max_images_gib)
 
     async def start(self, request: wire.LeaseRequest) -> wire.Lease:
-        """Raises HTTPException if the server is full, or lacks the image or the environment."""
-        image = self.image(request.image)
+        """Once, even if the client repeats the request. Raises HTTPException if it cannot start here."""
+        async with self._starting(request.lease):
+            if request.lease not in self._open:
+                await self._start(request)
+        return wire.Lease(lease=request.lease, lease_s=self.lease_s)
+
+    async def _start(self, request: wire.LeaseRequest) -> None:
+        image = self.images.folder / request.image
         if not image.is_dir():
             limit = {wire.MAX_BODY: str(self._max_body_mib)}
             raise HTTPException(wire.NO_IMAGE, f"there is no image {request.image}", limit)
@@ -98,9 +110,8 @@ class Leases:
             if folder is None or not folder.is_dir():
                 raise HTTPException(wire.REFUSED, f"no environment {request.environment!r} in --environments {folder}")
             environment = str(folder)
-        name = secrets.token_hex(16)
         task = SweTask(
-            name,
+            request.lease,
             "",
             ("",),
             environment=environment,
@@ -108,13 +119,12 @@ class Leases:
             limits=request.limits,
             workdir=request.workdir,
         )
-        await self._add(name, image, task, self.lease_s)
-        return wire.Lease(lease=name, lease_s=self.lease_s)
+        await self._add(request.lease, image, task, self.lease_s)
 
     async def of(self, name: str) -> Leased:
         """A lease, renewed. Raises HTTPException if it has ended."""
         if name == SHARED:
-            async with self._starting:
+            async with self._starting(SHARED):
                 if SHARED not in self._open:
                     await self._add(SHARED, await self._empty_image(), SweTask(SHARED, "", ("",)), SHARED_IDLE_S)
         if name not in self._open:
@@ -125,10 +135,8 @@ class Leases:
 
     async def end(self, name: str) -> None:
         if found := self._open.pop(name, None):
-            try:
+            with found.held:
                 await found.runtime.close()
-            finally:
-                self._slots.release()
 
     async def reap(self) -> None:
         """End the leases whose clients have vanished, forever."""
@@ -146,23 +154,28 @@ class Leases:
             await self.end(name)
         await self.runtimes.close()
 
+    def _starting(self, name: str) -> asyncio.Lock:
+        """Of a lease: the second of two equal requests waits for the first."""
+        return self._locks.setdefault(name, asyncio.Lock())
+
     async def _add(self, name: str, image: Path, task: SweTask, limit_s: float) -> None:
         if self._slots.locked() and self._waiting >= self._queue:
             raise HTTPException(wire.FULL, "all runtimes are in use", {"Retry-After": "1"})
-        self._waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._waiting -= 1
-        try:
-            self._open[name] = Leased(await self.runtimes.start_from(image, task), limit_s)
-        except BaseException:
-            self._slots.release()
-            raise
+        with ExitStack() as held:
+            held.enter_context(self.images.used(image.name))
+            self._waiting += 1
+            try:
+                await self._slots.acquire()
+            finally:
+                self._waiting -= 1
+            held.callback(self._slots.release)
+            runtime = await self.runtimes.start_from(image, task)
+            self._open[name] = Leased(runtime, limit_s, held.pop_all())
 
     async def _empty_image(self) -> Path:
         with tempfile.TemporaryDirectory() as folder:
-            return await self.runtimes.image(SweTask(SHARED, "", ("",), repository=Repository(folder)))
+            task = SweTask(SHARED, "", ("",), repository=Repository(folder))
+            return await asyncio.to_thread(prepare_image, task, self.images.folder)
 
 
 def make_app(leases: Leases) -> FastAPI:
@@ -226,7 +239,8 @@ def make_app(leases: Leases) -> FastAPI:
 
     @app.put("/image/{digest}")
     async def image(digest: str, packed: Annotated[bytes, Body(media_type="application/x-tar")]) -> dict[str, str]:
-        await asyncio.to_thread(_unpack_image, packed, leases.image(digest), leases.runtimes.episodes)
+        await asyncio.to_thread(_unpack_image, packed, leases.images.folder / digest, leases.runtimes.episodes)
+        await leases.images.make_room(digest)
         return {}
 
     @app.post("/lease")
@@ -301,7 +315,6 @@ async def _counted(found: Leased, work: Callable[[Leased], Awaitable[Any]]) -> A
 
 def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
     """Raises HTTPException unless it is a tar file. folder: on the same disk, removed also after a kill"""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         archive, tree = Path(unfinished, "image.tar"), Path(unfinished, "tree")
         archive.write_bytes(packed)
@@ -395,6 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lease-s", type=positive_float, default=60.0, help="end runtimes that no client renews")
     parser.add_argument("--environments", type=Path, help="folder of environments (scripts/swe/prepare.py)")
     parser.add_argument("--folder", type=Path, help="for images and runtimes, on a disk; default: a temporary one")
+    parser.add_argument("--max-images-gib", type=positive_float, default=50.0, help="of unused repositories on disk")
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO)
@@ -404,7 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     environments = options.environments and options.environments.absolute()
-    leases = Leases(runtimes, options.capacity, options.queue, options.lease_s, environments, options.max_body_mib)
+    limits = (options.max_body_mib, options.max_images_gib)
+    leases = Leases(runtimes, options.capacity, options.queue, options.lease_s, environments, *limits)
     return serve(make_app(leases), serving_config(options))
 
 

@@ -12,6 +12,7 @@ ends when no request renews it; images by digest; statuses and soft time-outs of
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -88,8 +89,10 @@ class WriteFile(BaseModel):
 
 
 class LeaseRequest(BaseModel):
-    """A runtime of an image. environment: name of a folder of the server. workdir: see SweTask"""
+    """A runtime of an image. lease: its name, by which a repeated request is known; environment: name of a folder of
+    the server; workdir: see SweTask"""
 
+    lease: str = Field(default_factory=lambda: secrets.token_hex(16), pattern=r"^[0-9a-f]{32}$")
     image: str = Field(pattern=r"^[0-9a-f]{40}$")
     environment: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     setup: str = ""

@@ -4,7 +4,7 @@ The first process of a pid namespace, with a socket to the owner as standard inp
 pipes go directly to the processes that it starts, so that no output passes through here.
 
     /image    the repository as it was, read-only, shared by all runtimes of a task
-    /episode  now/upper, now/tmp, now/home: what this runtime has written; snapshots/N: copies of `now`
+    /episode  now/upper, now/tmp, now/home: what this runtime has written; snapshots/N: copies of `now`; base.git
     /testbed  the two together
 
 Processes see /testbed, /tmp and /home/user, and `BASE_GIT`, but neither /image nor /episode.
@@ -32,8 +32,9 @@ from .zygote import finish_root, make_jail
 IMAGE, EPISODE = Path("/image"), Path("/episode")
 NOW, SNAPSHOTS = EPISODE / "now", EPISODE / "snapshots"
 TESTBED = "/testbed"
-BASE_GIT = "/base.git"  # the repository's own .git folder as it was, which the code cannot change
+BASE_GIT = "/base.git"  # the .git folder of what the agent started from, which the code cannot change
 MOUNTS = {"upper": TESTBED, "tmp": "/tmp", "home": "/home/user"}  # layer: where it is visible
+READ_ONLY = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
 CHECK_S = 0.5  # interval of usage checks
 CHECK_SHARE = 5  # a check that takes long comes less often
 ROOM = disk.DiskUsage(1, 1000)  # beyond what is on disk after an excess, to remove files
@@ -132,6 +133,14 @@ class Supervisor:
         self._mount()
         return {}
 
+    def _do_take_base(self, request: dict[str, Any], _: list[int]) -> dict[str, Any]:
+        """Take a git folder that was made in /tmp for BASE_GIT, read-only."""
+        folder = EPISODE / "base.git"
+        (NOW / "tmp" / request["name"]).rename(folder)
+        kernel.mount(str(folder), BASE_GIT, flags=kernel.MS_BIND)
+        kernel.mount("", BASE_GIT, flags=READ_ONLY)
+        return {}
+
     def _do_kill(self, _: dict[str, Any], __: list[int]) -> dict[str, Any]:
         self._end_all()
         return {}
@@ -223,9 +232,8 @@ class Supervisor:
 
     def _seal(self) -> None:
         self._sealed = True
-        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
         for target in MOUNTS.values():
-            kernel.mount("", target, flags=flags)
+            kernel.mount("", target, flags=READ_ONLY)
 
     def _end_all(self) -> None:
         while True:
