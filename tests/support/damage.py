@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
+
+import numpy as np
 
 from verl.tracking.jsonl import read_jsonl
 
@@ -53,6 +57,34 @@ def directory(name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
         (folder / name).mkdir()
+
+    return damage
+
+
+def linked(name: str, target: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / name
+        rmtree(path) if path.is_dir() else path.unlink()
+        path.symlink_to(target)
+
+    return damage
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    """A named pipe that no program writes to."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def bomb(name: str) -> Callable[[Path], None]:
+    """A small archive of an array with a gigabyte of zeros."""
+
+    def damage(folder: Path) -> None:
+        np.savez_compressed(folder / name, header=np.zeros(1 << 30, dtype=np.uint8))
 
     return damage
 

@@ -50,7 +50,8 @@ def save_report_run(folder: Path, steps: int = 12, groups: int = 3, gain: float 
         Transcripts(folder),
         SampleFiles(folder, lambda ids: f"{HOSTILE if ids[0] == 9 else 'w'}{ids[0]} "),
     )
-    for step, solved in ((0, 2), (steps, round(30 * gain))):
+    for step in {*range(0, steps, 6), steps}:
+        solved = round(30 * gain) if step == steps else 2
         transcripts.write_validation(step, [_validation_row(step, task, task < solved) for task in range(8)])
     for step in range(1, steps + 1):
         made = [_group(step, number) for number in range(groups)]

@@ -21,7 +21,7 @@ from verl.kit.report import folder as folders
 from verl.kit.report.folder import read_run
 from verl.kit.report.page import render
 from verl.system.files import step_files
-from verl.tracking.jsonl import read_jsonl
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.tracking.transcripts import Transcripts
 
 EVERY = 12 * 3 * PER_GROUP
@@ -30,7 +30,14 @@ SAMPLES = "samples/step-000003.npz"
 LINE = "transcripts of step 3: 1 line left out"
 VALIDATED = r"step-000012.jsonl of validation: \d+ of \d+ lines left out .*"
 METRICS = r"metrics.jsonl: \d+ of \d+ lines left out .*"
+PIPE = r"cannot be read \(no regular file\)"
 SCORED = '{"set": "test", "task_id": "x", "score": {"total": %s, "parts": {}}, "exact": 0.0}'
+
+
+def doubled(form: str) -> bytes:
+    """Settings of 40 short lines, each with twice the values of the one before."""
+    lines = [f"a{number}: &a{number} {form.format(f'*a{number - 1}')}" for number in range(1, 40)]
+    return "\n".join(["a0: &a0 1", *lines]).encode()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +60,20 @@ SCORED = '{"set": "test", "task_id": "x", "score": {"total": %s, "parts": {}}, "
             for score in ("NaN", "-Infinity", "1e400", '"1"', "null")
         ),
         (forms.replaced(VALIDATION, forms.JUNK), f"{VALIDATED}damaged", EVERY),
-        (forms.directory(VALIDATION), "step-000012.jsonl cannot be read", EVERY),
+        (forms.directory(VALIDATION), "step-000012.jsonl of validation cannot be read", EVERY),
+        (forms.linked("validation", "validation"), "validation/ lacks the files of 3 validations: step 0, 6", EVERY),
+        (forms.linked(TRANSCRIPT, "/dev/zero"), f"step-000003.jsonl of transcripts {PIPE}", EVERY - 12),
+        (forms.pipe(TRANSCRIPT), f"step-000003.jsonl of transcripts {PIPE}", EVERY - 12),
+        (forms.pipe("config.yaml"), f"config.yaml {PIPE}", EVERY),
+        (forms.pipe("metrics.jsonl"), f"metrics.jsonl {PIPE}", EVERY),
+        (forms.pipe(SAMPLES), r".*step-000003.npz: is damaged \(no regular file\)", EVERY),
+        (forms.bomb(SAMPLES), r".*step-000003.npz: is damaged \(it decompresses to over", EVERY),
+        (forms.linked("config.yaml", "config.yaml"), r"config.yaml cannot be read \(Too many levels of symb", EVERY),
+        *(
+            (forms.replaced("config.yaml", text), r"config.yaml cannot be read \(it holds over", EVERY)
+            for text in (doubled("{{p: {0}, q: {0}}}"), doubled("[{0}, {0}]"), b"a: &x [*x]", b"a: &x [{b: *x}]")
+        ),
+        (forms.replaced("config.yaml", b"a: " + b"x" * 2**20), r"config.yaml cannot be read \(it has over", EVERY),
         (forms.replaced(SAMPLES, b""), ".*step-000003.npz: is damaged", EVERY),
         (forms.replaced(SAMPLES, forms.JUNK), ".*step-000003.npz: is damaged", EVERY),
         (forms.directory(SAMPLES), ".*step-000003.npz: is damaged", EVERY),
@@ -115,6 +135,16 @@ def test_a_line_that_is_too_long_is_never_held(tmp_path: Path, monkeypatch: pyte
         assert render([folder])[1] == [
             "transcripts of step 3: 1 line left out (damaged, or with values of other types)"
         ]
+
+
+def test_a_step_that_is_logged_again_is_shown_once_with_its_last_values(tmp_path: Path) -> None:
+    folder = save_report_run(tmp_path / "run", steps=3)
+    rows = [{"step": 3, "b": 1.0}, {"step": 1, "a": 1.0, "b": 5.0}, {"step": 3, "a": 2.0}, {"step": 3, "a": 4.0}]
+    write_jsonl(folder / "metrics.jsonl", rows)
+    page, notes = render([folder])
+    shown = embedded(page, "data")["runs"][0]["metrics"]
+    assert (shown["step"], shown["a"], shown["b"]) == ([1, 3], [1.0, 4.0], [5.0, 1.0])
+    assert notes == ["metrics.jsonl: steps repeat or go back; each is shown once, with its last values"]
 
 
 def test_damaged_steps_are_named_in_their_order(tmp_path: Path) -> None:

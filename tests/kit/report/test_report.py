@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import threading
+import warnings
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -387,6 +388,20 @@ def test_a_picture_has_its_unit_and_whole_steps(tmp_path: Path) -> None:
     png._draw(axes, "time/update_cpu_s", [run], [columns(run)])
     figure.canvas.draw()
     assert axes.get_ylabel() == "s" and all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_pictures_of_strange_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long names, characters without a glyph, values near the largest, and more curves than a picture has room for."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(png, "_MOST", 2)
+    names = {"m" * 400 + "/x": 1.0, "ctrl/a\x07\u202eb": 1.0, **{f"many/{number}": 1.0 for number in range(5)}}
+    rows = [{"step": step, "big/x": (-1) ** step * 1.7e308, **names} for step in range(3)]
+    (tmp_path / "run").mkdir()
+    write_jsonl(tmp_path / "run" / "metrics.jsonl", rows)
+    with warnings.catch_warnings(action="error"):
+        paths = png.write_pngs(read_runs([tmp_path / "run"]), tmp_path / "out")
+    assert [path.stem for path in paths] == ["big", "ctrl", "many", "many-2", "many-3", "m" * 100]
+    assert all(path.stat().st_size > 1000 for path in paths)
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

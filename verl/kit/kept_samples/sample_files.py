@@ -26,6 +26,7 @@ from verl.system.files import replacing, step_files
 
 FORMAT = 1
 MAX_BYTES = 1_000_000  # of a file, if the step has less than about 20,000 samples
+_MAX_ARRAYS = 1 << 28  # bytes; what decompresses to more is damage
 COLUMNS = (  # of the trained tokens
     "rollout_logprobs",  # the engine's
     "old_logprobs",  # the trainer's before the step's first update, where a pass of their own computes them
@@ -238,7 +239,11 @@ def read_lines(path: Path) -> list[int | None]:
 def _opened(path: Path) -> Iterator[Any]:
     """Raises DataError if the file, or what is read of it, is missing or damaged."""
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise ValueError("no regular file")
         with np.load(path, allow_pickle=False) as file:
+            if sum(each.file_size for each in file.zip.infolist()) > _MAX_ARRAYS:
+                raise ValueError(f"it decompresses to over {_MAX_ARRAYS} bytes")
             yield file
     except DataError:
         raise

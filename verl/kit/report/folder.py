@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from errno import EINVAL
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -24,6 +26,8 @@ from verl.text import counted
 _LINE = 500  # characters of a crash report's first line
 _LISTED = 5  # missing steps, files of other names
 _LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
+_SETTINGS_BYTES = 1 << 20  # of config.yaml
+_SETTINGS_VALUES = 20_000  # in it, where a value that others refer to counts each time
 _STEP_FILES = {"transcripts": ".jsonl", "validation": ".jsonl", "samples": ".npz"}
 _NEEDED_FOR = {  # settings that may name code: what is built from it
     "algorithm.name": "advantages and token losses are not computed again",
@@ -127,7 +131,7 @@ def read_run(folder: Path, user_code: bool = False) -> RunFolder:
         folder=folder,
         name=folder.resolve().name,
         settings=_settings(folder / "config.yaml", notes),
-        rows=_json_lines(folder / "metrics.jsonl", notes, _has_step, "step"),
+        rows=_in_order(_json_lines(folder / "metrics.jsonl", notes, _has_step, "step"), notes),
         alarms=_lines_if_any(folder / "collapses.jsonl", notes),
         code={name: str(value) for row in _lines_if_any(folder / CODE_VERSION, notes) for name, value in row.items()},
         data={
@@ -141,13 +145,25 @@ def read_run(folder: Path, user_code: bool = False) -> RunFolder:
     return run
 
 
+def _in_order(rows: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """One row per step, as curves need. A step that is logged again has its last values."""
+    steps = [row["step"] for row in rows]
+    if all(one < two for one, two in pairwise(steps)):
+        return rows
+    notes.append("metrics.jsonl: steps repeat or go back; each is shown once, with its last values")
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(row)
+    return [merged[step] for step in sorted(merged)]
+
+
 def _crashes(folder: Path) -> list[str]:
     reports = sorted(folder.glob(CRASH_FILES))
     if not reports:
         return []
     try:
-        with reports[-1].open(encoding="utf-8", errors="replace") as file:
-            first = file.readline(_LINE).strip()
+        with _opened(reports[-1]) as file:
+            first = file.readline(_LINE).decode(errors="replace").strip()
     except OSError as error:
         first = f"cannot be read ({error.strerror})"
     times = f" {len(reports)} times, the last time" if len(reports) > 1 else ""
@@ -183,6 +199,9 @@ def _missing(run: RunFolder) -> list[str]:
         if missing := [step for step in finished if step not in steps]:
             which = "all" if len(missing) == len(finished) else f"{len(missing)} of {len(finished)}"
             notes.append(f"{name}/ lacks the files of {which} finished steps: {_listed(missing)}")
+    validated = {row["step"] for row in run.rows if any(name.startswith("val/") for name in row)}
+    if missing := sorted(validated.difference(run.validated_steps())):
+        notes.append(f"validation/ lacks the files of {counted(len(missing), 'validation')}: step {_listed(missing)}")
     return notes
 
 
@@ -199,17 +218,35 @@ def read_runs(folders: Sequence[Path], user_code: bool = False) -> list[RunFolde
 
 def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with _opened(path) as file:
+            text = file.read(_SETTINGS_BYTES + 1)
+        if len(text) > _SETTINGS_BYTES:
+            raise ValueError(f"it has over {_SETTINGS_BYTES} bytes")
+        tree = yaml.safe_load(text.decode())
         if not isinstance(tree, dict):
             raise TypeError("it holds no settings")
-        json.dumps(tree, default=str, skipkeys=True)  # a list may hold itself
+        _check_size(tree)
         return dict(flat(tree))
     except _DAMAGES as error:
         notes.append(f"{path.name} cannot be read ({_first_line(error)})")
         return {}
 
 
+def _check_size(tree: Any) -> None:
+    """A few lines of YAML can hold a value without end, or one that doubles with each line. Raises ValueError."""
+    left, count = [tree], 0
+    while left:
+        value = left.pop()
+        count += 1
+        if count > _SETTINGS_VALUES:
+            raise ValueError(f"it holds over {_SETTINGS_VALUES} values")
+        if isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
+
+
 def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -225,6 +262,7 @@ def _json_lines(
     fits: whether a row has what is `expected`; the others are counted in a note of their own
     """
     rows, damaged, unfit = [], 0, 0
+    name = path.name if path.parent.name != "validation" else f"{path.name} of validation"
     try:
         for line in _lines(path):
             if line.endswith(b"\n"):
@@ -235,8 +273,7 @@ def _json_lines(
                 elif row is not None:
                     rows.append(row)
     except OSError as error:
-        notes.append(f"{path.name} cannot be read ({error.strerror})")
-    name = path.name if path.parent.name != "validation" else f"{path.name} of validation"
+        notes.append(f"{name} cannot be read ({error.strerror})")
     every = len(rows) + damaged + unfit
     for count, why in ((damaged, "damaged"), (unfit, f"without {expected}, or with values of other types")):
         if count:
@@ -248,9 +285,16 @@ def _has_step(row: Mapping[str, Any]) -> bool:
     return is_step(row.get("step"))
 
 
+def _opened(path: Path) -> BinaryIO:
+    """Raises OSError, also for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(EINVAL, "no regular file")
+    return path.open("rb")
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file; an empty one in place of one that is too long."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         while line := file.readline(_LONGEST):
             if len(line) < _LONGEST or line.endswith(b"\n"):
                 yield line
