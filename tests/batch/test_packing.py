@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from verl.batch.packing import assign, make_units, pack
+from verl.batch.packing import Unit, assign, make_units, pack
 from verl.batch.samples import Sample, batch_of
 from verl.batch.token_batch import TokenBatch
 from verl.errors import ConfigError
@@ -61,15 +61,24 @@ def test_two_responses_of_one_prompt_by_hand() -> None:
     batch = replace(batch_of(samples), advantages=np.array([3.0, 4.0, 13.0]), loss_weights=np.array([0.5, 0.25]))
     (unit,) = make_units(batch, share_prefix=True, max_tokens=100)
     packed = pack([unit], batch)
-    assert packed.token_ids.tolist() == [7, 8, 9, 1, 2, 3]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
-    assert [(each.start, each.end, each.prefix) for each in packed.segments] == [(0, 3, None), (3, 5, 0), (5, 6, 0)]
+    assert packed.token_ids.tolist() == [7, 8, 9, 1]  # nothing reads the state of a last token
+    assert packed.position_ids.tolist() == [0, 1, 2, 3]
+    assert [(each.start, each.end, each.prefix) for each in packed.segments] == [(0, 3, None), (3, 4, 0)]
     assert packed.target.tolist() == [1, 2, 3]
     assert packed.source.tolist() == [2, 3, 2]  # both first response tokens are predicted by the prompt's last token
     assert packed.sample.tolist() == [0, 0, 1]
     assert packed.advantages is not None and packed.advantages.tolist() == [3.0, 4.0, 13.0]
     assert packed.loss_weights is not None and packed.loss_weights.tolist() == [0.5, 0.5, 0.25]
     assert packed.old_logprobs is None
+
+
+def test_what_follows_the_last_input_is_not_computed() -> None:
+    """An observation behind the last trained token; a sample that trains nothing."""
+    samples = [sample([7, 8], [1, 2, 3, 4], masked=(2, 3)), sample([5], [6], 1, masked=(0,))]
+    batch = batch_of(samples)
+    assert batch.num_inputs.tolist() == [3, 0]
+    packed = pack(make_units(batch, True, 100), batch)
+    assert packed.token_ids.tolist() == [7, 8, 1] and packed.source.tolist() == [1, 2]
 
 
 def test_branches_share_up_to_the_first_trained_token() -> None:
@@ -100,9 +109,15 @@ def test_every_trained_token_is_in_exactly_one_pack(
     packs = assign(make_units(batch, share, max_tokens), max_tokens, num_ranks)
     assert len(packs) % num_ranks == 0
     seen: Counter[tuple[int, int]] = Counter()
+    inputs = [int(np.flatnonzero(each.action_mask)[-1]) for each in samples]
+
+    def computed(unit: Unit) -> int:
+        return unit.prefix + sum(inputs[row] - unit.prefix for row in unit.samples)
+
     for units in packs:
         packed = pack(units, batch)
-        assert len(packed.token_ids) == max(1, sum(unit.num_tokens for unit in units)) <= max_tokens
+        assert len(packed.token_ids) == max(1, sum(computed(unit) for unit in units))
+        assert sum(unit.num_tokens for unit in units) <= max_tokens
         assert packed.advantages is not None
         seen.update(zip(packed.sample.tolist(), packed.advantages.long().tolist(), strict=True))
     wanted = {(i, t) for i, each in enumerate(samples) for t, trained in enumerate(each.action_mask) if trained}

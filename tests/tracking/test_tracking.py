@@ -435,6 +435,8 @@ def test_flops_by_hand() -> None:
     shape = flops.DecoderShape(parameters=100, layers=2, hidden=8, head_parameters=50)
     # 3 tokens alone: 2*100*3 + 4*2*8*(1+2+3); 2 tokens behind 3: 2*100*2 + 4*2*8*(4+5); logits at 2: 2*50*2
     assert flops.forward_flops(shape, [(3, 0), (2, 3)], num_logits=2) == (600 + 384) + (400 + 576) + 200
+    selecting = replace(shape, selecting=30)
+    assert flops.forward_flops(selecting, [(3, 0), (2, 3)], 2) == (420 + 384) + (280 + 576) + 200 + 120
     whole, split = flops.forward_flops(shape, [(5, 0)]), flops.forward_flops(shape, [(3, 0), (2, 3)])
     assert whole == split
 

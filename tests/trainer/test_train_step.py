@@ -341,11 +341,12 @@ def test_groups_in_several_packs_have_their_advantages_before_the_update() -> No
 
 
 def test_mfu_by_hand() -> None:
-    """Two responses of 2 and 3 tokens to one prompt of 4, which is computed once; 3 forwards' worth of FLOPs."""
+    """Two responses of 2 and 3 tokens to one prompt of 4, which is computed once; the last tokens are not computed, and
+    3 of the parameters only at trained positions. 3 forwards' worth of FLOPs."""
     samples = [sample((False,) * 4 + (True,) * length, 0.0) for length in (2, 3)]
-    meter = Meter(DecoderShape(parameters=10, layers=1, hidden=8, head_parameters=5), peak=1000.0, num_devices=2)
-    tokens, pairs = 4 + 2 + 3, (4 * 5 / 2) + (2 * 4 + 2 * 3 / 2) + (3 * 4 + 3 * 4 / 2)
-    flops = 3 * (2 * 10 * tokens + 4 * 8 * pairs + 2 * 5 * 5)
+    meter = Meter(DecoderShape(10, 1, 8, head_parameters=5, selecting=3), peak=1000.0, num_devices=2)
+    tokens, pairs = 4 + 1 + 2, (4 * 5 / 2) + (1 * 4 + 1 * 2 / 2) + (2 * 4 + 2 * 3 / 2)
+    flops = 3 * (2 * 7 * tokens + 4 * 8 * pairs + 2 * (5 + 3) * 5)
     batch = batch_of(samples)
     assert meter.mfu(batch, PackSettings(100), seconds=7.0) == {"perf/mfu": pytest.approx(flops / (7 * 1000 * 2))}
     assert replace(meter, peak=None).mfu(batch, PackSettings(100), 7.0) == {}
@@ -485,8 +486,8 @@ def test_samples_without_a_signal_are_not_computed_and_nothing_changes(
     updated, everything = (one[f"perf/{name}"] * one[f"time/{time}"] for name, time in RATES)
     assert 0 < updated < 0.5 * everything
     assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-5) and one["actor/grad_norm"] > 0
-    for name, weight in weights(lean).items():
-        torch.testing.assert_close(weight, weights(full)[name], rtol=1e-4, atol=1e-6)
+    for name, weight in weights(lean).items():  # gradients of key biases are nothing but rounding, which Adam scales up
+        torch.testing.assert_close(weight, weights(full)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_old_logprobs_of_samples_without_a_signal_are_not_computed(passes: list[tuple[str, int]]) -> None:

@@ -18,6 +18,7 @@ from verl.batch.packed import Segment
 from verl.errors import ConfigError
 from verl.workers import attention
 from verl.workers.attention import (
+    Gathering,
     VarlenPlan,
     by_segments,
     by_varlen,
@@ -29,6 +30,7 @@ from verl.workers.attention import (
 
 PACK = (Segment(0, 7), Segment(7, 10, 0), Segment(10, 15, 0), Segment(15, 19), Segment(19, 20, 3))
 HEADS, KEY_HEADS, SIZE = 4, 2, 16
+UNUSED = Gathering(*[torch.empty(0)] * 3)
 
 
 WINDOWS = (None, 1, 3, 8, 100)  # the longest sequence has 12 tokens
@@ -99,13 +101,14 @@ def test_values_and_gradients_are_those_of_the_written_out_mask(compute: Compute
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *plan: Any, **options: Any) -> Tensor:
     """The signature of the flash-attn package, as far as it is used."""
     assert options["causal"]
-    return varlen_on_cpu(q, k, v, VarlenPlan(q, *plan), options["softmax_scale"], options["window_size"])
+    ends = VarlenPlan(UNUSED, *plan)
+    return varlen_on_cpu(q, k, v, ends, options["softmax_scale"], options["window_size"])
 
 
 def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *plan: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
     """The signature of torch 2.11's own, as far as it is used."""
     assert k.shape[1] == v.shape[1] == KEY_HEADS
-    return varlen_on_cpu(q, k, v, VarlenPlan(q, *plan), scale, window_size)
+    return varlen_on_cpu(q, k, v, VarlenPlan(UNUSED, *plan), scale, window_size)
 
 
 def varlen_attn_that_asks(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
@@ -135,10 +138,11 @@ def test_kernels_of_a_gpu_are_given_the_window_and_the_key_heads_as_they_are(
 def test_the_installed_torch_takes_fewer_key_heads() -> None:
     """Shapes and the checks in Python of torch's own kernel, forward and backward: all that runs without a GPU."""
     plan = varlen_plan(PACK, torch.device("cpu"))
+    gathered = len(plan.gathering.keys)
     with FakeTensorMode(allow_non_fake_inputs=True):
         query, *others = (
             torch.empty(length, heads, SIZE, dtype=torch.bfloat16, requires_grad=True)
-            for length, heads in ((20, HEADS), (len(plan.gathered), KEY_HEADS), (len(plan.gathered), KEY_HEADS))
+            for length, heads in ((20, HEADS), (gathered, KEY_HEADS), (gathered, KEY_HEADS))
         )
         output = attention.flash_attention(query, *others, plan, 0.3, (-1, 0))
         grads = torch.autograd.grad(output, (query, *others), torch.empty_like(output))
@@ -182,7 +186,9 @@ def test_options_without_a_value_or_effect_are_none() -> None:
 
 def test_plan_by_hand() -> None:
     plan = varlen_plan((Segment(0, 2), Segment(2, 5, 0), Segment(5, 6)), torch.device("cpu"))
-    assert plan.gathered.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert plan.gathering.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert plan.gathering.copies.tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+    assert plan.gathering.starts.tolist() == [0, 2, 4, 5, 6, 7]
     assert plan.query_ends.tolist() == [0, 2, 5, 6]
     assert plan.key_ends.tolist() == [0, 2, 7, 8]
     assert (plan.longest_query, plan.longest_key) == (3, 5)

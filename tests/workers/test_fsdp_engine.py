@@ -16,13 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from tests.batch.test_packing import random_samples, tiny_model
 from tests.support.every import every
+from tests.workers.test_fused import FORMULAS, assert_as_exact
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import with_loss_weights
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import batch_of
 from verl.tracking.metric import Max, Mean
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
+from verl.workers.fused import fuse
+from verl.workers.model import PackedCritic, PackedPolicy, checkpoint_layers, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings, learning_rate_factor
 
 MAX_TOKENS = 60
@@ -105,6 +107,24 @@ def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=2e-5)
     assert one["policy"][1].loss < one["policy"][0].loss
     assert one["critic"][1].loss < one["critic"][0].loss == pytest.approx(1.0)  # values start at zero
+
+
+@pytest.mark.parametrize("checkpointed", [0, 1])
+def test_sums_that_layers_leave_to_the_next_pass_through_sharding(checkpointed: int, group: None) -> None:
+    """Scores, and gradients after two packs, of fused layers are those of the untouched."""
+    batch = with_loss_weights(batch_of(random_samples(5)), Aggregation.TOKEN_SUM)
+    packs = [pack([unit], batch) for unit in make_units(batch, True, MAX_TOKENS)][:2]
+    found = []
+    for fused in (False, True):
+        model = tiny_model("qwen2", True, torch.float32)
+        assert not fused or fuse(model, FORMULAS).layers == 3
+        module = PackedPolicy(model)
+        checkpoint_layers(module, checkpointed)
+        engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), OptimizerSettings())
+        scores = engine.score(packs, lambda policy, packed: policy(packed, 1.0, False).logprobs)
+        engine.backward(packs, policy_loss)
+        found.append([*scores, *(each.grad.to_local() for each in module.parameters())])  # type: ignore[union-attr]
+    assert_as_exact(found[1], found[0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -73,6 +75,30 @@ def assert_as_exact(found: list[Tensor], expected: list[Tensor], rel: float) -> 
         assert (one.double() - other.double()).abs().max().item() <= rel * other.abs().max().clamp(min=1e-3).item()
 
 
+class Doubling(Qwen2Attention):
+    """Attention that scales what its output projection returns."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Any:  # type: ignore[override]
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        heads = (each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projections)
+        query, key, value = heads
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return 2 * self.o_proj(attended.transpose(1, 2).flatten(2)), None
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool) -> Tensor:
     assert (offset, casting, in_place) == (0.0, "llama", False)
     return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
@@ -116,9 +142,34 @@ def test_modules_that_compute_a_kernels_formula_use_it(
     model, untouched = small_model(kind), small_model(kind)
     assert fuse(model) == FusedModules(*counts)
     assert_as_exact(outcome(model), outcome(untouched), 1e-5)
-    norms, rotary, mlps, layers = counts  # a layer's kernel takes the place of its second norm's
+    norms, rotary, mlps, layers = counts  # of a fused layer every norm but the model's first adds up what it normalizes
     called = [formulas.count(name) for name in ("norm", "add_norm", "rope", "mlp")]
-    assert called == [norms - layers, layers, rotary, mlps]
+    assert called == [norms - 2 * layers, 2 * layers, rotary, mlps]
+
+
+@pytest.mark.parametrize(("kind", "counts"), KINDS)
+def test_without_gradients_projections_add_to_the_residual(
+    kind: type[PretrainedConfig], counts: tuple[int, int, int, int], formulas: list[str]
+) -> None:
+    model, untouched = small_model(kind).eval(), small_model(kind).eval()
+    fuse(model)
+    with torch.no_grad(), Operators() as executed:
+        found = model(torch.arange(9)[None], use_cache=False).logits
+        assert executed.names.count("aten::addmm_") == 2 * counts[3]
+        assert formulas.count("norm") == counts[0] and "add_norm" not in formulas
+        assert_as_exact([found], [untouched(torch.arange(9)[None], use_cache=False).logits], 1e-5)
+
+
+def test_an_attention_that_goes_on_with_its_projection_adds_what_it_returns(formulas: list[str]) -> None:
+    model = small_model(Qwen2Config)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Doubling
+    untouched = copy.deepcopy(model)
+    assert fuse(model) == FusedModules(norms=5, rotary=2, mlps=2, layers=2)
+    assert_as_exact(outcome(model), outcome(untouched), 1e-5)
+    with torch.no_grad():
+        found, expected = (each(torch.arange(9)[None], use_cache=False).logits for each in (model, untouched))
+    assert_as_exact([found], [expected], 1e-5)
 
 
 def test_only_this_instance_changes(formulas: list[str]) -> None:

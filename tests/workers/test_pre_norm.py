@@ -21,7 +21,7 @@ from tests.workers.test_fused import FORMULAS, small_model
 from verl.batch.packed import PackedBatch, Segment
 from verl.workers import attention
 from verl.workers.fused import fuse
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hidden_states
+from verl.workers.model import PackedCritic, PackedPolicy, checkpoint_layers, decoder_layers, hidden_states
 from verl.workers.pre_norm import selects_in_last_layer
 
 SEGMENTS = (Segment(0, 6), Segment(6, 10, 0), Segment(10, 13, 0), Segment(13, 18))
@@ -57,24 +57,23 @@ def gradients(policy: PackedPolicy, states: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fused", [None, "before the wrapper", "after it"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointed", [0, 1, 2])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
 def test_states_and_gradients_are_those_of_all_positions(
-    kind: type[PretrainedConfig], dtype: torch.dtype, bound: float, checkpointing: bool, fused: str | None
+    kind: type[PretrainedConfig], dtype: torch.dtype, bound: float, checkpointed: int, fused: str | None
 ) -> None:
     """The untouched model's, whose kernels are not fused."""
     attention.register()
     model = small_model(kind).to(dtype).train()
     model.set_attn_implementation(attention.PACKED)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     untouched = PackedPolicy(copy.deepcopy(model))
     if fused == "before the wrapper":
         fuse(model, FORMULAS)
     policy = PackedPolicy(model)
     if fused == "after it":
         fuse(model, FORMULAS)
+    checkpoint_layers(policy, checkpointed)
     seen: list[int] = []
     last = decoder_layers(policy)[-1]
     down = last.get_submodule("mlp.down_proj")
@@ -83,7 +82,10 @@ def test_states_and_gradients_are_those_of_all_positions(
     assert seen == [len(SOURCE)]
     found_gradients = gradients(policy, found)
     expected = of_all_positions(untouched)
-    for one, other in zip([found, *found_gradients], [expected, *gradients(untouched, expected)], strict=True):
+    with torch.no_grad():
+        scored = hidden_states(model.get_decoder(), packed())
+    found_values, values = [scored, found, *found_gradients], [expected, expected, *gradients(untouched, expected)]
+    for one, other in zip(found_values, values, strict=True):
         assert (one - other).norm() <= bound * other.norm()
 
 

@@ -4,7 +4,8 @@
     on the rank: Shard --pack--> PackedBatch
 
 GRPO trains n responses per prompt; ordinary packing computes the prompt n times. Here a unit stores it once, and every
-response attends to it and to itself. Packing without prefix sharing has one sample per unit.
+response attends to it and to itself. Packing without prefix sharing has one sample per unit. What follows the last
+input of a sample (`TokenBatch.num_inputs`), such as its last token, is not computed.
 
 Segments of an episode do not all begin alike: a context may repeat a part of an earlier segment, responses included, or
 only the prompt. There a group becomes several units, by what the samples have in common. Such a prefix may have trained
@@ -35,7 +36,7 @@ class Unit(NamedTuple):
 
     samples: tuple[int, ...]
     prefix: int
-    num_tokens: int  # the prefix once, plus the remaining tokens of each sample
+    num_tokens: int  # the prefix once, plus the remaining tokens of each sample; at most that many are packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
     """Concatenate the units' tokens, with the fields of the batch at their trained tokens.
 
     Asserts that no sample trains its first token, which has no context.
-    Without units the pack is a single token without loss.
+    Without trained tokens the pack may be a single token without loss.
     """
     bounds, trained_bounds = batch.bounds.tokens.tolist(), batch.bounds.trained.tolist()
     tokens: list[Ints] = []
@@ -248,9 +249,9 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
             shared_start = add(batch.token_ids[first : first + unit.prefix], 0, None)
         for row in unit.samples:
             low, high = bounds[row], bounds[row + 1]
-            own = batch.token_ids[low + unit.prefix : high]
-            start = add(own, unit.prefix, shared) if len(own) else 0
             trained_A = np.flatnonzero(batch.action_mask[low:high])
+            own = batch.token_ids[low + unit.prefix : low + (int(trained_A[-1]) if len(trained_A) else 0)]
+            start = add(own, unit.prefix, shared) if len(own) else 0
             before_A = trained_A - 1
             assert not len(before_A) or before_A[0] >= 0, "the first token of a sample cannot be trained"
             sources.append(np.where(before_A < unit.prefix, shared_start, start - unit.prefix) + before_A)

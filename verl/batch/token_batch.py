@@ -73,6 +73,13 @@ class TokenBatch:
         return Bounds(_bounds(self.num_tokens), _bounds(self.num_trained))
 
     @property
+    def num_inputs(self) -> Ints:
+        """[B] tokens that a forward pass needs: all before the last trained one, as nothing reads what follows."""
+        bounds = self.bounds
+        trained = np.append(np.flatnonzero(self.action_mask), 0)
+        return np.where(self.num_trained > 0, trained[bounds.trained[1:] - 1] - bounds.tokens[:-1], 0)
+
+    @property
     def episode_bounds(self) -> Ints:
         """[E + 1] the first sample of each episode, and where the last one ends. The trained tokens of an episode are
         contiguous, too."""

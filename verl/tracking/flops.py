@@ -4,7 +4,7 @@ A multiply-add is two operations. With N non-embedding parameters, K layers of a
 computed tokens after a cached prefix of P tokens, and logits at R positions of a head with V parameters, a forward pass
 costs
 
-    2 N L                          the matrices
+    2 N L                          the matrices, without those that only see the R positions: 2 M R
     + 4 K H (L P + L (L + 1) / 2)  scores and weighted values of causal attention
     + 2 V R                        the head
 
@@ -61,14 +61,15 @@ class DecoderShape:
     layers: int
     hidden: int  # width of attention: heads times head size
     head_parameters: int = 0  # hidden size times vocabulary, tied or not
+    selecting: int = 0  # M, of the parameters: of matrices that are applied where logits are alone
 
 
 def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_logits: int = 0) -> float:
     """Of segments of (computed tokens L, prefix tokens P), by the formula above."""
-    total = 2.0 * shape.head_parameters * num_logits
+    total = 2.0 * (shape.head_parameters + shape.selecting) * num_logits
     for length, prefix in segments:
         pairs = length * prefix + length * (length + 1) / 2
-        total += 2.0 * shape.parameters * length + 4.0 * shape.layers * shape.hidden * pairs
+        total += 2.0 * (shape.parameters - shape.selecting) * length + 4.0 * shape.layers * shape.hidden * pairs
     return total
 
 

@@ -139,12 +139,12 @@ class Meter:
     num_devices: int
 
     def mfu(self, batch: TokenBatch, packing: PackSettings, seconds: float) -> Metrics:
-        """Forward and backward FLOPs of every unit: its prefix once, and each sample behind it."""
+        """Forward and backward FLOPs of every unit: its prefix once, and the inputs of each sample behind it."""
         if self.peak is None:
             return {}
-        segments, lengths = [], batch.num_tokens.tolist()
+        segments, inputs = [], batch.num_inputs.tolist()
         for unit in make_units(batch, packing.share_prefix, packing.max_tokens_per_pack):
             segments.append((unit.prefix, 0))
-            segments += [(lengths[row] - unit.prefix, unit.prefix) for row in unit.samples]
+            segments += [(max(inputs[row] - unit.prefix, 0), unit.prefix) for row in unit.samples]
         written = int(batch.num_trained.sum())
         return mfu(TRAINING * forward_flops(self.shape, segments, written), seconds, self.peak, self.num_devices)

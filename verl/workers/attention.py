@@ -17,7 +17,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -121,10 +121,23 @@ def window_size(window: int | None) -> tuple[int, int]:
     return (_UNLIMITED if window is None else window - 1), 0
 
 
+class Gathering(NamedTuple):
+    """The keys of each segment, its prefix's before its own, and where each packed token went among them."""
+
+    keys: Tensor  # [U] packed index of every gathered key
+    copies: Tensor  # [U] indices of gathered keys, those of a token together, token by token
+    starts: Tensor  # [T] of each token in `copies`
+
+    @classmethod
+    def of(cls, keys: Tensor, device: torch.device) -> Self:
+        numbers = keys.bincount()
+        return cls(*(each.to(device) for each in (keys, keys.argsort(stable=True), numbers.cumsum(0) - numbers)))
+
+
 class VarlenPlan(NamedTuple):
     """Offsets of each segment's queries in the pack and of its keys among the gathered keys."""
 
-    gathered: Tensor  # [U] packed index of every key, prefix before own
+    gathering: Gathering
     query_ends: Tensor  # [S + 1] int32, cumulative
     key_ends: Tensor  # [S + 1] int32, cumulative
     longest_query: int
@@ -145,7 +158,25 @@ def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPl
         return nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
     longest = int(query_lengths.max()), int(key_lengths.max())
-    return VarlenPlan(torch.cat(keys).to(device), ends(query_lengths), ends(key_lengths), *longest)
+    return VarlenPlan(Gathering.of(torch.cat(keys), device), ends(query_lengths), ends(key_lengths), *longest)
+
+
+class _Gather(torch.autograd.Function):
+    """[T, K, D] -> [U, K, D]. In the backward the gradients of a token's copies are read once, summed in float32 and
+    written once; that of indexing sorts them and adds them to zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states_TKD: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering = gathering
+        return states_TKD[gathering.keys]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_UKD,) = grads
+        _, copies, starts = ctx.gathering
+        summed = nn.functional.embedding_bag(copies, grad_UKD.flatten(1), starts, mode="sum")
+        return summed.unflatten(1, grad_UKD.shape[1:]), None
 
 
 def flash_attention(
@@ -187,6 +218,7 @@ def by_varlen(
     plan = varlen_plan(segments, query.device)
     # squeeze, not [0], whose backward would copy the gradient into a tensor of zeros
     query_HTD, key_KTD, value_KTD = (each.squeeze(0) for each in (query, key, value))
-    keys_UKD, values_UKD = (each.transpose(0, 1)[plan.gathered] for each in (key_KTD, value_KTD))
+    gather: Any = _Gather.apply
+    keys_UKD, values_UKD = (gather(each.transpose(0, 1), plan.gathering) for each in (key_KTD, value_KTD))
     query_THD = query_HTD.transpose(0, 1).contiguous()
     return kernel(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]

@@ -9,9 +9,13 @@ as norms with an offset. Instances are changed, no class and no module of transf
 Bytes moved per element of c bytes:
 
     norm          forward 2 c, backward 4 c (gradient read, input read, zeroed and written); eager 12 + 8 c, 36 + 8 c
-    add and norm  forward 4 c, backward 4 c, where a layer adds its attention's output; by two kernels 5 c, 7 c
+    add and norm  forward 4 c, backward 4 c, of the sum of a layer's input and attention, and of that and its MLP, which
+                  the next norm adds up (the sum itself if the layer is recomputed); by two kernels 5 c, 7 c
     rotary        forward 2 c, backward 2 c, in place; eager 10 c, 10 c
     gate * up     forward 3 c (per element of one factor), backward 5 c, in place; eager 5 c, 8 c
+
+Without gradients the output projections of attention and MLP add to the residual in place, by the matrix product, and
+norms see the sum: forward 2 c. In bf16 this rounds once where a pass with gradients rounds twice.
 
 Saved for the backward per element: a norm's input (c), both factors of an MLP (2 c), nothing of the rotary embedding.
 """
@@ -32,7 +36,7 @@ from torch.nn.functional import linear, silu
 
 from verl.errors import ConfigError
 from verl.workers.joint_linear import joint_linear
-from verl.workers.pre_norm import PreNormLayer, is_pre_norm_layer
+from verl.workers.pre_norm import Addends, AddNorm, PreNormLayer, is_pre_norm_layer
 
 _ROTARY = "apply_rotary_pos_emb"  # the global function that attention modules of transformers call
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -62,16 +66,16 @@ def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
     ops: stand-ins for liger_kernel.ops, for tensors without data
     """
     ops = ops or importlib.import_module("liger_kernel.ops")
+    add_norm = partial(_add_norm, ops.LigerFusedAddRMSNormFunction.apply)
     counts = {"norms": 0, "rotary": 0, "mlps": 0, "layers": 0}
     for module in model.modules():
         forward: Callable[..., Tensor]
         if is_rms_norm(module):
-            kind, forward = "norms", partial(_norm, ops.LigerRMSNormFunction.apply, module)
+            kind, forward = "norms", partial(_norm, ops.LigerRMSNormFunction.apply, add_norm, module)
         elif is_gated_mlp(module):
             kind, forward = "mlps", partial(_gated_mlp, ops.LigerSiLUMulFunction.apply, module)
         elif is_pre_norm_layer(module) and is_rms_norm(module.get_submodule("post_attention_layernorm")):
-            add_norm, own = partial(_add_norm, ops.LigerFusedAddRMSNormFunction.apply), module.forward
-            selects = isinstance(own, PreNormLayer) and own.selects
+            selects = isinstance(module.forward, PreNormLayer) and module.forward.selects
             kind, forward = "layers", PreNormLayer(module, add_norm, selects)
         elif calls_rotary(module):
             rotated = with_rotary(module, partial(_rotary, ops.LigerRopeFunction.apply))
@@ -80,11 +84,31 @@ def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
             continue
         module.forward = forward
         counts[kind] += 1
+    for module in model.modules():
+        _leave_additions(module)
     return FusedModules(**counts)
 
 
-def _norm(kernel: Any, module: Any, hidden: Tensor) -> Tensor:
+def _leave_additions(module: Any) -> None:
+    """Let the layers of a decoder leave residual additions to what comes next, where that can add."""
+    layers = [each.forward for each in getattr(module, "layers", ())]
+    if not all(isinstance(each, PreNormLayer) for each in layers):
+        return
+    norms = [*(layer.module.input_layernorm for layer in layers), getattr(module, "norm", None)]
+    for layer in layers:
+        attention, mlp = layer.module.self_attn, layer.module.mlp
+        layer.leaves_sum = all(_uses(norm, _norm) for norm in norms)
+        layer.adds_in_place = hasattr(attention, "o_proj") and _uses(attention, _attention) and _uses(mlp, _gated_mlp)
+
+
+def _uses(module: Any, forward: Callable[..., Any]) -> bool:
+    return getattr(getattr(module, "forward", None), "func", None) is forward
+
+
+def _norm(kernel: Any, add_norm: AddNorm, module: Any, hidden: Tensor | Addends) -> Tensor:
     """Not in place: the gradient of an output that is added to others may be theirs, too."""
+    if isinstance(hidden, Addends):
+        return add_norm(*hidden, module)[0]
     normalized: Tensor = kernel(hidden, module.weight, module.variance_epsilon, 0.0, "llama", False)
     return normalized
 
@@ -94,31 +118,61 @@ def _add_norm(kernel: Any, attended: Tensor, residual: Tensor, norm: Any) -> tup
     return found
 
 
-def _gated_mlp(kernel: Any, module: Any, hidden: Tensor) -> Tensor:
+def _gated_mlp(kernel: Any, module: Any, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
     gate, up = _joint(module, _PROJECTIONS[:2], hidden)
-    projected: Tensor = module.down_proj(kernel(gate, up))
+    product = kernel(gate, up)
+    projected: Tensor = module.down_proj(product) if residual is None else _add(module.down_proj, product, residual)
     return projected
 
 
-def _attention(own: Callable[..., Any], module: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-    """The module's own forward, `own`, with its three projections computed together."""
-    if not all(hasattr(module, name) for name in _QKV):
-        return own(module, hidden_states, *args, **options)
-    projected = dict(zip(_QKV, _joint(module, _QKV, hidden_states), strict=True))
-    return own(_Projected(module, hidden_states, projected), hidden_states, *args, **options)
+def _attention(
+    own: Callable[..., Any],
+    module: Any,
+    hidden_states: Tensor,
+    *args: Any,
+    residual: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The module's own forward, `own`, with its three projections computed together.
+
+    residual: what the output is added to, in place. `own` is then given it as the output, unless it goes on with that.
+    """
+    parts: dict[str, Callable[[Tensor], Tensor]] = {}
+    if all(hasattr(module, name) for name in _QKV):
+        for name, found in zip(_QKV, _joint(module, _QKV, hidden_states), strict=True):
+            parts[name] = partial(_computed, getattr(module, name), hidden_states, found)
+    if residual is None:
+        return own(_WithParts(module, parts), hidden_states, *args, **options)
+    attended: list[Tensor] = []
+    parts["o_proj"] = lambda each: (attended.append(each), residual)[1]
+    output, weights = own(_WithParts(module, parts), hidden_states, *args, **options)
+    if output is residual:
+        return _add(module.o_proj, *attended, residual), weights
+    output, weights = _attention(own, module, hidden_states, *args, **options)
+    return residual.add_(output), weights
 
 
-class _Projected:
-    """A module some of whose parts are computed, for the input given. Otherwise it is the module."""
+class _WithParts:
+    """A module some of whose parts are replaced."""
 
-    def __init__(self, module: nn.Module, hidden: Tensor, projected: Mapping[str, Tensor]) -> None:
-        self._module, self._hidden, self._projected = module, hidden, projected
+    def __init__(self, module: nn.Module, parts: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        self._module, self._parts = module, parts
 
     def __getattr__(self, name: str) -> Any:
-        part = getattr(self._module, name)
-        if (found := self._projected.get(name)) is None:
-            return part
-        return lambda hidden: found if hidden is self._hidden else part(hidden)
+        return self._parts.get(name) or getattr(self._module, name)
+
+
+def _computed(part: nn.Module, expected: Tensor, found: Tensor, hidden: Tensor) -> Any:
+    """What the part gives for the expected input was found already."""
+    return found if hidden is expected else part(hidden)
+
+
+def _add(module: nn.Module, hidden: Tensor, residual: Tensor) -> Tensor:
+    """residual += module(hidden), where it can be by the matrix product, which costs no traffic of its own."""
+    if type(module) is not nn.Linear or module.bias is not None:
+        return residual.add_(module(hidden))
+    residual.view(-1, residual.shape[-1]).addmm_(hidden.flatten(0, -2), module.weight.T)
+    return residual
 
 
 def _joint(module: nn.Module, names: Sequence[str], hidden: Tensor) -> Sequence[Tensor]:

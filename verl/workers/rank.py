@@ -33,6 +33,7 @@ from verl.workers.model import (
 )
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
+from verl.workers.pre_norm import selecting_parameters
 
 _GIB = 2**30
 _MASTER = 4  # bytes of a float32 parameter
@@ -76,6 +77,7 @@ class ModelInfo:
     layers: int
     attention_width: int  # of all query heads
     head_parameters: int
+    selecting_parameters: int  # of the last layer's MLP, where it is applied to trained positions alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class TrainingRank:
             layers=shape.num_hidden_layers,
             attention_width=shape.num_attention_heads * head_size(shape),
             head_parameters=embedding,
+            selecting_parameters=selecting_parameters(policy.model.get_decoder()),
         )
 
     def held_bytes(self, bucket_bytes: int) -> float:

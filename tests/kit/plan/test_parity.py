@@ -3,6 +3,7 @@ single sequences; whatever computes something else is refused by name before tra
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.batch.test_packing import random_samples
 from tests.conftest import ROOT
 from tests.rollout.test_hf_engine import generate, trainer_logprobs
+from tests.workers.test_fused import FORMULAS
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import Sample, batch_of
 from verl.errors import ConfigError
@@ -25,6 +27,7 @@ from verl.kit.plan.parity import check_packs, packing_gap, random_model, small_c
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
 from verl.workers import attention
+from verl.workers.fused import fuse
 from verl.workers.model import PackedPolicy
 
 VOCABULARY, WINDOW = 97, 5
@@ -97,6 +100,24 @@ def test_logprobs_and_gradients_are_those_of_eager_attention(kind: str, settings
         gradients(model, sum((1 + n) * each.sum() for n, each in enumerate(expected))),
     )  # type: ignore[arg-type]
     assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES, ids=NAMES)
+def test_fused_modules_score_and_update_alike(kind: str, settings: dict[str, Any]) -> None:
+    """Kernels by their formulas, in float32."""
+    torch.manual_seed(0)
+    model = random_model(tiny_config(kind, **settings)).eval()
+    changed = copy.deepcopy(model)
+    fuse(changed, FORMULAS)
+    batch = batch_of(random_samples(1))
+    packed = pack(make_units(batch, share_prefix=True, max_tokens=1000), batch)
+    ours, theirs = (PackedPolicy(each)(packed, 0.7, False).logprobs for each in (changed, model))
+    with torch.no_grad():
+        scored = PackedPolicy(changed)(packed, 0.7, False).logprobs
+    for found in (ours, scored):
+        torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
+    found, expected = gradients(changed, ours.sum()), gradients(model, theirs.sum())
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize(("kind", "settings"), SLIDING.items(), ids=list(SLIDING))

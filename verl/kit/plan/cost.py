@@ -201,16 +201,19 @@ def _on_meta(values: Any) -> list[Tensor]:
 
 
 def pack_of_groups(groups: int, prompt: int, response: int, responses: int, shared: bool = True) -> PackedBatch:
-    """A pack without data: per group a prompt and its trained responses, the prompt shared or repeated."""
+    """A pack without data: per group a prompt and its trained responses, the prompt shared or repeated.
+
+    Of a response all but the last token is computed.
+    """
     segments: list[Segment] = []
     for _ in range(groups):
         start = segments[-1].end if segments else 0
         if shared:
-            first = len(segments)
-            ends = range(start + prompt, start + prompt + response * responses, response)
-            segments += [Segment(start, start + prompt), *(Segment(end, end + response, first) for end in ends)]
+            first, own = len(segments), response - 1
+            starts = [start + prompt + own * at for at in range(responses)]
+            segments += [Segment(start, start + prompt), *(Segment(each, each + own, first) for each in starts)]
         else:
-            length = prompt + response
+            length = prompt + response - 1
             segments += [Segment(start + at * length, start + (at + 1) * length) for at in range(responses)]
     trained = groups * responses * response
     ids = torch.empty(segments[-1].end, dtype=torch.long, device=_META)

@@ -326,7 +326,8 @@ def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
     if device == "cpu":
         return None
     info: ModelInfo = workers.call(TrainingRank.model_info)[0]
-    shape = DecoderShape(info.parameters, info.layers, info.attention_width, info.head_parameters)
+    sizes = info.parameters, info.layers, info.attention_width, info.head_parameters, info.selecting_parameters
+    shape = DecoderShape(*sizes)
     return Meter(shape, peak_flops(info.device), workers.size)
 
 
