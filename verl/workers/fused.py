@@ -69,7 +69,7 @@ def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
     add_norm = partial(_add_norm, ops.LigerFusedAddRMSNormFunction.apply)
     counts = {"norms": 0, "rotary": 0, "mlps": 0, "layers": 0}
     for module in model.modules():
-        forward: Callable[..., Tensor]
+        forward: Callable[..., Any]
         if is_rms_norm(module):
             kind, forward = "norms", partial(_norm, ops.LigerRMSNormFunction.apply, add_norm, module)
         elif is_gated_mlp(module):
@@ -144,10 +144,14 @@ def _attention(
     if residual is None:
         return own(_WithParts(module, parts), hidden_states, *args, **options)
     attended: list[Tensor] = []
-    parts["o_proj"] = lambda each: (attended.append(each), residual)[1]
-    output, weights = own(_WithParts(module, parts), hidden_states, *args, **options)
+
+    def leave_out(each: Tensor) -> Tensor:
+        attended.append(each)
+        return residual
+
+    output, weights = own(_WithParts(module, {**parts, "o_proj": leave_out}), hidden_states, *args, **options)
     if output is residual:
-        return _add(module.o_proj, *attended, residual), weights
+        return _add(module.o_proj, attended[0], residual), weights
     output, weights = _attention(own, module, hidden_states, *args, **options)
     return residual.add_(output), weights
 
