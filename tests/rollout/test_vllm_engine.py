@@ -125,6 +125,17 @@ def mean_gap(runner: Runner, policy: PackedPolicy, temperature: float, version: 
     return sum(found) / len(found)
 
 
+@pytest.mark.slow
+def test_a_compiled_model_takes_new_weights_too(model_path: Path) -> None:
+    runner = Runner(replace(settings(model_path), enforce_eager=False))
+    try:
+        policy = shaken(load_causal_lm(str(model_path)), 3)
+        runner.sync(1, policy)
+        assert mean_gap(runner, policy, 1.0, 1) < 1e-4
+    finally:
+        runner.close()
+
+
 def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(model_path: Path, runner: Runner) -> None:
     policy = PackedPolicy(load_causal_lm(str(model_path)))
     runner.sync(1, policy)  # other tests may have come first
