@@ -61,6 +61,7 @@ from verl.trainer.builders.workers import (
     abs_paths,
     check_device,
     choose_device,
+    compiling_pays,
     rank_spec,
     share_beside,
     start_engine,
@@ -653,6 +654,22 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
     arguments = engine_arguments(started[0], on_cpu=device == "cpu")
     assert expected.items() <= arguments.items()
     assert arguments["max_model_len"] == 128
+
+
+@pytest.mark.parametrize(
+    ("steps", "words", "compiler", "compiled"),
+    [
+        (400, [], "true", True),
+        (399, [], "true", False),
+        (400, ["rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"], "true", False),
+        (400, [], "no-such-compiler", False),
+    ],
+)
+def test_a_cpu_engine_is_compiled_in_long_runs(
+    steps: int, words: list[str], compiler: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    assert compiling_pays(load_config(["data.max_response_length=100", *words]), steps) is compiled
 
 
 def test_drafts_are_refused_on_a_cpu_before_anything_starts(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def fake_rank(spec: object, context: WorkerContext) -> Seen:
     return Seen(visible())
 
 
-async def fake_engine(config: object, device: str, context: WorkerContext, share: float | None) -> Seen:
+async def fake_engine(config: object, device: str, context: WorkerContext, share: float | None, compiled: bool) -> Seen:
     return Seen(context.devices or visible())
 
 

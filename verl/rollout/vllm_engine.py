@@ -67,7 +67,7 @@ class VLLMSettings:
     max_num_seqs: int | None = None  # concurrent sequences; None: vLLM's default for offline batches
     max_num_batched_tokens: int | None = None  # tokens per forward pass; None: likewise
     speculation: str | None = None  # ngram: drafts by prompt lookup (verl/rollout/speculation.py)
-    enforce_eager: bool | None = None  # no CUDA graphs and no compilation; default: on a CPU
+    enforce_eager: bool | None = None  # no CUDA graphs and no compilation; None: on a CPU
     num_threads: int = 1  # threads per worker, CPU only; exceeding the number of idle cores is very slow
     seed: int = 0  # seed of the engine's own random number generator
     start_timeout_s: int = 600

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from verl.workers.rank import RankSpec, TrainingRank, build_rank
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 20.0
+_COMPILED_FROM = 40_000  # decoding passes of a run; SmolLM2-135M needs 12,800, and responses end before their limit
 GIB = 2**30
 BUCKET_BYTES = 256 * 2**20  # of the weight sync, which needs memory for two buckets besides the model
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -203,7 +205,8 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     share = share_beside(config, trainer) if on_gpus and colocated else None
     if share is not None:
         config = with_num_seqs(config, trainer, share)
-    make = partial(start_engine, config, device, share=share)
+    compiled = device == "cpu" and compiling_pays(config, total_steps)
+    make = partial(start_engine, config, device, share=share, compiled=compiled)
     if colocated:
         shared = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
         places = [nodes[ranks[0]] for ranks in shared]
@@ -214,6 +217,13 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
         engines = cluster.group("rollout", make, cluster.pool([bundle] * config.num_engines), bundle)
     transport = gpu_transport(config, trainer) if on_gpus else cpu_transport(trainer.nodes, engines.nodes)
     return Workers(trainer, engines, transport)
+
+
+def compiling_pays(config: Config, total_steps: int) -> bool:
+    """Whether a run decodes long enough on a CPU to pay for a compiled model (bench/compiled_rollout.py)."""
+    passes = total_steps * config.data.max_response_length  # at most, of each engine
+    alone = config.rollout.tensor_model_parallel_size == 1  # compilation with several workers is untested
+    return passes >= _COMPILED_FROM and alone and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def share_beside(config: Config, trainer: RayGroup) -> float:
@@ -335,10 +345,13 @@ def sequence_length(config: Config) -> int:
     return wanted
 
 
-async def start_engine(config: Config, device: str, seat: WorkerContext, share: float | None = None) -> RolloutEngine:
+async def start_engine(
+    config: Config, device: str, seat: WorkerContext, share: float | None = None, compiled: bool = False
+) -> RolloutEngine:
     """Start a rollout engine in its worker process; its heavy imports happen only there.
 
     share: of a GPU that it shares with a trainer rank; None: nothing else is on its GPU
+    compiled: whether vLLM compiles the model on a CPU, too, as it does on a GPU
     """
     if seat.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
@@ -367,6 +380,7 @@ async def start_engine(config: Config, device: str, seat: WorkerContext, share: 
             max_num_seqs=config.rollout.max_num_seqs,
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             speculation=speculation(config.rollout, device),
+            enforce_eager=device == "cpu" and not compiled,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
             health_timeout_s=config.trainer.health_timeout_s,
