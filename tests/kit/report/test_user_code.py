@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.kit.report.test_report import embedded
+from tests.support.damage import VALUES
 from tests.support.report_run import PER_GROUP, save_report_run
 from verl.config.load import known_keys
-from verl.errors import ConfigError
 from verl.kit.explain.__main__ import main as explain
 from verl.kit.explain.explanation import Explainer
 from verl.kit.report.__main__ import main
@@ -102,20 +102,20 @@ def test_filters_of_the_user_are_not_needed(ran: Path) -> None:
     assert explainer.algorithm is not None and not explainer.algorithm.filters and not ran.exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "note"),
-    [
-        ("algorithm: {filters: &x [*x]}", "config.yaml cannot be read (it holds over 20000 values)"),
-        ("sandbox: {urls: [[]]}", None),
-        ("trainer: {logger: [[]]}", None),
-    ],
-)
-def test_settings_of_other_forms_end_no_report(tmp_path: Path, settings: str, note: str | None) -> None:
-    run = run_with(tmp_path / "run")
-    (run / "config.yaml").write_text(f"reward: {{name: rlla}}\n{settings}\n")
-    page, notes = render([run, run])
-    assert embedded(page, "data")["runs"][0]["rollouts"]["shown"] == 2 * 3 * PER_GROUP
-    assert notes == ([note] * 2 if note else [])
-    if note is None:
-        with pytest.raises(ConfigError, match="a setting of another type"):
-            read_run(run).config("algorithm.name")
+@pytest.mark.parametrize("settings", [{"trainer.of_another_version": 3}, {"sandbox.urls": [[]]}, {"data.new": {}}])
+def test_keys_of_another_version_matter_only_where_they_are_needed(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run = read_run(run_with(tmp_path / "run", algorithm={"name": "gspo"}))
+    explainer = Explainer.of(replace(run, settings={**run.settings, **settings}))
+    assert explainer.algorithm is not None and explainer.algorithm.name == "gspo"
+    assert explainer.reasons is not None
+    explainer = Explainer.of(replace(run, settings={**run.settings, "algorithm.new": 3, "reward.options.new": 3}))
+    assert explainer.algorithm is None and "unknown key 'algorithm.new'" in explainer.unknown
+
+
+def test_values_of_every_form_end_no_explanation(tmp_path: Path) -> None:
+    run = read_run(run_with(tmp_path / "run"))
+    for key in known_keys():
+        if key.startswith(("algorithm.", "env.tool_call", "reward.")):
+            for value in VALUES:
+                one = replace(run, settings={"reward.name": "rlla", key.rstrip("."): value})
+                Explainer.of(one), call_reader(one), reasons_of(one)

@@ -114,7 +114,7 @@ def _old_logprobs(columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor
 
 def _table(sample: KeptSample, texts: Mapping[int, str], columns: Mapping[str, Tensor], token: TokenLoss) -> list[str]:
     places = np.flatnonzero(sample.mask)
-    largest = sorted(columns["loss"].abs().argsort(descending=True)[:SHOWN].tolist())
+    largest = sorted(columns["loss"].abs().argsort(descending=True, stable=True)[:SHOWN].tolist())
     clips = {name: token.metrics_T[metric] for metric, name in _CLIPS.items() if metric in token.metrics_T}
     shown = {
         "log p engine": columns["rollout_logprobs"],

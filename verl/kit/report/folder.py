@@ -29,9 +29,13 @@ _LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
 _SETTINGS_BYTES = 1 << 20  # of config.yaml
 _SETTINGS_VALUES = 20_000  # in it, where a value that others refer to counts each time
 _STEP_FILES = {"transcripts": ".jsonl", "validation": ".jsonl", "samples": ".npz"}
-_NEEDED_FOR = {  # settings that may name code: what is built from it
+_WITHOUT = {  # settings that may name code: what is not known without it
     "algorithm.name": "advantages and token losses are not computed again",
     "env.tool_call_format": "calls in responses are not parsed",
+}
+_BESIDE = {  # settings that it is built with
+    "algorithm.name": ("algorithm.", "data.max_response_length", "rollout.max_staleness"),
+    "env.tool_call_format": ("env.tool_call_format", "reward.options"),
 }
 _DAMAGES = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
@@ -54,20 +58,20 @@ class RunFolder:
     user_code: bool = False
 
     def config(self, code: str) -> Config:
-        """The settings, for building what the setting `code` names.
+        """The settings for building what the setting `code` names; others are those of the defaults.
 
-        Raises ConfigError if they cannot be restored, or if it names code that may not be run, which is a note, too.
+        A run of another version may have other keys, which do not matter here. Raises ConfigError if these settings
+        cannot be restored, or if `code` names code that may not be run, which is a note, too.
         """
         value = self.settings.get(code)
         if not self.user_code and ":" in str(value):  # built-in names have none (verl/registry.py)
-            self._note(f"{code}={value} names code, which is not run without --user-code: {_NEEDED_FOR[code]}")
+            self._note(f"{code}={value} names code, which is not run without --user-code: {_WITHOUT[code]}")
             raise ConfigError(f"{code}={value} names code; --user-code runs it")
+        used = {name: each for name, each in self.settings.items() if name.startswith(_BESIDE[code])}
         try:
-            return restored_config(self.settings)
-        except ConfigError:
-            raise
-        except _DAMAGES as error:
-            raise ConfigError(f"config.yaml holds a setting of another type ({_first_line(error)})") from error
+            return restored_config(used)
+        except (ArithmeticError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"config.yaml holds a value of another type ({error})") from error
 
     def transcript_steps(self) -> list[int]:
         return list(step_files(self.folder / "transcripts", ".jsonl"))
