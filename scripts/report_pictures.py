@@ -72,7 +72,10 @@ def draw(driver: Any, name: str, theme: str, path: Path) -> None:
         driver.execute_script(script)
         time.sleep(1.0)  # curves are drawn and chunks are read
     image = Image.open(BytesIO(driver.get_screenshot_as_png()))
-    image.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(path, optimize=True)
+    colors = image.convert("RGB").quantize(
+        256, method=Image.Quantize.MAXCOVERAGE
+    )  # rare ones stay: signs are green or red
+    colors.save(path, optimize=True)
 
 
 def main() -> None:

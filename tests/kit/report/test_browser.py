@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -412,6 +413,45 @@ def test_rollouts_of_strange_shapes_are_shown(driver: Any, tmp_path: Path, monke
         ".then((boxes) => boxes.map((box) => box.textContent.length))"
     )
     assert len(found) > 20 and min(found) > 50 and driver.get_log("browser") == []
+
+
+def test_names_of_metrics_and_settings_are_text_without_controls(driver: Any, tmp_path: Path) -> None:
+    """Escape sequences, and marks that turn the direction of the text behind them, are shown as in a terminal."""
+    run, name = save_report_run(tmp_path / "run", steps=3), f"{HOSTILE}\u202edlo\x1b[31m\u2066\x07"
+    row = {"step": 4, "time": 2000.0, f"{name}/x": 1.0, "__proto__": 2.0, "constructor": 3.0, "": 4.0}
+    append_jsonl(run / "metrics.jsonl", row)
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": name}, name: {"a": [name]}}))
+    write_report([run], tmp_path / "report.html")
+    load(driver, (tmp_path / "report.html").as_uri())
+    turned = "[...document.querySelector('main').textContent].filter((c) => CONTROLS.test(c)).length"
+    for page in PAGES:
+        driver.execute_script("location.hash = arguments[0]", page)
+        until(driver, "document.querySelectorAll('main canvas').length || document.querySelector('main article')")
+        assert driver.execute_script(f"CONTROLS.lastIndex = 0; return {turned}") == 0, page
+        assert driver.execute_script("return document.querySelectorAll('main img, main script').length") == 0
+        if page == "curves":
+            assert f"{HOSTILE}\ufffddlo\ufffd[31m\ufffd\ufffd/x" in texts(driver, "h3")
+            assert {"__proto__", "constructor", ""} <= set(texts(driver, "h3"))
+    assert driver.title != "taken" and driver.get_log("browser") == []
+
+
+def test_numbers_stay_in_their_line_and_the_list_in_sight(driver: Any, files: tuple[Path, Path]) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        load(driver, files[1].as_uri(), "compare")
+        until(driver, "document.querySelector('article.flipped')")
+        rows = "[...document.querySelectorAll('td.number')].map((cell) => cell.offsetHeight)"
+        assert max(driver.execute_script(f"return {rows}")) < 60
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    load(driver, files[0].as_uri(), "rollouts/0/3/1/explain")
+    until(driver, "document.querySelector('.explained[open]')")
+    driver.execute_script("document.querySelector('.explained section:last-of-type').scrollIntoView({ block: 'end' })")
+    top, header = driver.execute_script(
+        "return ['.list', 'header'].map((name) => document.querySelector(name).getBoundingClientRect())"
+    )
+    assert header["bottom"] <= top["top"] < 100 and driver.execute_script("return scrollY") > 300
 
 
 def test_runs_are_compared(driver: Any, files: tuple[Path, Path]) -> None:

@@ -11,7 +11,7 @@ import torch
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.names import Aggregation
 from verl.kit.kept_samples.sample_files import LossScale, StepSamples
-from verl.kit.report.loss import computed_loss, share_of, sum_check
+from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
 
 # Three groups in two mini-batches: group 7 alone, then groups 2 and 5. Samples 3 and 4 are segments of one episode, and
 # sample 5 has no trained token.
@@ -81,4 +81,5 @@ def test_a_step_that_computes_no_sample_has_a_loss_of_zero() -> None:
     kept = StepSamples(samples=[], scale=SCALE)
     computed = computed_loss(kept)
     assert computed is not None and (computed.shares, computed.total) == ({}, 0.0)
-    assert sum_check(kept, computed, 0.0).agrees is True and sum_check(kept, computed, None).agrees is None
+    assert sum_check(kept, computed, 0.0).agrees is True
+    assert sum_check(kept, computed, None) == Check("none: no update computed a sample, and no loss is logged", None)

@@ -112,6 +112,7 @@ def test_keys_of_another_version_matter_only_where_they_are_needed(tmp_path: Pat
     assert explainer.algorithm is None and "unknown key 'algorithm.new'" in explainer.unknown
 
 
+@pytest.mark.long
 def test_values_of_every_form_end_no_explanation(tmp_path: Path) -> None:
     run = read_run(run_with(tmp_path / "run"))
     for key in known_keys():

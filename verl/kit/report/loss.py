@@ -142,6 +142,8 @@ def sum_check(kept: StepSamples, computed: ComputedLoss | None, logged: float | 
         total = f"the recorded shares add up to {math.fsum(kept.loss.values()):.8g}"
         return Check(f"not possible: {_LACKS}, so the scale cannot be known; {total}, actor/loss is {logged}", None)
     shares = f"the computed shares of {counted(len(computed.shares), 'sample')} add up to {computed.total:.8g}"
+    if logged is None and not computed.shares:
+        return Check("none: no update computed a sample, and no loss is logged", None)
     if logged is None:
         return Check(f"not possible: {shares}, and no loss is logged", None)
     off, limit = abs(computed.total - logged), TOLERANCE * max(1.0, abs(logged))

@@ -101,9 +101,9 @@ function marksOf(run) {
 }
 
 function metricBox(name, wide = false) {
-  const info = report.data.metrics[name];
+  const info = own(report.data.metrics, name);
   const box = element("div", { class: wide ? "plot wide" : "plot", "data-metric": name },
-    element("h3", {}, name), element("p", {}, info ? `${info.unit === "1" ? "" : `${info.unit}: `}${info.meaning}` : ""));
+    element("h3", {}, name), element("p", {}, info ? `${info.unit === "1" ? "" : `${info.unit}: `}${info.meaning.replaceAll("`", "")}` : ""));
   whenVisible(box, () => drawMetric(box, name));
   return box;
 }
@@ -111,7 +111,7 @@ function metricBox(name, wide = false) {
 function drawMetric(box, name) {
   const tables = [], series = [];
   report.data.runs.forEach((run, number) => {
-    const values = run.metrics[name];
+    const values = own(run.metrics, name);
     if (!values) return;
     const points = axisOf(run).map((x, place) => [x, values[place]]).filter(([, y]) => y !== null);
     const xs = points.map(([x]) => x), ys = points.map(([, y]) => y);
@@ -125,7 +125,7 @@ function drawMetric(box, name) {
 }
 
 function metricNames() {
-  return [...new Set(report.data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => !(name in AXES)).sort();
+  return [...new Set(report.data.runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => !Object.hasOwn(AXES, name)).sort();
 }
 
 const present = (names) => names.filter((name) => report.data.runs.some((run) => run.metrics[name]));
@@ -146,6 +146,7 @@ addPage("overview", "Overview", (main) => {
   }
   const names = present(["reward/total", "actor/entropy", "response_length/mean", "reward/zero_variance_groups", "engine/logprob_diff_mean", "actor/grad_norm"]);
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));
+  if (names.length) main.append(element("p", { class: "quiet" }, "Thin lines: raw. Thick lines: smoothed, as chosen on the page Curves."));
   const { runs } = report.data;
   for (const run of runs) {
     main.append(element("h2", {}, runs.length > 1 ? `Settings of ${run.name} other than the defaults` : "Settings other than the defaults"),

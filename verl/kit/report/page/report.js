@@ -2,6 +2,10 @@
 // The report's frame: data, pages, keys, theme. Text of models and files enters the page as text nodes only.
 const report = { pages: [], data: null, chunks: new Map(), cleanups: [] };
 
+// Controls, and marks that turn the direction of what follows them, as the terminal shows them.
+const CONTROLS = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const plain = (text) => (typeof text === "string" ? text.replace(CONTROLS, "\ufffd") : text);
+
 function element(tag, options = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(options)) {
@@ -10,7 +14,7 @@ function element(tag, options = {}, ...children) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined).map(plain));
   return made;
 }
 
@@ -27,6 +31,8 @@ function shown(value, digits = 4) {
   if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits));
   return typeof value === "string" ? value : Array.isArray(value) ? value.map((each) => shown(each)).join(", ") : JSON.stringify(value);
 }
+
+const own = (table, name) => (Object.hasOwn(table, name) ? table[name] : undefined); // a metric may be called constructor
 
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -133,7 +139,7 @@ async function start() {
   try { const theme = localStorage.getItem("toolrl-theme"); if (theme) document.documentElement.dataset.theme = theme; } catch { /* no storage */ }
   report.data = await decoded(document.getElementById("data").textContent);
   const { runs } = report.data;
-  document.querySelector("h1").textContent = runs.map((run) => run.name).join(" · ");
+  document.querySelector("h1").textContent = plain(runs.map((run) => run.name).join(" · "));
   document.querySelector("nav").append(...report.pages.map((page, number) =>
     element("a", { href: `#${page.id}`, title: `key ${number + 1}` }, page.title)));
   document.querySelector("footer").textContent =

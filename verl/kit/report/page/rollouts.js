@@ -189,7 +189,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     main.replaceChildren();
     if (!m.step.length) { main.append(element("p", {}, "There are no transcripts in this run's folder.")); return; }
     const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = null; found.pinned = ""; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
-    const stops = [...new Set(m.stop_reason)].sort().map((stop) => [stop, stop]);
+    const stops = [...new Set(m.stop_reason)].filter(Boolean).sort().map((stop) => [stop, stop]);
     const statuses = Object.entries(STATUS).filter(([letter]) => m.tool_status.some((letters) => letters.includes(letter)));
     main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
       choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups of equal returns", "Advantages that are relative to the group are zero in them; those of a critic are not."), count), again,
