@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"default: all of {', '.join(_PICTURES)}")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--phone", action="store_true", help="390 pixels wide")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     driver = browser(options.phone)
     try:
         driver.get(options.report.resolve().as_uri())

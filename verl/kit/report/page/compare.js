@@ -9,7 +9,7 @@ function showDifferences(main) {
   for (const [kind, title] of Object.entries(KINDS)) {
     const rows = differences[kind], known = runs.every((run) => run.known[kind]);
     main.append(element("h3", {}, title));
-    if (rows.length) main.append(table(["name", ...runs.map((run) => run.name)], rows.map(([name, ...values]) => [name, ...values.map((value) => shown(value))])));
+    if (rows.length) main.append(table(["name", ...runs.map((run) => run.name)], rows.map(([name, ...values]) => [name, ...values.map((value) => (value === null ? "–" : shown(value)))])));
     else main.append(element("p", { class: "quiet" }, known ? "No difference." : "Not all of the runs have left a record of it."));
   }
 }

@@ -131,9 +131,10 @@ function metricNames() {
 const present = (names) => names.filter((name) => report.data.runs.some((run) => run.metrics[name]));
 
 addPage("overview", "Overview", (main) => {
-  for (const run of report.data.runs) {
+  for (const [number, run] of report.data.runs.entries()) {
+    const hue = report.data.runs.length > 1 ? [element("span", { class: "swatch", style: `background:${HUES[number % HUES.length]}` }), " "] : [];
     const setting = (name) => shown(run.all_settings[name]);
-    main.append(element("h2", {}, run.name),
+    main.append(element("h2", {}, hue, run.name),
       element("p", { class: "quiet" }, [setting("model.path"), setting("algorithm.name"), setting("data.train_files"),
         counted(run.metrics.step.at(-1) ?? 0, "step")].filter(Boolean).join(" · ")),
       element("p", { class: "lead verdict" }, run.verdict.join(" ")));
