@@ -407,6 +407,12 @@ def test_a_runtime_that_breaks_is_a_fault(place: Place, tmp_path: Path) -> None:
         place.score(GOLD, replace(place.task, python="no-such-python"))
 
 
+def test_tests_that_are_nowhere_are_a_fault(place: Place) -> None:
+    """They would score 0 for every patch, as if it had removed them."""
+    with pytest.raises(RuntimeLostError, match=r"calc: a test is in tests/test_calc\.py, which neither"):
+        place.score(GOLD, replace(place.task, hidden_tests={}))
+
+
 def test_a_plugin_of_the_environment_may_patch_pytest(place: Place, tmp_path: Path) -> None:
     """As Hypothesis' does: the fix scores 1, a cheat 0."""
     environment = Path(pytest_environment(tmp_path))

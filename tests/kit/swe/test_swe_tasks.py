@@ -135,6 +135,11 @@ def test_a_bug_is_applied_in_a_store_inside_another_repository(tmp_path: Path) -
         ({"repository": 3}, "'repository': 3 is no repository"),
         ({"repository": "x", "hidden_tests": {"../a.py": ""}}, "'hidden_tests'"),
         ({"repository": "x", "limits": {"speed": 3}}, "'limits'.*speed"),
+        (
+            {"repository": "x", "test_timeout_s": "soon"},
+            "'test_timeout_s': 'soon' is no time; expected seconds above 0",
+        ),
+        ({"repository": "x", "test_timeout_s": -1}, "'test_timeout_s': -1 is no time"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_one_clear_error(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
@@ -172,6 +177,9 @@ def test_images_that_were_used_least_recently_are_removed_first(tmp_path: Path) 
 def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> None:
     task = read_swe_task(GYM | {"repository": {"path": str(tmp_path / "absent.tar")}})
     with pytest.raises(DataError, match=r"absent\.tar"):
+        prepare_image(task, tmp_path / "images")
+    task = read_swe_task(GYM | {"repository": {"path": str(tmp_path / "absent"), "revision": "main"}})
+    with pytest.raises(DataError, match=r"absent at main: .*expected a revision"):
         prepare_image(task, tmp_path / "images")
     assert list((tmp_path / "images").iterdir()) == []
 

@@ -144,8 +144,8 @@ def _fill(tree: Path, repository: Repository) -> None:
     source = Path(repository.path)
     if repository.revision:
         with tempfile.TemporaryFile() as packed:
-            command = ["git", "-c", "safe.directory=*", "archive", "--format=tar", repository.revision]
-            done = subprocess.run(command, cwd=source, stdout=packed, stderr=subprocess.PIPE, env=GIT_ENVIRONMENT)
+            command = ["git", "-C", str(source), "-c", "safe.directory=*", "archive", repository.revision]
+            done = subprocess.run(command, stdout=packed, stderr=subprocess.PIPE, env=GIT_ENVIRONMENT)
             if done.returncode:
                 problem = done.stderr.decode(errors="replace").strip()
                 raise DataError(f"{source} at {repository.revision}: {problem}", "a revision", field="repository")

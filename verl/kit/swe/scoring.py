@@ -35,7 +35,7 @@ from verl.kit.swe.runtime import (
     Runtimes,
     checked,
 )
-from verl.kit.swe.tasks import SweTask, placed_files, restored_files, test_files
+from verl.kit.swe.tasks import SweTask, missing_test_files, placed_files, restored_files, test_files
 from verl.types import Score
 
 MAX_PATCH_BYTES = 16 << 20
@@ -191,6 +191,10 @@ async def _restore(runtime: Runtime, task: SweTask) -> None:
     listed = await checked(runtime, ["/bin/sh", "-c", CHANGED, task.own_interpreter])
     base = await checked(runtime, ["git", f"--git-dir={BASE_GIT}", "ls-tree", "-r", "-z", "--name-only", "HEAD"])
     names, known = restored_files(task, _names(listed)), frozenset(_names(base))
+    if missing := missing_test_files(task, known):
+        raise RuntimeLostError(
+            f"{task.id}: a test is in {missing[0]}, which neither the repository nor its tests bring"
+        )
     await checked(runtime, ["xargs", "-0", "rm", "-rf", "--"], _listed([*names, *task.hidden_tests]))
     await checked(runtime, ["/bin/sh", "-c", SET_BACK], _listed(name for name in names if name in known))
     for name, text in task.hidden_tests.items():

@@ -7,8 +7,9 @@ is a folder that was prepared before (`prepared`), or an image that a remote run
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -156,6 +157,15 @@ def test_files(task: SweTask) -> list[str]:
     return list(dict.fromkeys(named or (path for path in brought if fnmatch(PurePosixPath(path).name, "test*.py"))))
 
 
+def missing_test_files(task: SweTask, present: Collection[str]) -> list[str]:
+    """Files of its tests that neither the repository has nor the tests or the fix bring: a wrong row.
+
+    Other characters than ASCII may be quoted in a diff: such names are not judged.
+    """
+    brought = {*task.hidden_tests, *_patched_files(task.test_patch), *_patched_files(task.gold_patch)}
+    return [name for name in test_files(task) if name.isascii() and name not in present and name not in brought]
+
+
 def placed_files(task: SweTask) -> list[str]:
     """The files that the tests bring, each once: those of the tests, hidden ones, and all of the test patch."""
     return list(dict.fromkeys([*task.hidden_tests, *test_files(task), *_patched_files(task.test_patch)]))
@@ -273,7 +283,7 @@ def _own_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         if row.get(name):
             fields[name] = _text(row, name)
     if row.get("test_timeout_s"):
-        fields["test_timeout_s"] = float(row["test_timeout_s"])
+        fields["test_timeout_s"] = _seconds(row["test_timeout_s"])
     if row.get("hidden_tests"):
         fields["hidden_tests"] = _files(row["hidden_tests"])
     if row.get("limits"):
@@ -334,6 +344,12 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DataError("is missing or no text", "a text", field=name)
     return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, int | float) and 0 < value < math.inf:
+        return float(value)
+    raise DataError(f"{value!r} is no time", "seconds above 0", field="test_timeout_s")
 
 
 def _names(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
