@@ -219,8 +219,11 @@ def test_the_retry_of_one_of_two_equal_requests_gets_the_response_of_the_client_
     async def test() -> None:
         go_on = asyncio.Event()
         made, _ = session("one", "two", wait=lambda: go_on.wait())  # type: ignore[return-value]
-        pair = [made.exchange(ChatRequest((HELLO,)), b"body", False) for _ in range(2)]
-        clients = [asyncio.create_task(made.response(each)) for each in pair]
+        pair, clients = [], []
+        for _ in range(2):
+            pair.append(made.exchange(ChatRequest((HELLO,)), b"body", False))
+            clients.append(made.connected(pair[-1]))
+        assert pair[0] is not pair[1]  # no time passes between them
         await asyncio.sleep(0)
         clients[gone].cancel()
         await asyncio.wait([clients[gone]])

@@ -231,9 +231,9 @@ async def _json(request: Request) -> tuple[bytes, dict[str, Any]]:
 
 def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> StreamingResponse:
     """Server-sent events. An error after the start of the stream is an event, too."""
+    waiting = session.connected(exchange)
 
     async def events() -> AsyncIterator[str]:
-        waiting = asyncio.ensure_future(session.response(exchange))
         try:
             while not (await asyncio.wait([waiting], timeout=_PING_S))[0]:
                 yield ": waiting for the policy\n\n"

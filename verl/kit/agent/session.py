@@ -114,6 +114,17 @@ class Session:
         self._exchanges.append(exchange)
         return exchange
 
+    def connected(self, exchange: Exchange) -> asyncio.Task[ChatResponse]:
+        """`response` as a task, for which the exchange has a connection even before it runs."""
+
+        def leave(_: object) -> None:
+            exchange.waiting -= 1
+
+        exchange.waiting += 1
+        waiting = asyncio.create_task(self.response(exchange))
+        waiting.add_done_callback(leave)
+        return waiting
+
     async def response(self, exchange: Exchange) -> ChatResponse:
         """Raises ApiError; the same request may then be sent again."""
         exchange.waiting += 1
