@@ -14,10 +14,10 @@ def read_reward(value: object) -> Score:
         unknown = sorted(map(str, value.keys() - {"reward", "parts"}))
         if unknown or "reward" not in value:
             raise ValueError(f"a reward {'has no reward' if not unknown else f'with {unknown[0]!r}'}; {_EXPECTED}")
-        total, parts = value["reward"], value.get("parts") or {}
+        total, parts = value["reward"], {} if value.get("parts") is None else value["parts"]
     else:
         total, parts = value, {}
-    if isinstance(total, bool) or not isinstance(parts, Mapping):
+    if not isinstance(parts, Mapping) or any(isinstance(each, bool) for each in (total, *parts.values())):
         raise ValueError(f"{value!r:.200} is not a reward; {_EXPECTED}")
     try:
         return finite_score(Score(total, dict(parts)))
