@@ -22,7 +22,6 @@ import psutil
 from common import SMOLLM2, Result, Side, answer, median_ratio, medians, need_smollm2, report, requests
 
 KV_CACHE_GIB = 1
-VOCABULARY = 40_000  # ids below it: SmolLM2 has 49,152
 
 
 def spent() -> float:
@@ -33,6 +32,8 @@ def spent() -> float:
 
 def run_side(arguments: argparse.Namespace) -> None:
     """A rollout per request, which is a seed; answers with CPU seconds since the last answer."""
+    from transformers import AutoConfig
+
     from verl.rollout.engine import Sampling
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
@@ -43,12 +44,13 @@ def run_side(arguments: argparse.Namespace) -> None:
         enforce_eager=arguments.side == "uncompiled",
     )
     sampling = Sampling(arguments.tokens, n=arguments.n)
+    vocabulary = range(AutoConfig.from_pretrained(arguments.model).vocab_size)
     with asyncio.Runner() as runner:
         engine = runner.run(VLLMEngine.start(settings))
 
         async def together(seed: int) -> None:
             drawn = random.Random(seed)
-            prompts = [drawn.choices(range(VOCABULARY), k=arguments.prompt_tokens) for _ in range(arguments.prompts)]
+            prompts = [drawn.choices(vocabulary, k=arguments.prompt_tokens) for _ in range(arguments.prompts)]
             await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
 
         before = 0.0

@@ -659,10 +659,10 @@ def test_batch_limits_reach_vllm_and_are_its_own_where_none_are_given(
 @pytest.mark.parametrize(
     ("steps", "words", "compiler", "compiled"),
     [
-        (400, [], "true", True),
-        (399, [], "true", False),
-        (400, ["rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"], "true", False),
-        (400, [], "no-such-compiler", False),
+        (1300, [], "true", True),
+        (1299, [], "true", False),
+        (1300, ["rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"], "true", False),
+        (1300, [], "no-such-compiler", False),
     ],
 )
 def test_a_cpu_engine_is_compiled_in_long_runs(
