@@ -104,8 +104,18 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting:
     return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps))
 
 
-def add_norm(hidden: Tensor, residual: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return rms_norm(hidden + residual, weight, *options), hidden + residual
+def rms_norm_forward(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting: str, _: None) -> Any:
+    rstd = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+    return rms_norm(hidden, weight, eps, offset, casting, False), hidden, rstd, 1, 1, 0
+
+
+def fused_add_rms_norm_backward(
+    grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert settings == (0.0, 0, 1, 1, 2, False)
+    unit, weighted = total * rstd, grad * weight
+    found = rstd * (weighted - unit * (weighted * unit).mean(-1, keepdim=True)) + grad_sum
+    return found, found, (grad * unit).flatten(0, -2).sum(0)
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -114,9 +124,10 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 FORMULAS = SimpleNamespace(
     LigerRMSNormFunction=SimpleNamespace(apply=rms_norm),
-    LigerFusedAddRMSNormFunction=SimpleNamespace(apply=add_norm),
     LigerRopeFunction=SimpleNamespace(apply=rope),
     LigerSiLUMulFunction=SimpleNamespace(apply=lambda gate, up: nn.functional.silu(gate) * up),
+    rms_norm_forward=rms_norm_forward,
+    fused_add_rms_norm_backward=fused_add_rms_norm_backward,
 )
 
 
@@ -126,10 +137,12 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def counted(name: str, function: Any) -> Any:
-        return SimpleNamespace(apply=lambda *args: (calls.append(name), function(*args))[1])
+        if hasattr(function, "apply"):
+            return SimpleNamespace(apply=counted(name, function.apply))
+        return lambda *args: (calls.append(name), function(*args))[1]
 
-    names = dict(zip(vars(FORMULAS), ("norm", "add_norm", "rope", "mlp"), strict=True))
-    ops = SimpleNamespace(**{each: counted(name, getattr(FORMULAS, each).apply) for each, name in names.items()})
+    names = zip(vars(FORMULAS).items(), ("norm", "rope", "mlp", "norm with sum", "its backward"), strict=True)
+    ops = SimpleNamespace(**{each: counted(name, function) for (each, function), name in names})
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     return calls
@@ -142,13 +155,13 @@ def test_modules_that_compute_a_kernels_formula_use_it(
     model, untouched = small_model(kind), small_model(kind)
     assert fuse(model) == FusedModules(*counts)
     assert_as_exact(outcome(model), outcome(untouched), 1e-5)
-    norms, rotary, mlps, layers = counts  # of a fused layer every norm but the model's first adds up what it normalizes
-    called = [formulas.count(name) for name in ("norm", "add_norm", "rope", "mlp")]
-    assert called == [norms - 2 * layers, 2 * layers, rotary, mlps]
+    norms, rotary, mlps, layers = counts
+    called = [formulas.count(name) for name in ("norm", "norm with sum", "its backward", "rope", "mlp")]
+    assert called == [norms - 2 * layers, 2 * layers, 2 * layers, rotary, mlps]
 
 
 @pytest.mark.parametrize(("kind", "counts"), KINDS)
-def test_without_gradients_projections_add_to_the_residual(
+def test_without_gradients_projections_add_to_the_residual_itself(
     kind: type[PretrainedConfig], counts: tuple[int, int, int, int], formulas: list[str]
 ) -> None:
     model, untouched = small_model(kind).eval(), small_model(kind).eval()
@@ -156,8 +169,17 @@ def test_without_gradients_projections_add_to_the_residual(
     with torch.no_grad(), Operators() as executed:
         found = model(torch.arange(9)[None], use_cache=False).logits
         assert executed.names.count("aten::addmm_") == 2 * counts[3]
-        assert formulas.count("norm") == counts[0] and "add_norm" not in formulas
+        assert "aten::clone" not in executed.names
         assert_as_exact([found], [untouched(torch.arange(9)[None], use_cache=False).logits], 1e-5)
+
+
+def test_a_score_is_rounded_as_an_update() -> None:
+    """In bf16, bit for bit: a ratio or a KL between equal weights is one that only weights can change."""
+    model = small_model(Qwen2Config).bfloat16()
+    fuse(model, FORMULAS)
+    update = model(torch.arange(9)[None], use_cache=False).logits
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(9)[None], use_cache=False).logits, update)
 
 
 def test_an_attention_that_goes_on_with_its_projection_adds_what_it_returns(formulas: list[str]) -> None:

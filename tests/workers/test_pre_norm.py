@@ -76,8 +76,8 @@ def test_states_and_gradients_are_those_of_all_positions(
     checkpoint_layers(policy, checkpointed)
     seen: list[int] = []
     last = decoder_layers(policy)[-1]
-    down = last.get_submodule("mlp.down_proj")
-    down.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    mlp = last.get_submodule("mlp")
+    mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     found = hidden_states(model.get_decoder(), packed())
     assert seen == [len(SOURCE)]
     found_gradients = gradients(policy, found)

@@ -9,13 +9,12 @@ as norms with an offset. Instances are changed, no class and no module of transf
 Bytes moved per element of c bytes:
 
     norm          forward 2 c, backward 4 c (gradient read, input read, zeroed and written); eager 12 + 8 c, 36 + 8 c
-    add and norm  forward 4 c, backward 4 c, of the sum of a layer's input and attention, and of that and its MLP, which
-                  the next norm adds up (the sum itself if the layer is recomputed); by two kernels 5 c, 7 c
+    with a sum    forward 2 c, backward 4 c: a layer's norm, whose input is the residual, too; its gradient is added
+                  within the kernel, which costs 3 c more otherwise
+    addition      forward 2 c (a copy, nothing without gradients): of attention or MLP to the residual, by the matrix
+                  product of the last projection; eager 3 c
     rotary        forward 2 c, backward 2 c, in place; eager 10 c, 10 c
     gate * up     forward 3 c (per element of one factor), backward 5 c, in place; eager 5 c, 8 c
-
-Without gradients the output projections of attention and MLP add to the residual in place, by the matrix product, and
-norms see the sum: forward 2 c. In bf16 this rounds once where a pass with gradients rounds twice.
 
 Saved for the backward per element: a norm's input (c), both factors of an MLP (2 c), nothing of the rotary embedding.
 """
@@ -36,10 +35,12 @@ from torch.nn.functional import linear, silu
 
 from verl.errors import ConfigError
 from verl.workers.joint_linear import joint_linear
-from verl.workers.pre_norm import Addends, AddNorm, PreNormLayer, is_pre_norm_layer
+from verl.workers.pre_norm import Branch, PreNormLayer, is_pre_norm_layer
 
+_STAGES = 2  # of the norms' kernels, as liger-kernel launches them
 _ROTARY = "apply_rotary_pos_emb"  # the global function that attention modules of transformers call
 _QKV = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -66,17 +67,16 @@ def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
     ops: stand-ins for liger_kernel.ops, for tensors without data
     """
     ops = ops or importlib.import_module("liger_kernel.ops")
-    add_norm = partial(_add_norm, ops.LigerFusedAddRMSNormFunction.apply)
     counts = {"norms": 0, "rotary": 0, "mlps": 0, "layers": 0}
     for module in model.modules():
         forward: Callable[..., Any]
         if is_rms_norm(module):
-            kind, forward = "norms", partial(_norm, ops.LigerRMSNormFunction.apply, add_norm, module)
+            kind, forward = "norms", partial(_norm, ops.LigerRMSNormFunction.apply, module)
         elif is_gated_mlp(module):
             kind, forward = "mlps", partial(_gated_mlp, ops.LigerSiLUMulFunction.apply, module)
-        elif is_pre_norm_layer(module) and is_rms_norm(module.get_submodule("post_attention_layernorm")):
+        elif is_pre_norm_layer(module) and all(is_rms_norm(module.get_submodule(name)) for name in _NORMS):
             selects = isinstance(module.forward, PreNormLayer) and module.forward.selects
-            kind, forward = "layers", PreNormLayer(module, add_norm, selects)
+            kind, forward = "layers", FusedLayer(module, ops, selects)
         elif calls_rotary(module):
             rotated = with_rotary(module, partial(_rotary, ops.LigerRopeFunction.apply))
             kind, forward = "rotary", partial(_attention, rotated, module)
@@ -84,44 +84,79 @@ def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
             continue
         module.forward = forward
         counts[kind] += 1
-    for module in model.modules():
-        _leave_additions(module)
     return FusedModules(**counts)
 
 
-def _leave_additions(module: Any) -> None:
-    """Let the layers of a decoder leave residual additions to what comes next, where that can add."""
-    layers = [each.forward for each in getattr(module, "layers", ())]
-    if not all(isinstance(each, PreNormLayer) for each in layers):
-        return
-    norms = [*(layer.module.input_layernorm for layer in layers), getattr(module, "norm", None)]
-    for layer in layers:
-        attention, mlp = layer.module.self_attn, layer.module.mlp
-        layer.leaves_sum = all(_uses(norm, _norm) for norm in norms)
-        layer.adds_in_place = hasattr(attention, "o_proj") and _uses(attention, _attention) and _uses(mlp, _gated_mlp)
+class FusedLayer(PreNormLayer):
+    """A layer whose norms and additions are fused, and whose parts leave their last projection to the addition."""
+
+    def __init__(self, module: Any, ops: Any, selects: bool) -> None:
+        super().__init__(module, selects)
+        self.ops = ops
+
+    def normalize(self, norm: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        apply: Any = _NormWithSum.apply
+        found: tuple[Tensor, Tensor] = apply(self.ops, hidden, norm.weight, norm.variance_epsilon)
+        return found
+
+    def attend(self, normalized: Tensor, **options: Any) -> Branch:
+        attention = self.module.self_attn
+        if not _uses(attention, _attention) or not hasattr(attention, "o_proj"):
+            return super().attend(normalized, **options)
+        branch: Branch = attention(hidden_states=normalized, leaves_projection=True, **options)
+        return branch
+
+    def feed_forward(self, normalized: Tensor) -> Branch:
+        mlp = self.module.mlp
+        if not _uses(mlp, _gated_mlp):
+            return super().feed_forward(normalized)
+        return Branch(mlp.down_proj, mlp(normalized, leaves_projection=True))
+
+    def add(self, branch: Branch, residual: Tensor) -> Tensor:
+        """By the matrix product of the projection, in place without gradients."""
+        projection, hidden = branch
+        if projection is None:
+            return super().add(branch, residual)
+        if type(projection) is not nn.Linear or projection.bias is not None:
+            return residual + projection(hidden)
+        flat_TE = residual.flatten(0, -2)
+        total_TE = flat_TE.clone() if torch.is_grad_enabled() else flat_TE
+        total: Tensor = total_TE.addmm_(hidden.flatten(0, -2), projection.weight.T).view_as(residual)
+        return total
 
 
 def _uses(module: Any, forward: Callable[..., Any]) -> bool:
     return getattr(getattr(module, "forward", None), "func", None) is forward
 
 
-def _norm(kernel: Any, add_norm: AddNorm, module: Any, hidden: Tensor | Addends) -> Tensor:
+class _NormWithSum(torch.autograd.Function):
+    """hidden -> (norm(hidden), hidden), with one gradient for both."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Any, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        hidden = hidden.contiguous()
+        normalized, _, rstd, block, warps, casting = ops.rms_norm_forward(hidden, weight, eps, 0.0, "llama", None)
+        ctx.save_for_backward(hidden, weight, rstd)
+        ctx.ops, ctx.settings = ops, (0.0, casting, block, warps, _STAGES, False)
+        return normalized, hidden
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        contiguous = (each.contiguous() for each in grads)
+        grad, _, grad_weight = ctx.ops.fused_add_rms_norm_backward(*contiguous, *ctx.saved_tensors, *ctx.settings)
+        return None, grad, grad_weight, None
+
+
+def _norm(kernel: Any, module: Any, hidden: Tensor) -> Tensor:
     """Not in place: the gradient of an output that is added to others may be theirs, too."""
-    if isinstance(hidden, Addends):
-        return add_norm(*hidden, module)[0]
     normalized: Tensor = kernel(hidden, module.weight, module.variance_epsilon, 0.0, "llama", False)
     return normalized
 
 
-def _add_norm(kernel: Any, attended: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = kernel(attended, residual, norm.weight, norm.variance_epsilon, 0.0, "llama", False)
-    return found
-
-
-def _gated_mlp(kernel: Any, module: Any, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+def _gated_mlp(kernel: Any, module: Any, hidden: Tensor, leaves_projection: bool = False) -> Tensor:
     gate, up = _joint(module, _PROJECTIONS[:2], hidden)
     product = kernel(gate, up)
-    projected: Tensor = module.down_proj(product) if residual is None else _add(module.down_proj, product, residual)
+    projected: Tensor = product if leaves_projection else module.down_proj(product)
     return projected
 
 
@@ -130,30 +165,29 @@ def _attention(
     module: Any,
     hidden_states: Tensor,
     *args: Any,
-    residual: Tensor | None = None,
+    leaves_projection: bool = False,
     **options: Any,
 ) -> Any:
     """The module's own forward, `own`, with its three projections computed together.
 
-    residual: what the output is added to, in place. `own` is then given it as the output, unless it goes on with that.
+    leaves_projection: return a `Branch`, which leaves out the last projection if that gives the module's output
     """
     parts: dict[str, Callable[[Tensor], Tensor]] = {}
     if all(hasattr(module, name) for name in _QKV):
         for name, found in zip(_QKV, _joint(module, _QKV, hidden_states), strict=True):
             parts[name] = partial(_computed, getattr(module, name), hidden_states, found)
-    if residual is None:
+    if not leaves_projection:
         return own(_WithParts(module, parts), hidden_states, *args, **options)
     attended: list[Tensor] = []
 
     def leave_out(each: Tensor) -> Tensor:
         attended.append(each)
-        return residual
+        return each
 
-    output, weights = own(_WithParts(module, {**parts, "o_proj": leave_out}), hidden_states, *args, **options)
-    if output is residual:
-        return _add(module.o_proj, attended[0], residual), weights
-    output, weights = _attention(own, module, hidden_states, *args, **options)
-    return residual.add_(output), weights
+    output, _ = own(_WithParts(module, {**parts, "o_proj": leave_out}), hidden_states, *args, **options)
+    if attended and output is attended[0]:
+        return Branch(module.o_proj, output)
+    return Branch(None, _attention(own, module, hidden_states, *args, **options)[0])
 
 
 class _WithParts:
@@ -169,14 +203,6 @@ class _WithParts:
 def _computed(part: nn.Module, expected: Tensor, found: Tensor, hidden: Tensor) -> Any:
     """What the part gives for the expected input was found already."""
     return found if hidden is expected else part(hidden)
-
-
-def _add(module: nn.Module, hidden: Tensor, residual: Tensor) -> Tensor:
-    """residual += module(hidden), where it can be by the matrix product, which costs no traffic of its own."""
-    if type(module) is not nn.Linear or module.bias is not None:
-        return residual.add_(module(hidden))
-    residual.view(-1, residual.shape[-1]).addmm_(hidden.flatten(0, -2), module.weight.T)
-    return residual
 
 
 def _joint(module: nn.Module, names: Sequence[str], hidden: Tensor) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Llama's decoder layer, whose residual additions other kernels take over, and which can return some positions alone.
+"""Llama's decoder layer, in parts that kernels can replace, and able to return some positions alone.
 
 Hidden states of a model are read at trained positions. Below the last layer all positions are needed, as keys and
 values of others. In the last layer only attention sees other positions; what follows it (residual addition, norm, MLP)
@@ -8,10 +8,9 @@ of the positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,61 +19,43 @@ from torch.nn.functional import linear
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
-class Addends(NamedTuple):
-    """Hidden states that the next layer's norm adds up, in its own kernel."""
+class Branch(NamedTuple):
+    """What a layer adds to the residual: hidden, or projection(hidden) where there is one."""
 
-    branch: Tensor
-    residual: Tensor
-
-
-class AddNorm(Protocol):
-    """(attention's output, residual, norm) -> (norm of their sum, their sum)"""
-
-    def __call__(self, attended: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]: ...
-
-
-def add_norm(attended: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    total = residual + attended
-    return norm(total), total
+    projection: nn.Linear | None
+    hidden: Tensor
 
 
 class PreNormLayer:
-    """The forward of a layer: x = h + attention(norm(h)), x + mlp(norm(x)).
+    """The forward of a layer: x = h + attention(norm(h)), x + mlp(norm(x)). Kernels replace its other methods.
 
-    add_norm: how it adds and normalizes
     selects: whether it returns the positions `source` alone, [1, T, E] -> [1, A, E]
-    leaves_sum: whether it returns `Addends`, unless it is recomputed in the backward, for which its input is kept
-    adds_in_place: whether, without gradients, attention and MLP add their outputs to a `residual` that they are given
     """
 
-    def __init__(self, module: Any, add_norm: AddNorm = add_norm, selects: bool = False) -> None:
-        self.module, self.add_norm, self.selects = module, add_norm, selects
-        self.leaves_sum = self.adds_in_place = False
+    def __init__(self, module: Any, selects: bool = False) -> None:
+        self.module, self.selects = module, selects
 
-    def __call__(
-        self, hidden_states: Tensor | Addends, *, source: Tensor | None = None, **options: Any
-    ) -> Tensor | Addends:
-        module = self.module
-        if isinstance(hidden_states, Addends):
-            normalized, residual = self.add_norm(*hidden_states, module.input_layernorm)
-        else:
-            normalized, residual = module.input_layernorm(hidden_states), hidden_states
-        if self.adds_in_place and not torch.is_grad_enabled():
-            total, _ = module.self_attn(hidden_states=normalized, residual=residual, **options)
-            (total,) = self._selected(source, total)
-            added: Tensor = module.mlp(module.post_attention_layernorm(total), residual=total)
-            return added
-        attended, _ = module.self_attn(hidden_states=normalized, **options)
-        attended, residual = self._selected(source, attended, residual)
-        normalized, residual = self.add_norm(attended, residual, module.post_attention_layernorm)
-        addends = Addends(module.mlp(normalized), residual)
-        recomputed = module.training and getattr(module, "gradient_checkpointing", False)
-        return addends if self.leaves_sum and not recomputed else addends.residual + addends.branch
+    def __call__(self, hidden_states: Tensor, *, source: Tensor | None = None, **options: Any) -> Tensor:
+        normalized, residual = self.normalize(self.module.input_layernorm, hidden_states)
+        projection, attended = self.attend(normalized, **options)
+        if self.selects and source is not None:
+            attended, residual = (each.squeeze(0)[source][None] for each in (attended, residual))
+        total = self.add(Branch(projection, attended), residual)
+        normalized, residual = self.normalize(self.module.post_attention_layernorm, total)
+        return self.add(self.feed_forward(normalized), residual)
 
-    def _selected(self, source: Tensor | None, *hidden_states: Tensor) -> Sequence[Tensor]:
-        if not self.selects or source is None:
-            return hidden_states
-        return [each.squeeze(0)[source][None] for each in hidden_states]
+    def normalize(self, norm: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(hidden), hidden)"""
+        return norm(hidden), hidden
+
+    def attend(self, normalized: Tensor, **options: Any) -> Branch:
+        return Branch(None, self.module.self_attn(hidden_states=normalized, **options)[0])
+
+    def feed_forward(self, normalized: Tensor) -> Branch:
+        return Branch(None, self.module.mlp(normalized))
+
+    def add(self, branch: Branch, residual: Tensor) -> Tensor:
+        return residual + branch.hidden
 
 
 def select_in_last_layer(decoder: Any) -> None:

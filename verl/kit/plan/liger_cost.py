@@ -31,10 +31,6 @@ _define(
     lambda grad, hidden, weight, rstd, grad_hidden: torch.empty_like(weight),
 )
 _define(
-    "add_norm(Tensor hidden, Tensor residual, Tensor weight) -> (Tensor, Tensor, Tensor)",
-    lambda hidden, residual, weight: (torch.empty_like(hidden), *_norm(hidden, weight)),
-)
-_define(
     "add_norm_backward(Tensor grad, Tensor grad_sum, Tensor total, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
     lambda grad, grad_sum, total, weight, rstd: (torch.empty_like(grad), torch.empty_like(weight)),
 )
@@ -62,20 +58,18 @@ class LigerRMSNormFunction(Function):
         return grad_hidden, grad_weight, *(None,) * ctx.num_options
 
 
-class LigerFusedAddRMSNormFunction(Function):
-    """(norm of the sum, sum); saves the sum and a number per row. Both inputs have the same gradient."""
+def rms_norm_forward(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Any, ...]:
+    """(normalized, input, a number per row, three settings of the launch)"""
+    normalized, rstd = _KERNELS.norm(hidden, weight)
+    return normalized, hidden, rstd, *[None] * 3
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, residual: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        normalized, total, rstd = _KERNELS.add_norm(hidden.contiguous(), residual.contiguous(), weight)
-        ctx.save_for_backward(total, weight, rstd)
-        ctx.num_options = len(options)
-        return normalized, total
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, grad_weight = _KERNELS.add_norm_backward(*(each.contiguous() for each in grads), *ctx.saved_tensors)
-        return grad, grad, grad_weight, *(None,) * ctx.num_options
+def fused_add_rms_norm_backward(
+    grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of a sum that is normalized and goes on as well, twice, and that of the weight."""
+    grad, grad_weight = _KERNELS.add_norm_backward(grad, grad_sum, total, weight, rstd)
+    return grad, grad, grad_weight
 
 
 class LigerRopeFunction(Function):
