@@ -118,7 +118,7 @@ class FusedLayer(PreNormLayer):
         if projection is None:
             return super().add(branch, residual)
         if type(projection) is not nn.Linear or projection.bias is not None:
-            return residual + projection(hidden)
+            return super().add(Branch(None, projection(hidden)), residual)
         flat_TE = residual.flatten(0, -2)
         total_TE = flat_TE.clone() if torch.is_grad_enabled() else flat_TE
         total: Tensor = total_TE.addmm_(hidden.flatten(0, -2), projection.weight.T).view_as(residual)
