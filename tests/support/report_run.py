@@ -44,9 +44,7 @@ def save_report_run(folder: Path, steps: int = 12, groups: int = 3, gain: float 
     """`steps` steps of `groups` groups of 4; group 0 has equal rewards, and two segments in its first rollout."""
     write_jsonl(folder / "metrics.jsonl", [_validated(0, 0.2), *(_metrics(step, gain) for step in range(1, steps + 1))])
     (folder / "config.yaml").write_text("model:\n  path: a/model\nalgorithm:\n  name: grpo\ntrainer:\n  seed: 7\n")
-    write_jsonl(
-        folder / "code_version.json", [{"toolrl": "1.0", "source": f"source of {gain}", "digest": f"{gain}" * 40}]
-    )
+    write_jsonl(folder / "code_version.json", [{"toolrl": "1.0", "source": f"source of {gain}"}])
     write_jsonl(folder / "data_versions.jsonl", [{"source": str(folder / "train.parquet"), "sha256": "abc"}])
     transcripts, samples = (
         Transcripts(folder),
