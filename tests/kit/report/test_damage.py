@@ -73,7 +73,7 @@ def doubled(form: str) -> bytes:
             (forms.replaced("config.yaml", text), r"config.yaml cannot be read \(it holds over", EVERY)
             for text in (doubled("{{p: {0}, q: {0}}}"), doubled("[{0}, {0}]"), b"a: &x [*x]", b"a: &x [{b: *x}]")
         ),
-        (forms.replaced("config.yaml", b"a: " + b"x" * 2**20), r"config.yaml cannot be read \(it has over", EVERY),
+        (forms.replaced("config.yaml", b"a: " + b"x" * 2**22), r"config.yaml cannot be read \(it has over", EVERY),
         (forms.replaced(SAMPLES, b""), ".*step-000003.npz: is damaged", EVERY),
         (forms.replaced(SAMPLES, forms.JUNK), ".*step-000003.npz: is damaged", EVERY),
         (forms.directory(SAMPLES), ".*step-000003.npz: is damaged", EVERY),

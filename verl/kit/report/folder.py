@@ -26,7 +26,7 @@ from verl.text import counted
 _LINE = 500  # characters of a crash report's first line
 _LISTED = 5  # missing steps, files of other names
 _LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
-_SETTINGS_BYTES = 1 << 20  # of config.yaml
+_SETTINGS_BYTES = 1 << 22  # of config.yaml
 _SETTINGS_VALUES = 20_000  # in it, where a value that others refer to counts each time
 _STEP_FILES = {"transcripts": ".jsonl", "validation": ".jsonl", "samples": ".npz"}
 _WITHOUT = {  # settings that may name code: what is not known without it
