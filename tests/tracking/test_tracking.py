@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import ROOT
 from tests.support.metric_names import known
+from verl.config.load import load_config
 from verl.config.schema import LOGGERS
 from verl.errors import ConfigError, DataError
 from verl.kit.trackers.services import MlflowTracker, SwanLabTracker, TrackioTracker, WandbTracker
@@ -29,7 +30,7 @@ from verl.tracking.console import Display, before_after_table, duration, sparkli
 from verl.tracking.jsonl import JsonlTracker, read_jsonl
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
-from verl.tracking.tracker import TRACKERS, RunInfo, Tracker, Trackers, build_trackers
+from verl.tracking.tracker import DISPLAYED, TRACKERS, RunInfo, Tracker, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts, sample_rows
 from verl.types import (
     Completion,
@@ -191,7 +192,7 @@ def test_every_package_has_an_extra_with_bounds() -> None:
 
 
 def test_the_settings_know_every_tracker(run: RunInfo) -> None:
-    assert set(LOGGERS) == {"console", *TRACKERS}
+    assert set(LOGGERS) == {*DISPLAYED, *TRACKERS}
     with pytest.raises(ConfigError, match="did you mean 'wandb'"):
         build_trackers(["wandbb"], run)
 
@@ -375,6 +376,21 @@ def test_a_sparkline_has_a_character_per_value_or_per_mean() -> None:
     assert sparkline([0.0, 1.0, 0.5, 0.25]) == "▁█▅▃"  # 7 * 0.5 = 3.5 rounds to 4, 7 * 0.25 = 1.75 to 2
     assert sparkline([0.0, 2.0, 4.0, 6.0], width=2) == "▁█"
     assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([0.0, float("nan")]) == ""
+
+
+def test_a_rollout_of_every_step_is_printed_on_request_cut_and_harmless() -> None:
+    printed = {}
+    for logger in ("[console]", "[console,rollouts]"):
+        console = Console(file=io.StringIO(), width=100)
+        asked = "rollouts" in load_config([f"trainer.logger={logger}"]).trainer.logger
+        for response in ("[red]\x1b[31m", "b" * 700):
+            Display(9, console, asked).log_rollouts(1, sample_rows([group(response), group("of another prompt")]))
+        printed[logger] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed["[console]"] == ""
+    shown = printed["[console,rollouts]"]
+    assert shown.count("step 1, train.parquet#17: 1.5") == 2 and "another prompt" not in shown
+    assert "[red]" in shown and "\x1b" not in shown and "two [gold]" in shown
+    assert "more characters]" in shown and 300 <= shown.count("b") < 700
 
 
 def with_display(display: Display) -> None:

@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _DTYPES = ("bfloat16", "float32")
 OFFLOAD = ("none", "params", "optimizer", "all")
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+LOGGERS = ("console", "rollouts", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -443,7 +443,7 @@ class TrainerConfig:
     resume_mode: str = "auto"  # auto (resume the run in the folder) | disable (refuse a folder with a run)
     keep_last: int = 2  # latest checkpoints to keep, besides the best
     keep_best: int = 1
-    logger: list[str] = field(default_factory=lambda: ["console"])  # also wandb, trackio, mlflow, swanlab, mine.py:Mine
+    logger: list[str] = field(default_factory=lambda: ["console"])  # also rollouts, wandb ..: docs/tracking.md
     device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
     nnodes: int = 1
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too

@@ -7,25 +7,31 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from verl.text import printable
 from verl.tracking.names import STDERR, reward_parts
 from verl.tracking.tracker import Tracker
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 40  # of the progress bar and of the sparkline
+_ROLLOUT_CHARS = 600  # of each text of a printed rollout
 
 
 class Display(Tracker):
-    """Prints to the console; on a terminal a few lines stay below all other output."""
+    """Prints to the console; on a terminal a few lines stay below all other output.
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    with_rollouts: whether one rollout of every step is printed, too (trainer.logger names "rollouts")
+    """
+
+    def __init__(self, total_steps: int, console: Console | None = None, with_rollouts: bool = False) -> None:
         self.console = console or Console(emoji=False)
-        self._total = total_steps
+        self._total, self._with_rollouts = total_steps, with_rollouts
         self.running, self._phase_started = "start", time.monotonic()
         self._live: Live | None = None
         self._begin(0)
@@ -56,6 +62,13 @@ class Display(Tracker):
             shown = {"step": f"{step}/{self._total}", **self._shown, **({"left": self._left} if self._left else {})}
             line = ", ".join(f"{name} {value}" for name, value in shown.items())
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows[:1] if self._with_rollouts else ():
+            texts = ((name, printable(_cut(row[name]))) for name in ("prompt", "response", "answer"))
+            body = [Text.assemble((f"{name}: ", "bold"), text) for name, text in texts]
+            title = Text(printable(f"step {step}, {row['task']}: {row['score']:.3g}"))
+            self.console.print(Panel(Group(*body), title=title, title_align="left"))
 
     def close(self) -> None:
         if self._live is not None:
@@ -166,3 +179,9 @@ def before_after_table(
             table.add_row(Text("" if number else name), Text(metric), old, new, change)
         table.add_section()
     return table
+
+
+def _cut(text: str) -> str:
+    """The text without its middle, if it is long."""
+    left, half = len(text) - _ROLLOUT_CHARS, _ROLLOUT_CHARS // 2
+    return text if left <= 0 else f"{text[:half]} [{left} more characters] {text[-half:]}"

@@ -19,6 +19,7 @@ TRACKERS: Mapping[str, str] = {
     "swanlab": "verl.kit.trackers.services:SwanLabTracker",
 }
 ALWAYS = ("jsonl", "tensorboard")
+DISPLAYED = ("console", "rollouts")  # the display prints these
 
 _log = logging.getLogger(__name__)
 
@@ -117,10 +118,10 @@ class Trackers:
 def build_trackers(names: Iterable[str], run: RunInfo, display: Tracker | None = None) -> Trackers:
     """JSONL and TensorBoard always, the display if given, and those named.
 
-    A name is a key of TRACKERS, "console" (the display), or `module:attribute` or `file.py:attribute` of a callable
-    that takes a `RunInfo` and returns a tracker. Raises ConfigError for a name or a tracker that cannot be used.
+    A name is a key of TRACKERS, one of DISPLAYED, or `module:attribute` or `file.py:attribute` of a callable that takes
+    a `RunInfo` and returns a tracker. Raises ConfigError for a name or a tracker that cannot be used.
     """
-    chosen = [name for name in dict.fromkeys((*ALWAYS, *names)) if name != "console"]
+    chosen = [name for name in dict.fromkeys((*ALWAYS, *names)) if name not in DISPLAYED]
     members = [_build(name, run) for name in chosen]
     return Trackers(tuple(members if display is None else [display, *members]))
 

@@ -147,7 +147,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    display = Display(total_steps, console)
+    display = Display(total_steps, console, with_rollouts="rollouts" in config.trainer.logger)
     run_config = {**asdict(config), **prompt_record(inputs.episode_runner.observations.tool_call_format)}
     run = RunInfo(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
