@@ -451,3 +451,19 @@ def test_an_unknown_piece_of_the_first_hour_is_named() -> None:
         ["bash", "bench/gpu/first_hour.sh", "packs"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 2 and "unknown piece packs; choose from: tests kernels" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_step_of_the_first_hour_is_rehearsed_anew(tmp_path: Path) -> None:
+    """An earlier call's run, which would be resumed, is removed."""
+    left = tmp_path / "rehearsal/runs/canary/left"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    command = ["bash", "bench/gpu/first_hour.sh", "rehearse", "canary"]
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert not left.exists()
+    figures = json.loads((tmp_path / "rehearsal/canary.json").read_text())["figures"]
+    assert 0 <= figures["engine/canary_logprob_diff"] < 1e-3 and figures["time/step_s"] > 0
+    assert figures["response_length/mean"] == 8 and figures["planned: memory/trainer_gib"] > 0

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_CARD = 3  # exit code
 PROMPT, RESPONSE, RESPONSES = 900, 250, 4  # tokens, and responses per prompt
 SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary
-    "tiny": (128, 128, 2, 4, 2, 768),
+    "tiny": (128, 128, 2, 4, 2, 8192),  # more than the tokenizer has, as the others
     "0.5B": (896, 4864, 24, 14, 2, 151936),
     "1.5B": (1536, 8960, 28, 12, 2, 151936),
 }
@@ -91,16 +91,18 @@ def shape(size: str) -> PretrainedConfig:
 
 
 def random_folder(piece: Piece, size: str) -> Path:
-    """A model of that shape with random bfloat16 weights and the embedded model's tokenizer; made once."""
+    """A model of that shape with random bfloat16 weights and the embedded model's tokenizer; made once and whole."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = piece.out / f"model-{size}"
-    if not (folder / "config.json").exists():
+    folder = piece.out / "-".join(["model", *map(str, SHAPES[size])])
+    if not folder.exists():
+        unfinished = folder.with_suffix(".unfinished")
         torch.manual_seed(0)
         with torch.device(piece.device):
             model = AutoModelForCausalLM.from_config(shape(size), dtype=torch.bfloat16)
-        AutoTokenizer.from_pretrained(ROOT / "dataset/mini/tokenizer").save_pretrained(folder)
-        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(ROOT / "dataset/mini/tokenizer").save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+        unfinished.rename(folder)
     return folder
 
 

@@ -8,6 +8,7 @@ one optimizer step. The median of all steps but the first counts.
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import subprocess
 import sys
@@ -65,10 +66,13 @@ def words_of(piece: Piece, model: Path, rows: Path, prompts: int, response: int,
 
 
 def measure(piece: Piece, words: list[str]) -> dict[str, float]:
-    config = load_config(words)
+    """Of a new run: one that an earlier call left would be resumed, and its figures taken for this call's."""
+    config, run = load_config(words), piece.out / "runs" / piece.name
+    if run.exists():
+        shutil.rmtree(run)
     planned = plan_of_run(config, load_inputs(config)).peak_gib()
     subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT)
-    rows = read_jsonl(piece.out / "runs" / piece.name / "metrics.jsonl")[1:]
+    rows = read_jsonl(run / "metrics.jsonl")[1:]
     names = [name for name in rows[-1] if name.startswith(SHOWN)]
     figures = {name: statistics.median(row[name] for row in rows if name in row) for name in names}
     return {**figures, "planned: memory/trainer_gib": planned, "prompts": config.data.train_batch_size}

@@ -41,12 +41,12 @@ def critic_loss(module: Any, packed: Any) -> Any:
     return ((module(packed) - 1.0).square() * packed.loss_weights).sum(), {}
 
 
-def run_rank(rank: int, world: int, folder: str, kind: str) -> None:
+def run_rank(rank: int, world: int, folder: str, kind: str, fused: bool) -> None:
     """One rank's life. What holds the process group goes first, then all ranks together, then the group itself:
     a rank that leaves while another still talks to it, or with the group in use, may abort at its exit."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    outcome = train(rank, world, kind)
+    outcome = train(rank, world, kind, fused)
     gc.collect()
     if rank == 0:
         torch.save(outcome, f"{folder}/outcome.pt")
@@ -54,8 +54,11 @@ def run_rank(rank: int, world: int, folder: str, kind: str) -> None:
     dist.destroy_process_group()
 
 
-def train(rank: int, world: int, kind: str) -> dict[str, Any]:
-    """Two updates of a policy and a critic on this rank's packs: the metrics, and the full weights afterwards."""
+def train(rank: int, world: int, kind: str, fused: bool) -> dict[str, Any]:
+    """Two updates of a policy and a critic on this rank's packs: the metrics, and the full weights afterwards.
+
+    fused: whether layers use the kernels, by their formulas
+    """
     mesh = init_device_mesh("cpu", (world,))
     samples = random_samples(5, group_sizes=(4, 1, 3, 2))
     batch = with_loss_weights(batch_of(samples), Aggregation.SEQ_MEAN_TOKEN_MEAN)
@@ -66,6 +69,7 @@ def train(rank: int, world: int, kind: str) -> dict[str, Any]:
     outcome: dict[str, Any] = {}
     for name, wrapper, loss in (("policy", PackedPolicy, policy_loss), ("critic", PackedCritic, critic_loss)):
         model = tiny_model(kind, True, torch.float64)
+        assert not fused or fuse(model, FORMULAS).layers == 3
         if lean:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         module = wrapper(model)
@@ -77,10 +81,10 @@ def train(rank: int, world: int, kind: str) -> dict[str, Any]:
     return outcome
 
 
-def trained(world: int, folder: Path, kind: str) -> dict[str, Any]:
+def trained(world: int, folder: Path, kind: str, fused: bool = False) -> dict[str, Any]:
     folder.mkdir()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run_rank, args=(world, str(folder), kind), nprocs=world)
+    mp.spawn(run_rank, args=(world, str(folder), kind, fused), nprocs=world)
     outcome: dict[str, Any] = torch.load(folder / "outcome.pt", weights_only=False)
     return outcome
 
@@ -91,10 +95,15 @@ def values(result: UpdateResult) -> dict[str, float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", ["qwen2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen3"))]
+    ("kind", "fused"),
+    [
+        ("qwen2", False),
+        ("qwen2", True),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("llama", "qwen3")),
+    ],
 )
-def test_two_ranks_equal_one(kind: str, tmp_path: Path) -> None:
-    one, two = trained(1, tmp_path / "one", kind), trained(2, tmp_path / "two", kind)
+def test_two_ranks_equal_one(kind: str, fused: bool, tmp_path: Path) -> None:
+    one, two = trained(1, tmp_path / "one", kind), trained(2, tmp_path / "two", kind, fused)
     for name in ("policy", "critic"):
         for alone, together in zip(one[name], two[name], strict=True):
             assert values(together) == pytest.approx(values(alone), rel=1e-6)
