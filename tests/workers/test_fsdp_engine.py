@@ -118,6 +118,7 @@ def test_two_ranks_equal_one(kind: str, fused: bool, tmp_path: Path) -> None:
     assert one["critic"][1].loss < one["critic"][0].loss == pytest.approx(1.0)  # values start at zero
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 @pytest.mark.parametrize("checkpointed", [0, 1])
 def test_sums_that_layers_leave_to_the_next_pass_through_sharding(checkpointed: int, group: None) -> None:
     """Scores, and gradients after two packs, of fused layers are those of the untouched."""

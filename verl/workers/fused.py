@@ -113,7 +113,10 @@ class FusedLayer(PreNormLayer):
         return Branch(mlp.down_proj, mlp(normalized, leaves_projection=True))
 
     def add(self, branch: Branch, residual: Tensor) -> Tensor:
-        """By the matrix product of the projection, in place without gradients."""
+        """By the matrix product of the projection, in place without gradients.
+
+        What a layer returns may be no view, on which FSDP's hook before the backward could be lost.
+        """
         projection, hidden = branch
         if projection is None:
             return super().add(branch, residual)
@@ -121,7 +124,8 @@ class FusedLayer(PreNormLayer):
             return super().add(Branch(None, projection(hidden)), residual)
         flat_TE = residual.flatten(0, -2)
         total_TE = flat_TE.clone() if torch.is_grad_enabled() else flat_TE
-        total: Tensor = total_TE.addmm_(hidden.flatten(0, -2), projection.weight.T).view_as(residual)
+        total_TE.addmm_(hidden.flatten(0, -2), projection.weight.T)
+        total: Tensor = torch.ops.aten._unsafe_view(total_TE, residual.shape)  # as `linear` returns its product
         return total
 
 
