@@ -107,10 +107,24 @@ def test_a_confined_command_that_fails_or_hangs() -> None:
     assert isinstance(found, Trajectory) and found.stop_reason is StopReason.TURN_TIMEOUT
 
 
+@pytest.mark.parametrize("body", ["return float(len(text))", "raise KeyError('city')"])
+def test_a_confined_function_is_called_in_the_sandbox(body: str, tmp_path: Path) -> None:
+    file = tmp_path / "own_agent.py"
+    ask = textwrap.indent(textwrap.dedent(ASK).replace("json.load(open(sys.argv[1]))", "given"), "    ")
+    file.write_text(
+        f"import os\nasync def run(base_url, given):\n{ask}    assert os.getpid() < 10  # of the sandbox\n    {body}\n"
+    )
+    factory = AgentFactory(agent=f"{file}:run", sandbox=True, readable=[str(tmp_path)])
+    (found,) = episodes(factory, TextEngine("twelve chars"), TASK)
+    if "return" in body:
+        assert isinstance(found, Trajectory) and found.score == Score(12.0, {}), found
+    else:
+        assert isinstance(found, Fault) and "KeyError: 'city'" in found.problem
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"agent": "json:loads", "sandbox": True}, "needs env.command"),
         ({"command": "ls", "readable": ["/usr"]}, "needs env.options.sandbox"),
         ({"command": "ls", "sandbox": True, "readable": ["/nowhere"]}, "there is no '/nowhere'"),
         ({"command": "ls", "sandbox": True, "url": "http://trainer:1"}, "has no effect in a sandbox"),

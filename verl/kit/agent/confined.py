@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from verl.errors import ConfigError
-from verl.kit.agent.inside import forward
+from verl.kit.agent.inside import forward, programs
 from verl.kit.sandbox.fork_server import SYSTEM, check_isolation
 
 # Read-only; names and certificates, no secrets.
@@ -47,7 +47,7 @@ class Confinement:
         program = shutil.which(arguments[0]) or arguments[0]
         port = str(urlsplit(variables["OPENAI_BASE_URL"]).port)
         system = [*SYSTEM, *_CONFIGURATION]
-        own = [*_prefixes(sys.executable), *_prefixes(program), str(Path.cwd()), forward.__file__]
+        own = [*_prefixes(sys.executable), *_prefixes(program), str(Path.cwd()), forward.__file__, programs.__file__]
         binds = [each for path in (*system, *own) for each in ("--ro-bind-try", path, path)]
         episodes = folder.resolve().parent
         if any(Path(path) in episodes.parents for path in own):  # the other episodes' folders are not shown

@@ -171,6 +171,23 @@ class FunctionLauncher:
         await self._process.close()
 
 
+class ConfinedFunction(CommandLauncher):
+    """A function in a sandbox: an interpreter of its own for every episode, in place of a fork."""
+
+    def __init__(self, agent: str, python: str | None, confinement: Confinement) -> None:
+        """Raises ConfigError."""
+        self._unconfined = FunctionLauncher(agent, python)
+        command = shlex.join((python or sys.executable, programs.__file__, agent, "{task_json}"))
+        super().__init__(command, python, confinement)
+
+    async def check(self) -> None:
+        """Imports the module outside of the sandbox: no policy has written anything yet. Raises ConfigError."""
+        await self._unconfined.check()
+
+    async def close(self) -> None:
+        await self._unconfined.close()
+
+
 def build_launcher(
     agent: str | None, command: str | None, python: str | None, confinement: Confinement | None = None
 ) -> Launcher:
@@ -179,10 +196,8 @@ def build_launcher(
         raise ConfigError("env.name=agent needs env.agent=file.py:function, env.command or env.options={pull: true}")
     if python is not None and not os.access(python, os.X_OK):
         raise ConfigError(f"env.python={python} is not an interpreter that can be started")
-    if confinement is not None and command is None:
-        raise ConfigError("env.options.sandbox=true needs env.command")
     if agent is not None:
-        return FunctionLauncher(agent, python)
+        return FunctionLauncher(agent, python) if confinement is None else ConfinedFunction(agent, python, confinement)
     assert command is not None
     return CommandLauncher(command, python, confinement)
 

@@ -1,5 +1,7 @@
 """Runs inside the agent's own interpreter: imports the agent once and forks a process for every episode.
 
+    python programs.py file.py:function [TASK]     TASK: the file of the only episode, which runs in this process
+
 Standard library only. Commands arrive as lines of JSON on standard input: {"run": id, "folder": .., "variables": {..}}
 and {"kill": id}. Answers go to standard output: {"ready": true} or {"failed": ..}, then {"ended": id, "code": ..}. An
 episode's folder holds task.json, and gets output.txt and reward.json. All ends with the standard input.
@@ -153,7 +155,10 @@ class Programs:
                         self.command(line)
 
 
-def main(source: str) -> int:
+def main(source: str, task: str | None = None) -> int:
+    if task is not None:
+        run(load(source), Path(task).parent, dict(os.environ))
+        return 0
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the agent's module prints is no answer
     try:
@@ -170,4 +175,4 @@ def main(source: str) -> int:
 
 if __name__ == "__main__":
     sys.path[:] = [each for each in sys.path if each != str(Path(__file__).parent)]  # its modules are not the agent's
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
