@@ -45,10 +45,13 @@ class Open:
         return self.gateway.url(self.session)
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.session.key, **options)
+        """Responses have to fit the SDK's models, of which it tolerates gaps by default."""
+        strict: Any = {"_strict_response_validation": True, **options}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.session.key, **strict)
 
     def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
-        return anthropic.AsyncAnthropic(base_url=self.url, api_key=self.session.key, **options)
+        strict: Any = {"_strict_response_validation": True, **options}
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key=self.session.key, **strict)
 
     def plain(self) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {self.session.key}"})

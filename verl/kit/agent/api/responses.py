@@ -209,7 +209,7 @@ def response_object(response: ChatResponse, body: Mapping[str, Any]) -> dict[str
         "output": list(_items(response)),
         "usage": {
             "input_tokens": response.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": response.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": response.prompt_tokens + response.completion_tokens,
@@ -229,7 +229,7 @@ def _head(response: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
         "instructions": body.get("instructions"),
         "metadata": body.get("metadata") or {},
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p"),
         "max_output_tokens": body.get("max_output_tokens"),
