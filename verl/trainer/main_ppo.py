@@ -60,6 +60,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     from verl.trainer.builders.run import built, load_chat_template, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu, warn_of_slow_dtype
     from verl.trainer.hooks import installed_tool, needed_tool
+    from verl.utils.reward_score.rlla import switches
 
     check_device(config.trainer)
     warn_of_slow_dtype(config)
@@ -81,7 +82,7 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         with replacing(folder / "config.yaml") as unfinished:
             unfinished.write_text(as_yaml(config, TRAIN), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
-        write_jsonl(folder / CODE_VERSION, [code_version()])
+        write_jsonl(folder / CODE_VERSION, [{**code_version(), **switches()}])
         write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
         last = run_async(run.run())
     if run.after:
@@ -97,7 +98,8 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
     }
     for name, path in files.items():
         console.print(f"{name:12}{path}", markup=False, soft_wrap=True)
-    console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)
+    console.print(f"\nlook at it: toolrl report {folder}", markup=False, soft_wrap=True)
+    console.print(f"try it: toolrl chat model.path={last / 'hf'}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

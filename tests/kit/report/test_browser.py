@@ -149,6 +149,8 @@ def test_filters_choose_rollouts(driver: Any, files: tuple[Path, Path]) -> None:
         ("filter-step", "", every),
         ("search", "step 7 GROUP 2", PER_GROUP),
         ("search", HOSTILE[:20], every),
+        ("search", '"city": "oslo"', every),
+        ("search", "responses", 0),  # a name in the record, and in no text
         ("search", "", every),
     ):
         setting(driver, name, value)

@@ -97,3 +97,44 @@ def test_only_runs_with_such_a_reward_are_explained(tmp_path: Path) -> None:
     for damaged in ("reward:\n  name: mine.py:mine\n", "reward:\n  name: rlla\n  options: {unknown: 1}\n", "a: ["):
         path.write_text(damaged)
         assert reasons_of(read_run(tmp_path)) is None
+
+
+def test_every_part_has_to_be_the_recorded_one() -> None:
+    """ToolRL's schedule: the response of step 50 is scored with 49 steps done, and correctness is 0 in all of them."""
+    answer, options = "<think> so </think>\n<response> yes </response>", RllaOptions(schedule_reward=True)
+    row = {**rollout(answer, answer, options, step=49), "step": 50}
+    points = 2 - 49 / 150
+    assert (
+        Reasons(options, None).of(row)[0]
+        == f"format {points:g}: exactly the blocks of the gold, a thought and an answer"
+    )
+    row["score"]["parts"]["format"] = 0.5
+    assert Reasons(options, None).of(row) == [] == PLAIN.of(row)
+
+
+def test_the_length_part_has_its_arithmetic() -> None:
+    options = RllaOptions(with_length=True)
+    short = "<think> so it is </think>\n<response> yes </response>"
+    long = short.replace("so it is", "so " * 256)
+    assert Reasons(options, None).of(rollout(long, short, options))[-1] == (
+        "length 0.5: the thought has 256 words, and 512 give 1 point"
+    )
+    assert Reasons(options, None).of(rollout("yes", short, options))[-1] == "length 0: the response has no thought"
+
+
+@pytest.mark.parametrize(("points", "known"), [(1.0, "parses"), (0.0, "does not parse"), (0.5, None)])
+def test_the_format_of_calls_is_one_of_two(points: float, known: str | None) -> None:
+    gold = json.dumps([{"name": "pay", "arguments": {"sum": 5}}])
+    said = {"role": "assistant", "content": "", "tool_calls": [{"name": "pay", "arguments": {"sum": 5}}]}
+    parts = {"format": points, "correctness": 3.0, "length": 0.0}
+    lines = PLAIN.of({"step": 1, "responses": [said], "answer": gold, "score": {"total": 3 + points, "parts": parts}})
+    assert [line.startswith(f"format {points:g}: the response {known}") for line in lines[:1]] == [True] * bool(known)
+
+
+def test_the_reward_follows_from_the_recorded_variables(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("reward:\n  name: rlla\n  options: {}\n")
+    (tmp_path / "code_version.json").write_text(json.dumps({"toolrl": "1", "REFINEDREWARD": "1"}) + "\n")
+    run = read_run(tmp_path)
+    assert run.settings["export REFINEDREWARD"] == "1" and run.code == {"toolrl": "1"}
+    found = reasons_of(run)
+    assert found is not None and found.options == RllaOptions(refined=True)

@@ -178,6 +178,29 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
 
 
+def test_a_run_without_rewards_is_judged_by_its_loss(tmp_path: Path) -> None:
+    """As `toolrl sft` leaves it: no rollouts, no responses of validations, defaults of its own."""
+    rows = [{"step": n, "actor/loss": 4.0 - n / 10, "val/demonstrations/loss": 2.0} for n in range(1, 11)]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    (tmp_path / "config.yaml").write_text("trainer:\n  save_freq: 0\n  total_epochs: 9\n")
+    loss, validated, advice = verdict(run := read_run(tmp_path))
+    assert loss.startswith(
+        "The mean loss fell: from 3.700 in the first 5 steps to 3.200 in the last 5, a change of -0.5"
+    )
+    assert (
+        validated.startswith("Validation, val/demonstrations/loss") and advice == "Nothing stands out in the metrics."
+    )
+    assert not any("validation" in note for note in run.notes)
+    described = embedded(render([tmp_path])[0], "data")["runs"][0]
+    assert described["settings"] == {"trainer.total_epochs": [9, 3]}  # toolrl train has 30
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    save_report_run(tmp_path / "one", steps=1)
+    with pytest.raises(ConfigError, match=r"neither metrics.jsonl nor config.yaml; runs in it: .*/one$"):
+        read_run(tmp_path)
+
+
 def test_presets_without_groups_are_known() -> None:
     assert {name for name in ALGORITHMS if not load_preset(name).needs_group} == set(GROUP_FREE)
 
@@ -489,6 +512,12 @@ def test_a_step_between_the_page_and_its_stream_is_an_event(tmp_path: Path) -> N
                 patch.setattr(serve, "render", slow)
                 seen = embedded(_answer(server.server_port, "/", "localhost")[1], "data")["live"]
             assert _first_event(server.server_port, seen) == f"event: changed\nid: {server.version()}"
+            before = server.version()
+            (folder / "logs").mkdir()
+            (folder / "logs" / "crash-20260101-120000.txt").write_text("RuntimeError: no memory left\n")
+            assert _first_event(server.server_port, before) == f"event: changed\nid: {server.version()}"
+            data = embedded(_answer(server.server_port, "/", "localhost")[1], "data")
+            assert any("no memory left" in note for note in data["runs"][0]["notes"])
         finally:
             server.shutdown()
             thread.join()
@@ -524,14 +553,14 @@ def scored(*scores: float, exact: bool = False, tasks: str = "abcdefgh") -> dict
 
 
 def test_paired_differences_by_hand() -> None:
-    """Differences 0, 0, 1, 1, -1, 0, 1, 0: the mean is 1/4; two tasks of eight cannot be told from chance."""
+    """Differences 0, 0, 1, 1, -1, 0, 1, 0: mean 1/4, variance (4 - 8 / 16) / 7 = 0.5, t of 7 degrees 2.365."""
     chunks = Chunks()
     found = compare("A", scored(1, 1, 0, 0, 1, 0, 0, 1), "B", scored(1, 1, 1, 1, 0, 0, 1, 1), chunks)
     (paired,) = found.sets
     assert (paired.tasks, paired.before, paired.after, paired.solved) == (8, 0.5, 0.75, [4, 6])
-    assert (paired.gained, paired.lost) == (3, 1) and paired.low < 0.25 < paired.high
-    # 1.96 standard errors: the variance is (4 - 8 / 16) / 7 = 0.5
-    assert paired.high - paired.low == pytest.approx(2 * 1.96 * math.sqrt(0.5 / 8), rel=0.2)
+    half = 2.3646 * math.sqrt(0.5 / 8)
+    assert (paired.gained, paired.lost) == (3, 1)
+    assert (paired.low, paired.high) == pytest.approx((0.25 - half, 0.25 + half), abs=1e-4)
     assert [(each["task"], each["solved"]) for each in found.flipped] == [
         ("e", False), ("c", True), ("d", True), ("g", True)
     ]  # fmt: skip
@@ -539,10 +568,23 @@ def test_paired_differences_by_hand() -> None:
 
 
 def test_a_pair_is_narrower_than_two_means() -> None:
-    """Tasks differ by far more than the runs: every one of them gains 0.1."""
-    hard = [0.0, 5.0, 10.0, 15.0]
+    """Tasks differ by far more than the runs: they gain 0.1 or 0.2. Of many, the bootstrap is close to the normal."""
+    for count, quantile in ((4, 3.182), (200, 1.96)):
+        hard, tasks = [5.0 * task for task in range(count)], "".join(map(chr, range(1000, 1000 + count)))
+        old, new = (
+            scored(*(each + gain * (1 + task % 2) for task, each in enumerate(hard)), tasks=tasks) for gain in (0, 0.1)
+        )
+        (paired,) = compare("A", old, "B", new, Chunks()).sets
+        half = quantile * 0.05 / math.sqrt(count - 1)
+        assert (paired.low, paired.high) == pytest.approx((0.15 - half, 0.15 + half), abs=0.1 * half)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_few_equal_differences_have_no_interval(count: int) -> None:
+    """Rounding is no variance: 5.1 - 5 is not 0.1."""
+    hard = [5.0 * task for task in range(count)]
     (paired,) = compare("A", scored(*hard), "B", scored(*(each + 0.1 for each in hard)), Chunks()).sets
-    assert (paired.low, paired.high) == pytest.approx((0.1, 0.1))
+    assert (paired.low, paired.high) == (None, None)
 
 
 def test_tasks_without_a_counterpart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,23 @@ A report compares the first and the last validation of every run, and the last o
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
+
+from scipy.special import stdtrit
 
 from verl.kit.evaluation.stats import RESAMPLES, estimate
 from verl.kit.report.chunks import Chunks, encoded, encoded_bound, fitting, short, spread_part
 from verl.kit.report.folder import RunFolder
 
 MAX_FLIPPED = 200  # tasks of a comparison, with their transcripts
+_FEW = 30  # tasks; a bootstrap of fewer gives too narrow an interval
+_ROUNDING = 1e-9  # relative
 _SOLVED = 0.5  # share of a task's responses with the maximum reward
 _DETAILS = ("prompt", "responses", "answer", "tool_uses", "score")
 _Task = tuple[str, str]  # set, id of the task
@@ -25,14 +30,14 @@ _Rows = Mapping[_Task, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedSet:
-    """A validation set: means over the tasks of both sides, and the 95 % interval of the mean paired difference."""
+    """A validation set: means over the tasks of both sides, and 95 % of the mean paired difference if it has such."""
 
     name: str
     tasks: int
     before: float
     after: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     solved: list[int]  # before, after
     gained: int
     lost: int
@@ -139,7 +144,7 @@ def _sets(tasks: Sequence[_Task]) -> list[str]:
 def _paired(name: str, tasks: Sequence[_Task], old: _Rows, new: _Rows) -> PairedSet:
     before, after = ([_reward(side[task]) for task in tasks] for side in (old, new))
     differences = [late - early for early, late in zip(before, after, strict=True)]
-    low, high = estimate(name, differences, RESAMPLES).interval
+    low, high = _interval(name, differences)
     solved = [[_solved(side[task]) for task in tasks] for side in (old, new)]
     changes = list(zip(*solved, strict=True))
     return PairedSet(
@@ -153,6 +158,18 @@ def _paired(name: str, tasks: Sequence[_Task], old: _Rows, new: _Rows) -> Paired
         gained=changes.count((False, True)),
         lost=changes.count((True, False)),
     )
+
+
+def _interval(name: str, differences: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """95 % of the mean: by a bootstrap; of few differences, by the t distribution, if there is a variance to see."""
+    count = len(differences)
+    if count >= _FEW:
+        return estimate(name, differences, RESAMPLES).interval
+    spread = stdev(differences) if count > 1 else 0.0
+    if spread <= _ROUNDING * max(map(abs, differences)):
+        return None, None
+    mean, half = fmean(differences), float(stdtrit(count - 1, 0.975)) * spread / math.sqrt(count)
+    return mean - half, mean + half
 
 
 def _reward(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -30,6 +30,7 @@ MAX_STEPS = 5_000  # of a curve
 MAX_METRICS = 1_000
 _FEWEST = 2  # steps of a curve
 _NAME = 200  # characters of a metric's name
+_REWARD, _LOSS = "reward/total", "actor/loss"
 _EQUAL = "reward/zero_variance_groups"
 GROUP_FREE = ("ppo", "remax", "reinforce_pp")  # presets whose advantages are not relative to the group
 # Checked in this order: the first that holds is what to look at first.
@@ -120,16 +121,19 @@ def verdict(run: RunFolder) -> list[str]:
 
 
 def _reward(run: RunFolder) -> str:
-    values = [value for row in run.rows if (value := number(row.get("reward/total"))) is not None]
+    """Or the loss, where there is no reward (`toolrl sft`)."""
+    rewarded = any(_REWARD in row for row in run.rows) or not any(_LOSS in row for row in run.rows)
+    name, metric = ("reward", _REWARD) if rewarded else ("loss", _LOSS)
+    values = [value for row in run.rows if (value := number(row.get(metric))) is not None]
     count = max(_WINDOW, len(values) // 5)
     if len(values) < 2 * count:
-        return f"Too few steps for a verdict on the reward: {len(values)}, and at least {2 * _WINDOW} are needed."
+        return f"Too few steps for a verdict on the {name}: {len(values)}, and at least {2 * _WINDOW} are needed."
     first, last = values[:count], values[-count:]
     change = _mean(last) - _mean(first)
     half = welch_half(first, last)
     verb = "rose" if change > half else "fell" if change < -half else "did not change measurably"
     return (
-        f"The mean reward {verb}: from {_mean(first):.3f} in the first {count} steps to {_mean(last):.3f} in the last "
+        f"The mean {name} {verb}: from {_mean(first):.3f} in the first {count} steps to {_mean(last):.3f} in the last "
         f"{count}, a change of {change:+.3f} (95 % interval {change - half:+.3f} to {change + half:+.3f})."
     )
 
@@ -209,6 +213,8 @@ def _first_look(run: RunFolder) -> str:
         values = [value for row in recent if (value := number(row.get(name))) is not None]
         if values and _mean(values) > limit:
             return f"Look first: {advice}. It is {_mean(values):.3g} in the last {counted(len(recent), 'step')}."
+    if not any(_REWARD in row for row in run.rows):
+        return "Nothing stands out in the metrics."
     return "Nothing stands out in the metrics: look first at the rollouts of the last step with the lowest rewards."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from errno import EINVAL
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from verl.checkpoint.crash import CRASH_FILES
+from verl.config.commands import SFT, TRAIN
 from verl.config.load import restored_config
 from verl.config.schema import Config
 from verl.data.rows import DATA_VERSIONS
@@ -22,7 +24,9 @@ from verl.kit.report.rows import is_scored, is_step
 from verl.system.code_version import CODE_VERSION
 from verl.system.files import step_files
 from verl.text import counted
+from verl.utils.reward_score.rlla import TOGGLES
 
+_OF_RESPONSES = re.compile("val/.+/total")  # metrics of validations that leave their responses
 _LINE = 500  # characters of a crash report's first line
 _LISTED = 5  # missing steps, files of other names
 _LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
@@ -37,6 +41,7 @@ _BESIDE = {  # settings that it is built with
     "algorithm.name": ("algorithm.", "data.max_response_length", "rollout.max_staleness"),
     "env.tool_call_format": ("env.tool_call_format", "reward.options"),
 }
+_EXPORT = "export "  # in the name of a variable among the settings
 _DAMAGES = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
@@ -49,10 +54,10 @@ class RunFolder:
 
     folder: Path
     name: str
-    settings: Mapping[str, Any]  # of config.yaml, flat
+    settings: Mapping[str, Any]  # of config.yaml, flat, and `export NAME` of ToolRL's variables that are on
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     alarms: Sequence[Mapping[str, Any]]  # of collapses.jsonl
-    code: Mapping[str, str]  # of code_version.json
+    code: Mapping[str, str]  # of code_version.json, without ToolRL's variables
     data: Mapping[str, str]  # of data_versions.jsonl: path or name on the hub -> digest or commit
     notes: list[str] = field(default_factory=list)
     user_code: bool = False
@@ -72,6 +77,11 @@ class RunFolder:
             return restored_config(used)
         except (ArithmeticError, AttributeError, RecursionError) as error:
             raise ConfigError(f"config.yaml holds a value of another type ({error})") from error
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """ToolRL's variables that are on."""
+        return {name: "1" for name in TOGGLES if self.settings.get(_EXPORT + name) == "1"}
 
     def transcript_steps(self) -> list[int]:
         return list(step_files(self.folder / "transcripts", ".jsonl"))
@@ -127,17 +137,23 @@ def read_run(folder: Path, user_code: bool = False) -> RunFolder:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {str(folder)!r}")
         if not (folder / "metrics.jsonl").exists() and not (folder / "config.yaml").exists():
-            raise ConfigError(f"{folder} is not the folder of a run: it has neither metrics.jsonl nor config.yaml")
+            found = _listed(sorted(str(each.parent) for each in folder.glob("*/metrics.jsonl")))
+            hint = f"; runs in it: {found}" if found else ""
+            missing = "it has neither metrics.jsonl nor config.yaml"
+            raise ConfigError(f"{folder} is not the folder of a run: {missing}{hint}")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read ({error.strerror})") from error
     notes: list[str] = []
+    settings = _settings(folder / "config.yaml", notes)
+    code = {name: str(value) for row in _lines_if_any(folder / CODE_VERSION, notes) for name, value in row.items()}
+    settings |= {_EXPORT + name: code.pop(name) for name in TOGGLES if name in code}
     run = RunFolder(
         folder=folder,
         name=folder.resolve().name,
-        settings=_settings(folder / "config.yaml", notes),
+        settings=settings,
         rows=_in_order(_json_lines(folder / "metrics.jsonl", notes, _has_step, "step"), notes),
         alarms=_lines_if_any(folder / "collapses.jsonl", notes),
-        code={name: str(value) for row in _lines_if_any(folder / CODE_VERSION, notes) for name, value in row.items()},
+        code=code,
         data={
             str(row.get("source")): str(row.get("sha256", row.get("revision")))
             for row in _lines_if_any(folder / DATA_VERSIONS, notes)
@@ -203,7 +219,7 @@ def _missing(run: RunFolder) -> list[str]:
         if missing := [step for step in finished if step not in steps]:
             which = "all" if len(missing) == len(finished) else f"{len(missing)} of {len(finished)}"
             notes.append(f"{name}/ lacks the files of {which} finished steps: {_listed(missing)}")
-    validated = {row["step"] for row in run.rows if any(name.startswith("val/") for name in row)}
+    validated = {row["step"] for row in run.rows if any(map(_OF_RESPONSES.fullmatch, row))}
     if missing := sorted(validated.difference(run.validated_steps())):
         notes.append(f"validation/ lacks the files of {counted(len(missing), 'validation')}: step {_listed(missing)}")
     return notes
@@ -329,6 +345,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-def default_settings() -> dict[str, Any]:
-    """Every setting's default, flat."""
-    return dict(flat(asdict(Config())))
+def default_settings(run: RunFolder) -> dict[str, Any]:
+    """Every setting's default in the command of the run, flat. Of the two, `toolrl sft` has no rollouts."""
+    command = TRAIN if any(name.startswith("rollout.") for name in run.settings) else SFT
+    return {**dict(flat(asdict(Config()))), **command.defaults}

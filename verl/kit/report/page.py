@@ -92,7 +92,7 @@ def _raw(page: Any, name: str) -> Any:
 
 def _described(run: RunFolder, room: int) -> dict[str, Any]:
     """What a page has of a run beside its rollouts. room: characters for metrics, settings and marks"""
-    defaults = default_settings()
+    defaults = default_settings(run)
     changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
     changed = {str(short(name)): [short(value), short(defaults.get(name))] for name, value in changed.items()}
     metrics, left_out = fitting_columns(run, room // 2)

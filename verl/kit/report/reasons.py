@@ -1,7 +1,7 @@
 """Why a response has its score: which call matched which gold call, and what each part gave, for rlla and calls.
 
-The arithmetic is the reward's own (verl/utils/reward_score). An explanation is given only if it leads to the recorded
-score: a row of the data may name another reward, or a schedule another step.
+The arithmetic is the reward's own (verl/utils/reward_score). An explanation is given only if it leads to every recorded
+part of the score: a row of the data may name another reward, or a schedule another step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 from verl.errors import VerlError
 from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
-from verl.formats.toolrl_text import Gold, call_text, matches_shape, parse_calls, parse_gold
+from verl.formats.toolrl_text import Gold, call_text, matches_shape, parse_calls, parse_gold, thought_word_count
+from verl.kit.report import rows
 from verl.kit.report.folder import RunFolder
+from verl.text import counted
 from verl.utils.reward_score.calls import calls_as_json
 from verl.utils.reward_score.matching import Call
 from verl.utils.reward_score.rlla import (
@@ -23,6 +25,9 @@ from verl.utils.reward_score.rlla import (
     RllaOptions,
     calls_score,
     correctness_range,
+    format_range,
+    full_length,
+    length_score,
     match_calls,
     most_points,
     score_response,
@@ -31,6 +36,10 @@ from verl.utils.reward_score.rlla import (
 _NAMES = ("auto", "rlla", "calls")
 _TOLERANCE = 1e-6
 _SHOWN_CHARS = 200
+_FORM = {
+    True: "parses, is complete, and calls tools as the gold turn does",
+    False: "does not parse, is not complete, or does not call tools where the gold turn does",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +52,26 @@ class Reasons:
     def of(self, rollout: Mapping[str, Any]) -> list[str]:
         """Lines; empty where the score cannot be explained. rollout: a line of a transcript"""
         score = rollout.get("score")
-        recorded = score.get("parts", {}).get("correctness") if isinstance(score, dict) else None
-        if not isinstance(recorded, int | float) or not isinstance(rollout.get("answer"), str):
+        parts = score.get("parts", {}) if isinstance(score, dict) else {}
+        recorded = {name: value for name, each in parts.items() if (value := rows.number(each)) is not None}
+        if "correctness" not in recorded or not isinstance(rollout.get("answer"), str):
             return []
         for step in (rollout["step"], rollout["step"] - 1):
             for explain in (self._texts, self._calls):
-                lines, correctness = explain(rollout, step)
-                if lines and math.isclose(correctness, recorded, abs_tol=_TOLERANCE):
+                lines, found = explain(rollout, step)
+                pairs = ((found.get(name, each), each) for name, each in recorded.items())
+                if lines and all(math.isclose(one, two, abs_tol=_TOLERANCE) for one, two in pairs):
                     return lines
         return []
 
-    def _texts(self, rollout: Mapping[str, Any], step: int) -> tuple[list[str], float]:
+    def _texts(self, rollout: Mapping[str, Any], step: int) -> tuple[list[str], dict[str, float]]:
         """As rlla scores it: the last turn's text."""
         response = _turns(rollout)[-1]["content"].strip()
         try:
             gold = parse_gold(rollout["answer"])
             score = score_response(response, rollout["answer"], step, self.options)
         except VerlError:
-            return [], math.nan
+            return [], {}
         lines = [_format(response, gold, score.format)]
         if gold.calls is None:
             lines.append(f"correctness {score.correctness:g}: the gold answer calls no tool")
@@ -72,20 +83,40 @@ class Reasons:
                 lines += self._matched(gold.calls, predicted, score.correctness, step)
             except MALFORMED as error:
                 lines.append(f"correctness {score.correctness:g}: the calls cannot be read ({_cut(str(error))})")
-        return lines, score.correctness
+        return [*lines, *self._length(response, step)], score._asdict()
 
-    def _calls(self, rollout: Mapping[str, Any], step: int) -> tuple[list[str], float]:
-        """As the reward calls scores it: the first turn's calls."""
+    def _calls(self, rollout: Mapping[str, Any], step: int) -> tuple[list[str], dict[str, float]]:
+        """As the reward calls scores it: the first turn's calls. Its format is one of two values, the recorded one."""
+        turn, ends = _turns(rollout)[0], format_range(self.options, step)
+        recorded = rows.number(rollout["score"]["parts"].get("format"))
+        fits = recorded is None or math.isclose(recorded, ends.high, abs_tol=_TOLERANCE)
+        points = ends.high if fits else ends.low
+        lines = [] if recorded is None else [f"format {points:g}: the response {_FORM[fits]}"]
         try:
             gold = [{"name": call["name"], "parameters": call["arguments"]} for call in json.loads(rollout["answer"])]
-            predicted = self._called(_turns(rollout)[0])
-            if not predicted:
-                low = correctness_range(self.options, step).low
-                return [f"correctness {low:g}, the minimum: the response calls no tool"], low
-            correctness = calls_score(gold, predicted, self.options, step)
-            return self._matched(gold, predicted, correctness, step), correctness
+            if predicted := self._called(turn):
+                correctness = calls_score(gold, predicted, self.options, step)
+                lines += self._matched(gold, predicted, correctness, step)
+            else:
+                correctness = correctness_range(self.options, step).low
+                lines.append(f"correctness {correctness:g}, the minimum: the response calls no tool")
         except MALFORMED:
-            return [], math.nan
+            return [], {}
+        length = length_score(turn["content"], self.options, step)
+        found = {"format": points, "correctness": correctness, "length": length}
+        return [*lines, *self._length(turn["content"], step)], found
+
+    def _length(self, response: str, step: int) -> list[str]:
+        """A line, if the reward has this part."""
+        if not self.options.scores_length:
+            return []
+        words, points = thought_word_count(response), length_score(response, self.options, step)
+        if words is None:
+            return [f"length {points:g}: the response has no thought"]
+        return [
+            f"length {points:g}: the thought has {counted(words, 'word')}, "
+            f"and {full_length(self.options, step):g} give 1 point"
+        ]
 
     def _called(self, turn: Mapping[str, Any]) -> list[Call]:
         return calls_of(turn, self.tool_call_format)
@@ -174,7 +205,7 @@ def reasons_of(run: RunFolder) -> Reasons | None:
         return None
     try:
         config = run.config("env.tool_call_format")
-        options = RllaOptions.from_env({}, config.reward.options)
+        options = RllaOptions.from_env(run.switches, config.reward.options)
         name = config.env.tool_call_format
         built = build_tool_call_format(name, config.env.tool_call_format_options) if name else None
     except VerlError:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import psutil
 
+from verl.checkpoint.crash import CRASH_FILES
 from verl.errors import ConfigError, VerlError
 from verl.kit.report.page import render
 
@@ -57,8 +58,9 @@ class ReportServer(ThreadingHTTPServer):
             raise ConfigError(f"cannot listen on {host}:{port} ({why}); choose another --port") from error
 
     def version(self) -> str:
-        """Changes with every step of a run."""
-        stamps = [_stamp(folder / name) for folder in self.folders for name in _WATCHED]
+        """Changes with every step of a run, and when it crashes."""
+        crashes = [path for folder in self.folders for path in sorted(folder.glob(CRASH_FILES))[-1:]]
+        stamps = [_stamp(path) for path in (*(each / name for each in self.folders for name in _WATCHED), *crashes)]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
     def page(self) -> bytes:

@@ -112,7 +112,7 @@ class RllaOptions:
         """The variant that ToolRL's variables ("1": on) and `overrides` select. Raises ConfigError."""
         if "STRICTMATCH" in environ:
             _warn_of_strictmatch()
-        toggled = _toggled(tuple(name for key, name in TOGGLES.items() if environ.get(key) == "1"))
+        toggled = _toggled(tuple(TOGGLES[name] for name in switches(environ)))
         if not overrides:
             return toggled
         check_options("reward", "rlla", cls, overrides)
@@ -121,6 +121,11 @@ class RllaOptions:
     @property
     def scores_length(self) -> bool:
         return self.with_length or self.schedule_length
+
+
+def switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """ToolRL's variables that are on."""
+    return {name: environ[name] for name in TOGGLES if environ.get(name) == "1"}
 
 
 @cache  # once per process, whatever the warning filters are

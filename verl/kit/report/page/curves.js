@@ -146,6 +146,7 @@ addPage("overview", "Overview", (main) => {
     if (run.left_out.length) main.append(element("p", { class: "quiet left-out" }, `Limits of this file: ${run.left_out.join("; ")}.`));
   }
   const names = present(["reward/total", "actor/entropy", "response_length/mean", "reward/zero_variance_groups", "engine/logprob_diff_mean", "actor/grad_norm"]);
+  if (!names.includes("reward/total")) names.unshift(...present(["actor/loss", "val/demonstrations/loss"]));
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));
   if (names.length) main.append(element("p", { class: "quiet" }, "Thin lines: raw. Thick lines: smoothed, as chosen on the page Curves."));
   const { runs } = report.data;
@@ -190,7 +191,7 @@ addPage("validation", "Validation", (main) => {
 });
 
 // Areas one upon the other; the first name lies at the bottom.
-function drawStacked(box, run, names) {
+function drawStacked(box, run, names, height = 260) {
   const timed = run.metrics.step.map((_, place) => place).filter((place) => names.some((name) => run.metrics[name][place] !== null));
   const columns = names.map((name) => timed.map((place) => run.metrics[name][place] ?? 0));
   const sums = [];
@@ -198,7 +199,7 @@ function drawStacked(box, run, names) {
   const order = names.map((_, number) => names.length - 1 - number);
   const hue = (number) => HUES[number % HUES.length];
   draw(box, [timed.map((place) => axisOf(run)[place]), ...order.map((number) => sums[number])],
-    order.map((number) => ({ label: `up to ${names[number]}`, color: hue(number), width: 1, fill: hue(number), quiet: true })), { height: 260, legend: false, zero: true });
+    order.map((number) => ({ label: `up to ${names[number]}`, color: hue(number), width: 1, fill: hue(number), quiet: true })), { height, legend: false, zero: true });
   box.append(element("p", {}, names.map((name, number) => [element("span", { class: "swatch", style: `background:${hue(number)}` }), ` ${name}  `]).flat()));
 }
 
@@ -231,6 +232,18 @@ function drawQuantiles(box, run, rows) {
     { bands: [{ series: [5, 1], fill: `${hue}22` }, { series: [4, 2], fill: `${hue}33` }], marks: marksOf(run) });
 }
 
+const DISTRIBUTED = ["reward", "tools", "staleness", "engine", "correction", "filter"];
+const OUTCOMES = ["success", "user_error", "timeout", "unavailable"].map((status) => `tools/${status}`);
+
+// Shares of the tool calls by outcome.
+function outcomesBox(run) {
+  const names = OUTCOMES.filter((name) => run.metrics[name]);
+  if (!names.length) return null;
+  const box = element("div", { class: "plot", "data-outcomes": true }, element("h3", {}, "outcomes of tool calls"));
+  whenVisible(box, () => drawStacked(box, run, names, 180));
+  return box;
+}
+
 addPage("distributions", "Distributions", (main) => {
   const titles = { reward: "reward of a rollout", num_tokens: "response length in tokens", turns: "assistant turns" };
   for (const run of report.data.runs) {
@@ -239,8 +252,8 @@ addPage("distributions", "Distributions", (main) => {
       const box = element("div", { class: "plot" }, element("h3", {}, title));
       whenVisible(box, () => drawQuantiles(box, run, run.rollouts.quantiles[name]));
       return box;
-    })));
+    }), outcomesBox(run)));
   }
-  const parts = metricNames().filter((name) => /^(reward|tools|staleness|engine|correction|filter)\//.test(name));
+  const parts = DISTRIBUTED.flatMap((family) => metricNames().filter((name) => name.startsWith(`${family}/`)));
   main.append(element("h2", {}, "Reward parts, tools, staleness, difference of engine and trainer"), element("div", { class: "grid" }, parts.map((name) => metricBox(name))));
 });

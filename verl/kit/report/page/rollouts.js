@@ -35,14 +35,24 @@ function filtered() {
 
 async function detail(row) { return (await chunk(meta().chunk[row]))[meta().place[row]]; }
 
+// The texts of a rollout, as they are shown.
+function textsOf(one) {
+  const called = (message) => (message.tool_calls ?? []).flatMap((call) => [call.name, pretty(call.arguments)]);
+  const said = [...(one.prompt ?? []), ...(one.responses ?? [])].flatMap((message) => [message.content, ...called(message)]);
+  const used = (one.tool_uses ?? []).map((use) => use.name);
+  return [...said, one.answer, ...(one.reasons ?? []), ...(one.tools ?? []), ...used].filter(Boolean).join("\n");
+}
+
 async function withText(rows, text) {
-  const chosen = [];
-  for (const row of rows) if (JSON.stringify(await detail(row)).toLowerCase().includes(JSON.stringify(text).slice(1, -1).toLowerCase())) chosen.push(row);
+  const chosen = [], wanted = text.toLowerCase();
+  for (const row of rows) if (textsOf(await detail(row)).toLowerCase().includes(wanted)) chosen.push(row);
   return chosen;
 }
 
+const pretty = (given) => (typeof given === "string" ? given : JSON.stringify(given, null, 2));
+
 function callBox(name, given) {
-  return element("div", { class: "call" }, element("b", {}, `call of ${name}`), element("pre", {}, typeof given === "string" ? given : JSON.stringify(given, null, 2)));
+  return element("div", { class: "call" }, element("b", {}, `call of ${name}`), element("pre", {}, pretty(given)));
 }
 
 // The text of a message with the tool calls in it, which formats write as JSON objects in tags, set apart.
