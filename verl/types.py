@@ -199,6 +199,7 @@ class Trajectory:
     repeats: int = 0  # earlier attempts that failed with a service
     opening: tuple[Message, ...] = ()  # the environment's first messages
     counts: Mapping[str, int] = field(default_factory=dict, hash=False)  # of a program that drives it, by metric
+    tools: tuple[str, ...] = ()  # names of those that the environment offered, in the order of time
 
     @property
     def prompt(self) -> tuple[Message, ...]:

@@ -123,7 +123,7 @@ def _sample(line: int, segment: int) -> KeptSample:
     return KeptSample(
         row=line + segment,
         line=line,
-        task_id="task0",
+        task_id=f"task0{HOSTILE}",
         group=0,
         index=line,
         segment=segment,

@@ -291,6 +291,7 @@ def test_transcripts_come_back_as_they_were(tmp_path: Path) -> None:
         "task_id": "train.parquet#17",
         "data_source": "sums",
         "index": 1,
+        "group": 0,
         "prompt": [{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1?"}],
         "responses": [
             {"role": "assistant", "content": response},
@@ -375,7 +376,17 @@ def test_the_live_view_of_a_long_run_fits_a_small_screen() -> None:
 def test_a_sparkline_has_a_character_per_value_or_per_mean() -> None:
     assert sparkline([0.0, 1.0, 0.5, 0.25]) == "▁█▅▃"  # 7 * 0.5 = 3.5 rounds to 4, 7 * 0.25 = 1.75 to 2
     assert sparkline([0.0, 2.0, 4.0, 6.0], width=2) == "▁█"
-    assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([0.0, float("nan")]) == ""
+    assert sparkline([3.0, 3.0]) == "▁▁"
+
+
+def test_a_reward_that_is_not_finite_leaves_the_others_in_the_sparkline() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    display = Display(9, console)
+    for step, reward in enumerate((math.nan, 1.0, 2.0, math.inf), 1):
+        display.log(step, {"reward/total": reward})
+    console.print(display)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert re.search("^rewards +▁█ *$", shown, re.MULTILINE)
 
 
 def test_a_rollout_of_every_step_is_printed_on_request_cut_and_harmless() -> None:

@@ -166,6 +166,7 @@ class _Episode:
             self._num_malformed,
             opening=self._opening,
             counts=env.counts if isinstance(env, ProgramEnv) else {},
+            tools=tuple(tool.name for tool in self._tools),
         )
 
     async def _run_program(self, env: ProgramEnv) -> StopReason:

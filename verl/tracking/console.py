@@ -52,7 +52,7 @@ class Display(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; step 0 is the validation before training."""
         self._step, self._shown, self._phases = step, highlights(metrics), phase_times(metrics)
-        self._rewards += [metrics["reward/total"]] if "reward/total" in metrics else []
+        self._rewards += [reward] if math.isfinite(reward := metrics.get("reward/total", math.nan)) else []
         if step > self._first:
             seconds = (time.monotonic() - self._first_time) / (step - self._first) * (self._total - step)
             self._left = duration(seconds)
@@ -104,8 +104,6 @@ def sparkline(values: Sequence[float], width: int = _BAR_WIDTH) -> str:
     edges = [round(len(values) * number / count) for number in range(count + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
-    if not all(map(math.isfinite, means)):
-        return ""
     return "".join(_BLOCKS[round((mean - low) / (span or 1.0) * (len(_BLOCKS) - 1))] for mean in means)
 
 

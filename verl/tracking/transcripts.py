@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.system.files import step_files
 from verl.tracking.jsonl import write_jsonl
-from verl.types import Message, Trajectory, TrajectoryGroup
+from verl.types import Message, Task, Trajectory, TrajectoryGroup
 
 _SAMPLES = 8  # rows per step in tables of trackers
 
@@ -22,7 +22,8 @@ class Transcripts:
     def write(self, step: int, groups: Sequence[TrajectoryGroup]) -> Path:
         """Write the file of a step atomically. Returns its path."""
         path = self.folder / f"step-{step:06d}.jsonl"
-        write_jsonl(path, (row for group in groups for row in group_rows(step, group)))
+        rows = ({**row, "group": place} for place, group in enumerate(groups) for row in group_rows(step, group))
+        write_jsonl(path, rows)
         return path
 
     def write_validation(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -49,7 +50,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "data_source": group.task.data_source,
             "index": trajectory.index,
             "prompt": _messages(trajectory.prompt),
-            **({"tools": [tool.name for tool in group.task.tools]} if group.task.tools else {}),
+            **({"tools": tools} if (tools := _tools(group.task, trajectory)) else {}),
             "responses": _messages(_responses(trajectory)),
             "answer": group.task.answer,
             "score": {"total": score.total, "parts": dict(score.parts)},
@@ -62,6 +63,11 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "num_tokens": sum(len(turn.completion.token_ids) for turn in trajectory.turns),
             "tool_uses": [asdict(use) for use in trajectory.tool_uses],
         }
+
+
+def _tools(task: Task, trajectory: Trajectory) -> list[str]:
+    """The names of those that the policy was told of, where they are not part of the prompt's text."""
+    return list(trajectory.tools) or [tool.name for tool in task.tools]
 
 
 def sample_rows(groups: Iterable[TrajectoryGroup]) -> list[dict[str, Any]]:

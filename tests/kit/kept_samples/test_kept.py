@@ -203,3 +203,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DataError, match=r"step-000001\.npz.*is damaged"):
         read_samples(path)
+
+
+def test_the_longest_are_left_out_before_a_file_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the batch, whatever comes first."""
+    monkeypatch.setattr("verl.kit.kept_samples.kept._MAX_RAW_BYTES", 250)
+    groups = [group([0.0], turn(3, 2)), group([1.0], turn(30, 20)), group([2.0], turn(4, 2)), group([3.0], turn(2, 2))]
+    batch = to_batch(groups)
+    kept = step_samples(groups, groups, choose_rollouts(groups, 4), Learned({}, np.arange(4), batch, Trace()))
+    assert [each.row for each in kept.samples] == [0, 2, 3] and kept.left_out == 1

@@ -381,6 +381,32 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(driver: Any, files:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_long_names_are_broken_on_a_phone(driver: Any, tmp_path: Path) -> None:
+    """Names of runs, metrics, tools and tasks without a space."""
+    long = "toolrl_grpo_qwen2_5_7b_instruct_lr1e6_bs512_run1" * 2
+    runs = [save_report_run(tmp_path / f"{long}{number}", steps=2) for number in (1, 2)]
+    for run in runs:
+        append_jsonl(run / "metrics.jsonl", {"step": 3, "time": 9e3, f"mine/{long}": 1.0})
+        path = run / "transcripts" / "step-000001.jsonl"
+        rows = [
+            json.loads(line.replace("weather", long).replace('"task0', f'"{long}'))
+            for line in path.read_text().splitlines()
+        ]
+        path.write_text("".join(json.dumps({**row, "tools": [long]}) + "\n" for row in rows))
+    write_report(runs, tmp_path / "report.html")
+    size = {"width": 360, "height": 780, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        load(driver, (tmp_path / "report.html").as_uri())
+        for page in (*PAGES, "rollouts/0/1/0"):
+            driver.execute_script("location.hash = arguments[0]", page)
+            until(driver, "document.querySelectorAll('main canvas').length || document.querySelector('main article')")
+            time.sleep(0.3)  # legends
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= 360, page
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_damaged_files_are_named_and_the_rest_is_shown(driver: Any, tmp_path: Path) -> None:
     run = save_report_run(tmp_path / "run")
     damage(run)
@@ -522,6 +548,89 @@ def test_the_page_follows_a_run_and_keeps_filters(driver: Any, served: tuple[Pat
     assert driver.execute_script("return document.getElementById('pin').getAttribute('aria-pressed')") == "true"
     assert driver.get_log("browser") == []
     driver.get("about:blank")
+
+
+def test_a_refresh_moves_nothing_in_the_viewer(driver: Any, served: tuple[Path, ReportServer]) -> None:
+    """What is being read and typed stays: scroll positions, open details, the focused token, the caret."""
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+    run, server = served
+    load(driver, f"http://127.0.0.1:{server.server_port}/", "rollouts/0/3/0")
+    press(driver, "t")
+    until(driver, "document.querySelectorAll('.segment').length === 2")
+
+    def step(number: int) -> None:
+        append_jsonl(run / "metrics.jsonl", {"step": number, "time": 2000.0, "reward/total": 9.5})
+        until(
+            driver,
+            f"report.data.runs[0].metrics.step.at(-1) === {number} && document.documentElement.dataset.refreshed",
+        )
+
+    driver.execute_script(
+        "document.querySelector('.explained summary').click(); document.querySelector('.list').scrollTop = 300;"
+        "scrollTo(0, 200); document.querySelector('.tokens .trained').focus({ preventScroll: true })"
+    )
+    place = (
+        "return [scrollY, document.querySelector('.list').scrollTop, document.querySelector('.explained').open,"
+        "document.activeElement.dataset.place, document.querySelector('.tip')?.textContent]"
+    )
+    before = driver.execute_script(place)
+    assert before[0] > 100 and before[1:4] == [300, True, "2"] and before[4]
+    step(13)
+    time.sleep(0.5)
+    assert driver.execute_script(place) == before
+    driver.execute_script("document.getElementById('search').focus()")
+    driver.switch_to.active_element.send_keys("st")
+    step(14)
+    driver.switch_to.active_element.send_keys("ep", keys.ARROW_LEFT)
+    step(15)
+    driver.switch_to.active_element.send_keys("p")
+    assert driver.execute_script("return document.activeElement.value") == "stepp"
+    setting(driver, "search", "")
+    press(driver, "t")
+    until(driver, "document.querySelector('article .message') && !document.querySelector('.tokens')")  # of new rows
+    assert texts(driver, "article h3")[0].startswith("step 3, rollout 0")
+    driver.execute_script("location.hash = 'curves'")
+    until(driver, "document.querySelector('[data-metric]')")
+    driver.execute_script("document.getElementById('search').focus()")
+    driver.switch_to.active_element.send_keys("re")
+    step(16)
+    driver.switch_to.active_element.send_keys("ward")
+    assert driver.execute_script("return document.activeElement.value") == "reward"
+    setting(driver, "search", "")
+    assert driver.get_log("browser") == []
+    driver.get("about:blank")
+
+
+def test_an_address_of_nothing_opens_a_page(driver: Any, files: tuple[Path, Path]) -> None:
+    for address in ("%", "rollouts/-1/1/1", "rollouts/1.5/x/", "rollouts/0/99/99/explain", "nothing"):
+        load(driver, files[0].as_uri(), address)
+        until(driver, "document.querySelector('main canvas') || document.querySelector('article')")
+    assert driver.get_log("browser") == []
+
+
+def test_curves_and_fields_have_names(driver: Any, files: tuple[Path, Path]) -> None:
+    """For those who do not see them."""
+    load(driver, files[0].as_uri())
+    until(driver, "document.querySelector('canvas')")
+    label = "document.querySelector('[data-metric=\"reward/total\"] canvas').getAttribute('aria-label')"
+    assert driver.execute_script(f"return {label}").startswith("reward/total: raw from 0.14 to ")
+    for page in ("curves", "rollouts"):
+        driver.execute_script("location.hash = arguments[0]", page)
+        until(driver, "document.querySelector('.bar input')")
+        unnamed = "filter((e) => !e.labels.length && !e.ariaLabel).length"
+        assert driver.execute_script(f"return [...document.querySelectorAll('input, select')].{unnamed}") == 0
+
+
+def test_outcomes_of_tool_calls_are_stacked(driver: Any, tmp_path: Path) -> None:
+    run = save_report_run(tmp_path / "run", steps=2)
+    for step in (3, 4):
+        append_jsonl(run / "metrics.jsonl", {"step": step, "time": 9e3, "tools/success": 0.75, "tools/timeout": 0.25})
+    write_report([run], tmp_path / "report.html")
+    load(driver, (tmp_path / "report.html").as_uri(), "distributions")
+    until(driver, "document.querySelector('[data-outcomes] canvas')")
+    assert texts(driver, "[data-outcomes] p")[0].split() == ["tools/success", "tools/timeout"]
+    heads = texts(driver, "[data-metric] h3")
+    assert heads.index("reward/total") < heads.index("tools/success") and driver.get_log("browser") == []
 
 
 def test_a_step_before_the_stream_is_open_is_shown(driver: Any, served: tuple[Path, ReportServer]) -> None:

@@ -30,6 +30,7 @@ SAMPLES = "samples/step-000003.npz"
 LINE = "transcripts of step 3: 1 line left out"
 VALIDATED = r"step-000012.jsonl of validation: \d+ of \d+ lines left out .*"
 METRICS = r"metrics.jsonl: \d+ of \d+ lines left out .*"
+LACKS = "config.yaml lacks algorithm.name: advantages and token losses are not computed again"
 PIPE = r"cannot be read \(no regular file\)"
 SCORED = '{"set": "test", "task_id": "x", "score": {"total": %s, "parts": {}}, "exact": 0.0}'
 
@@ -87,7 +88,9 @@ def doubled(form: str) -> bytes:
         (forms.replaced("config.yaml", forms.JUNK), "config.yaml cannot be read", EVERY),
         (forms.replaced("config.yaml", b"a: &x {b: *x}"), "config.yaml cannot be read", EVERY),
         (forms.directory("config.yaml"), "config.yaml cannot be read", EVERY),
-        (forms.replaced("config.yaml", b"a: .inf\nb: 2026-01-01\nc: [.nan, !!binary aaaa]\n"), None, EVERY),
+        (forms.replaced("config.yaml", b"a: .inf\nb: 2026-01-01\nc: [.nan, !!binary aaaa]\n"), LACKS, EVERY),
+        (forms.replaced("config.yaml", b"algorithm: 3"), LACKS, EVERY),
+        (forms.replaced("code_version.json", b'{"toolrl": [1,2'), "code_version.json: 1 of 1 line left out", EVERY),
         (forms.replaced("collapses.jsonl", forms.JUNK), r"collapses.jsonl: \d+ of \d+ lines left out", EVERY),
         (forms.replaced("collapses.jsonl", b'{"step": 3, "alarms": 5}\n{"step": "3"}\n'), None, EVERY),
         (forms.replaced("data_versions.jsonl", b"[]\n"), "data_versions.jsonl: 1 of 1 line left out", EVERY),

@@ -167,7 +167,7 @@ def test_at_most_so_many_rollouts_and_those_with_tokens_first(tmp_path: Path, mo
         for sample in kept.samples:
             object.__setattr__(sample, "line", 11 - sample.index)
         SampleFiles(folder, str).write(step, kept)
-    assert read_lines(samples_path(folder, 1)) == [11, 11, 10, 9, 8]
+    assert read_lines(samples_path(folder, 1)) == ([11, 11, 10, 9, 8], 0)
     for most, shown in ((12, list(range(12))), (6, [0, 1, 8, 9, 10, 11]), (4, [8, 9, 10, 11])):
         monkeypatch.setattr(rollouts, "MAX_ROLLOUTS", most)
         found = read_rollouts(read_run(folder), Chunks(), 10_000_000)

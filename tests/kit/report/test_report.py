@@ -26,7 +26,7 @@ from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import load_preset
 from verl.errors import ConfigError
-from verl.kit.explain.explanation import explain
+from verl.kit.explain.explanation import explain, read_step, summary
 from verl.kit.kept_samples.sample_files import SampleFiles, read_samples, samples_path
 from verl.kit.report import png, rollouts, serve
 from verl.kit.report.__main__ import main
@@ -199,6 +199,46 @@ def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
     save_report_run(tmp_path / "one", steps=1)
     with pytest.raises(ConfigError, match=r"neither metrics.jsonl nor config.yaml; runs in it: .*/one$"):
         read_run(tmp_path)
+
+
+def test_a_task_that_is_drawn_twice_in_a_step_has_two_groups(tmp_path: Path) -> None:
+    """Their returns are equal in each of the two, and differ between them."""
+    folder = save_report_run(tmp_path / "run", steps=1)
+    path = folder / "transcripts" / "step-000001.jsonl"
+    rows = [{**row, "task_id": "a", "reward": float(row["group"])} for row in read_jsonl(path)]
+    write_jsonl(path, rows)
+    meta = read_rollouts(read_run(folder), Chunks(), 10_000_000).meta
+    by_line = dict(zip(meta["line"], meta["group"], strict=True))
+    assert [by_line[line] for line in range(12)] == [0] * 4 + [1] * 4 + [2] * 4 and meta["equal"] == [True] * 12
+    write_jsonl(path, [{name: value for name, value in row.items() if name != "group"} for row in rows])
+    meta = read_rollouts(read_run(folder), Chunks(), 10_000_000).meta  # of an earlier version: one group per task
+    assert set(meta["group"]) == {"a"} and meta["equal"] == [False] * 12
+
+
+def test_samples_without_room_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_report_run(tmp_path / "run", steps=2)
+    for step, count in ((1, 0), (2, 13)):
+        kept = read_samples(samples_path(folder, step))
+        SampleFiles(folder, str).write(step, replace(kept, samples=kept.samples[:3], left_out=count))
+    found = read_rollouts(read_run(folder), Chunks(), 10_000_000)
+    assert found.left_out == ["13 of 19 chosen samples had no room in the files of their steps (1 MB each)"]
+    assert summary(read_step(read_run(folder), 2))[3:] == ["13 longer samples had no room in the file (1 MB)"]
+    assert len(summary(read_step(read_run(folder), 1))) == 3
+
+
+def test_tokens_are_never_those_of_another_rollout(tmp_path: Path) -> None:
+    folder = save_report_run(tmp_path / "run", steps=1)
+    path = folder / "transcripts" / "step-000001.jsonl"
+    write_jsonl(path, reversed(read_jsonl(path)))
+    run = read_run(folder)
+    found = read_rollouts(run, Chunks(), 10_000_000)
+    assert found.samples == 0 and not any(found.meta["tokens"])
+    assert run.notes == ["transcripts of step 1: the rollouts of 5 kept samples are not at their lines"]
+    run.notes.clear()
+    shown = explain(run, 1, 0)
+    assert dict(shown.sections)["Texts"][1] == "the transcript of this rollout is not in the step's file"
+    lost = "transcripts of step 1: line 1, the rollout of this sample, is missing or damaged"
+    assert lost in run.notes
 
 
 def test_presets_without_groups_are_known() -> None:
@@ -397,7 +437,10 @@ def test_curves_as_pictures(
     assert smoothed("reward/total", [1.0, 2.0, 0.0]) == pytest.approx([1.0, 1.3, 0.91])
     assert smoothed("val/a/total", [1.0, 2.0]) == [1.0, 2.0]
     assert main([str(folder), "--png", str(tmp_path / "png" / "reward.png")]) == 2
-    assert "no folder can be made at" in capsys.readouterr().err
+    assert "cannot be written (" in capsys.readouterr().err
+    (tmp_path / "taken" / "actor.png").mkdir(parents=True)
+    assert main([str(folder), "--png", str(tmp_path / "taken")]) == 2
+    assert "actor.png: cannot be written (Is a directory)" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([str(folder), "--png", str(tmp_path / "none")]) == 2
     assert "--png needs the package matplotlib: pip install 'toolrl[plot]'" in capsys.readouterr().err
@@ -431,6 +474,12 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     out = tmp_path / "new" / "report.html"
     assert main([str(folder), "--out", str(out)]) == 0
     assert out.stat().st_size < 1_000_000 and str(out) in capsys.readouterr().out
+    (tmp_path / "link").symlink_to(out)
+    out.write_text("")
+    assert main([str(folder), "--out", str(tmp_path / "link")]) == 0 and out.stat().st_size > 100_000
+    for taken in (tmp_path, Path("/dev/null")):
+        assert main([str(folder), "--out", str(taken)]) == 2
+        assert f"--out: {taken} is no regular file" in capsys.readouterr().err
     assert main([str(tmp_path / "absent")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 2

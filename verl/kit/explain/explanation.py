@@ -18,12 +18,12 @@ from verl.errors import ConfigError, DataError, VerlError
 from verl.kit.explain.formulas import advantage_formula
 from verl.kit.explain.known import Known, kl_of_tokens
 from verl.kit.explain.tokens import SHOWN, token_lines
-from verl.kit.kept_samples.sample_files import KeptSample, StepSamples, read_samples, samples_path
+from verl.kit.kept_samples.sample_files import MAX_BYTES, KeptSample, StepSamples, read_samples, samples_path
 from verl.kit.report import rows
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check
 from verl.kit.report.reasons import CallReader, Reasons, call_reader, reasons_of
-from verl.kit.report.transcript import rollout_of, rollouts_at
+from verl.kit.report.transcript import is_of, rollout_of, rollouts_at
 from verl.text import counted, printable
 from verl.trainer.builders.algorithm import build_algorithm
 
@@ -53,12 +53,14 @@ def read_step(run: RunFolder, step: int) -> StepSamples:
 
 
 def summary(kept: StepSamples) -> list[str]:
-    """A line per kept sample, with its number."""
-    return [
+    """A line per kept sample, with its number, and what is left out."""
+    without_room = f"{counted(kept.left_out, 'longer sample')} had no room in the file ({MAX_BYTES / 1e6:g} MB)"
+    lines = [
         clean(f"{number:3}  {each.task_id} #{each.index}{_segment(each)}: reward {each.reward:.4g}, ")
         + f"share of the loss {_share(kept.loss.get(each.row))}"
         for number, each in enumerate(kept.samples)
     ]
+    return [*lines, without_room] if kept.left_out else lines
 
 
 def clean(text: str) -> str:
@@ -84,16 +86,15 @@ def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> E
     if not 0 <= number < len(kept.samples):
         raise ConfigError(f"--sample must be from 0 to {len(kept.samples) - 1} in step {step}, got {number}")
     sample = kept.samples[number]
-    rollout = _reused(run, step, sample) if sample.line is None else _own(run, step, sample.line)
+    rollout = _reused(run, step, sample) if sample.line is None else _own(run, step, sample, sample.line)
     return Explainer.of(run).explanation(step, kept, computed_loss(kept), number, rollout, gradient)
 
 
-def _own(run: RunFolder, step: int, line: int) -> dict[str, Any] | None:
+def _own(run: RunFolder, step: int, sample: KeptSample, line: int) -> dict[str, Any] | None:
     found = rollouts_at(run, step, {line}).get(line)
-    if found is None:
-        run.notes.append(
-            f"transcripts of step {step}: line {line + 1}, the rollout of this sample, is missing or damaged"
-        )
+    if found is None or not is_of(sample, found):
+        run.note(f"transcripts of step {step}: line {line + 1}, the rollout of this sample, is missing or damaged")
+        return None
     return found
 
 
@@ -102,8 +103,7 @@ def _reused(run: RunFolder, step: int, sample: KeptSample) -> dict[str, Any] | N
     earlier = [each for each in run.transcript_steps() if each < step]
     for each in earlier[: -_REUSED_FROM - 1 : -1]:
         for row in map(rollout_of, run.transcript(each)):
-            known = row is not None and (row.get("task_id"), row.get("index")) == (sample.task_id, sample.index)
-            if row and known and math.isclose(row.get("reward") or 0.0, sample.reward, abs_tol=1e-6):
+            if row and is_of(sample, row) and math.isclose(row.get("reward") or 0.0, sample.reward, abs_tol=1e-6):
                 return row
     return None
 

@@ -86,14 +86,14 @@ def step_samples(
     lines = {id(trajectory): line for line, trajectory in enumerate(_trajectories(logged))}
     tokens, trained = outcome.batch.bounds.tokens, outcome.batch.bounds.trained
     samples: list[KeptSample] = []
+    lengths = tokens[1:] - tokens[:-1]
     left = _MAX_RAW_BYTES
-    for each in chosen:
+    for each in sorted(chosen, key=lambda each: int(lengths[each.row])):
         span, actions = slice(*tokens[each.row : each.row + 2]), slice(*trained[each.row : each.row + 2])
         columns = {**_columns(outcome, actions), **outcome.trace.tokens.get(each.row, {})}
-        size = _TOKEN_BYTES * (span.stop - span.start) + _VALUE_BYTES * sum(map(len, columns.values()))
-        if size > left:
-            continue
-        left -= size
+        left -= _TOKEN_BYTES * (span.stop - span.start) + _VALUE_BYTES * sum(map(len, columns.values()))
+        if left < 0:  # for this one, and the longer ones
+            break
         group = groups[each.group]
         trajectory = group.trajectories[each.rollout]
         samples.append(
@@ -115,6 +115,7 @@ def step_samples(
         )
     trace = outcome.trace
     left_out = len(chosen) - len(samples)
+    samples.sort(key=lambda sample: sample.row)
     return StepSamples(
         samples=samples, loss=trace.loss, sums=trace.sums, scale=scale, rewards=rewards, left_out=left_out
     )

@@ -229,10 +229,11 @@ def read_samples(path: Path) -> StepSamples:
         )
 
 
-def read_lines(path: Path) -> list[int | None]:
-    """`KeptSample.line` of every sample, without the tokens. Raises as `read_samples`."""
+def read_lines(path: Path) -> tuple[list[int | None], int]:
+    """(`KeptSample.line` of every sample, `StepSamples.left_out`), without the tokens. Raises as `read_samples`."""
     with _opened(path) as file:
-        return [each["line"] for each in _header(path, file)["samples"]]
+        header = _header(path, file)
+        return [each["line"] for each in header["samples"]], int(header["left_out"])
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_pictures(folders: Sequence[Path], out: Path) -> int:
-    """Raises ConfigError if a folder is not that of a run, or matplotlib is missing."""
+    """Raises ConfigError if a folder is not that of a run, or matplotlib is missing; DataError if it cannot write."""
     runs = read_runs(folders)
     paths = write_pngs(runs, out)
     sys.stdout.writelines(f"note: {note}\n" for run in runs for note in run.notes)

@@ -66,11 +66,14 @@ class RunFolder:
         """The settings for building what the setting `code` names; others are those of the defaults.
 
         A run of another version may have other keys, which do not matter here. Raises ConfigError if these settings
-        cannot be restored, or if `code` names code that may not be run, which is a note, too.
+        cannot be restored, or if `code` is missing or names code that may not be run, which are notes, too.
         """
         value = self.settings.get(code)
+        if value is None and code == "algorithm.name":  # the default would be another algorithm
+            self.note(f"config.yaml lacks {code}: {_WITHOUT[code]}")
+            raise ConfigError(f"config.yaml lacks {code}")
         if not self.user_code and ":" in str(value):  # built-in names have none (verl/registry.py)
-            self._note(f"{code}={value} names code, which is not run without --user-code: {_WITHOUT[code]}")
+            self.note(f"{code}={value} names code, which is not run without --user-code: {_WITHOUT[code]}")
             raise ConfigError(f"{code}={value} names code; --user-code runs it")
         used = {name: each for name, each in self.settings.items() if name.startswith(_BESIDE[code])}
         try:
@@ -92,7 +95,7 @@ class RunFolder:
         try:
             yield from _lines(path)
         except OSError as error:
-            self._note(f"{path.name} of transcripts cannot be read ({error.strerror})")
+            self.note(f"{path.name} of transcripts cannot be read ({error.strerror})")
 
     def validated_steps(self) -> list[int]:
         return list(step_files(self.folder / "validation", ".jsonl"))
@@ -103,7 +106,7 @@ class RunFolder:
         notes: list[str] = []
         rows = _json_lines(path, notes, is_scored, "finite score")
         for note in notes:
-            self._note(note)
+            self.note(note)
         return rows
 
     def kept_steps(self) -> list[int]:
@@ -114,18 +117,21 @@ class RunFolder:
         try:
             return read_samples(samples_path(self.folder, step))
         except DataError as error:
-            self._note(str(error))
+            self.note(str(error))
             return None
 
-    def sample_lines(self, step: int) -> list[int | None]:
-        """The lines of a step's kept samples in its transcript; none if they cannot be read."""
+    def sample_lines(self, step: int) -> tuple[list[int | None], int]:
+        """The lines of a step's kept samples in its transcript, and the number of those that the file had no room for.
+
+        None if they cannot be read.
+        """
         try:
             return read_lines(samples_path(self.folder, step))
         except DataError as error:
-            self._note(str(error))
-            return []
+            self.note(str(error))
+            return [], 0
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """A file may be read again."""
         if text not in self.notes:
             self.notes.append(text)
@@ -151,8 +157,8 @@ def read_run(folder: Path, user_code: bool = False) -> RunFolder:
         folder=folder,
         name=folder.resolve().name,
         settings=settings,
-        rows=_in_order(_json_lines(folder / "metrics.jsonl", notes, _has_step, "step"), notes),
-        alarms=_lines_if_any(folder / "collapses.jsonl", notes),
+        rows=_in_order(_json_lines(folder / "metrics.jsonl", notes, _has_step, "step", grows=True), notes),
+        alarms=_lines_if_any(folder / "collapses.jsonl", notes, grows=True),
         code=code,
         data={
             str(row.get("source")): str(row.get("sha256", row.get("revision")))
@@ -270,22 +276,27 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _lines_if_any(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    return _json_lines(path, notes) if path.exists() else []
+def _lines_if_any(path: Path, notes: list[str], grows: bool = False) -> list[dict[str, Any]]:
+    return _json_lines(path, notes, grows=grows) if path.exists() else []
 
 
 def _json_lines(
-    path: Path, notes: list[str], fits: Callable[[Mapping[str, Any]], bool] | None = None, expected: str = ""
+    path: Path,
+    notes: list[str],
+    fits: Callable[[Mapping[str, Any]], bool] | None = None,
+    expected: str = "",
+    grows: bool = False,
 ) -> list[dict[str, Any]]:
-    """The objects of a file; lines that hold none are counted in a note. A partial last line is normal.
+    """The objects of a file; lines that hold none are counted in a note.
 
     fits: whether a row has what is `expected`; the others are counted in a note of their own
+    grows: with the run, so a partial last line is normal
     """
     rows, damaged, unfit = [], 0, 0
     name = path.name if path.parent.name != "validation" else f"{path.name} of validation"
     try:
         for line in _lines(path):
-            if line.endswith(b"\n"):
+            if line.endswith(b"\n") or not grows:
                 row = parsed(line)
                 damaged += row is None
                 if row is not None and fits is not None and not fits(row):

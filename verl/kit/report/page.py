@@ -15,6 +15,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from verl import __version__
+from verl.errors import ConfigError
 from verl.kit.report.chunks import Chunks, encoded, fitting, short
 from verl.kit.report.compare import compare_runs, differences
 from verl.kit.report.curves import describe, fitting_columns, marks, validation, verdict
@@ -32,10 +33,13 @@ _MAX_NOTES = 50
 def write_report(folders: Sequence[Path], out: Path, user_code: bool = False) -> list[str]:
     """Write the report of the runs. Returns the notes on files that could not be read.
 
-    Raises ConfigError if a folder is not that of a run.
+    Raises ConfigError if a folder is not that of a run, or `out` is a folder or a device.
     """
+    target = out.resolve()
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"--out: {out} is no regular file")
     text, notes = render(folders, user_code=user_code)
-    with replacing(out) as unfinished:
+    with replacing(target) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
     return notes
 

@@ -11,6 +11,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.kit.report.curves import AXES, SMOOTHING, columns, describe, marks
 from verl.kit.report.folder import RunFolder
+from verl.system.files import replacing
 from verl.text import printable
 
 _ROW = 3  # curves beside each other
@@ -23,7 +24,7 @@ _MARKS = {"collapse": "#c0392b", "gap": "#0b62c4", "staleness": "#5c6370"}
 
 
 def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
-    """Write the curves of all metrics over the steps, raw and smoothed. Raises ConfigError."""
+    """Write the curves of all metrics over the steps, raw and smoothed. Raises ConfigError or DataError."""
     try:
         from matplotlib.figure import Figure  # of the extra; without pyplot, so it needs no display
     except ModuleNotFoundError as error:
@@ -32,10 +33,6 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
     families: dict[str, list[str]] = {}
     for name in sorted({name for table in tables for name in table if name not in AXES}):
         families.setdefault(re.sub(r"[^\w-]", "_", name.split("/")[0])[:_FAMILY], []).append(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--png: no folder can be made at {folder} ({error.strerror})") from error
     paths = []
     for family, names in _pictures(families):
         size = (_SIZE[0] * min(len(names), _ROW), _SIZE[1] * -(-len(names) // _ROW))
@@ -44,7 +41,8 @@ def write_pngs(runs: Sequence[RunFolder], folder: Path) -> list[Path]:
             axes = figure.add_subplot(-(-len(names) // _ROW), min(len(names), _ROW), number)
             _draw(axes, name, runs, tables)
         paths.append(folder / f"{family}.png")
-        figure.savefig(paths[-1], dpi=100)
+        with replacing(paths[-1]) as unfinished:
+            figure.savefig(unfinished, dpi=100, format="png")
     return paths
 
 

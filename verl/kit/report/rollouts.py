@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.kit.kept_samples.sample_files import MAX_BYTES
 from verl.kit.report.chunks import Chunks, encoded, spread_order, spread_part
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.reasons import Reasons, reasons_of
@@ -28,7 +29,7 @@ _FULL = 100  # where less than this part of the room is left, nothing more is tr
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _DETAILS = ("prompt", "tools", "responses", "segments", "answer", "exceeded", "turn_rewards", "tool_uses")
 _META = ("task_id", "data_source", "index", "reward", "stop_reason", "num_tokens")
-_COLUMNS = (*_META, "step", "line", "chunk", "place", "tokens", "turns", "tool_status", "equal")
+_COLUMNS = (*_META, "step", "line", "group", "chunk", "place", "tokens", "turns", "tool_status", "equal")
 _SUMMARY = ("reward", "num_tokens", "turns")
 
 
@@ -58,8 +59,11 @@ def read_rollouts(run: RunFolder, chunks: Chunks, room: int) -> Rollouts:
     limit, kept = chunks.size + room, set(run.kept_steps())
     embedding = _Embedding(chunks, reasons_of(run), room * 2 // 3)
     read: dict[int, _StepRows] = {}
+    dropped = 0
     for step in (steps[place] for place in spread_order(len(steps))):
-        read[step] = _StepRows(run, step, per_step, run.sample_lines(step) if step in kept else [])
+        lines, without_room = run.sample_lines(step) if step in kept else ([], 0)
+        dropped += without_room
+        read[step] = _StepRows(run, step, per_step, lines)
         embedding.add_step(read[step], last=len(read) == len(steps))
     run.notes.extend(_damaged_lines(step, read[step].damaged) for step in steps if read[step].damaged)
     quantiles = {name: [_quantiles(read[step].summary[name]) for step in steps] for name in _SUMMARY}
@@ -77,6 +81,11 @@ def read_rollouts(run: RunFolder, chunks: Chunks, room: int) -> Rollouts:
         rules.append(f"{shown} of {counted(found, 'rollout')} fit into the file, {which}")
     if num_samples < (kept_samples := sum(map(len, samples.values()))):
         rules.append(f"{num_samples} of {counted(kept_samples, 'kept sample')} fit into it with their tokens")
+    if dropped:
+        every_sample = counted(dropped + kept_samples, "chosen sample")
+        rules.append(
+            f"{dropped} of {every_sample} had no room in the files of their steps ({MAX_BYTES / 1e6:g} MB each)"
+        )
     return Rollouts(
         meta=embedding.meta,
         steps=steps,
@@ -100,7 +109,7 @@ class _StepRows:
     kept: lines of the samples, None for those of other steps
     found: rollouts of these; read: those of the first lines, which the summary is of, as the kept ones are a choice
     damaged: lines that cannot be shown; more: whether the transcript has others
-    equal: tasks whose groups are read completely, and have equal returns
+    equal: groups that are read completely, and have equal returns
     """
 
     def __init__(self, run: RunFolder, step: int, limit: int, kept: Sequence[int | None]) -> None:
@@ -119,7 +128,7 @@ class _StepRows:
         for line, text in enumerate(self._run.transcript(self.step)):
             if line >= self._limit and line not in self.kept_lines:
                 if not self.more and (next_row := rollout_of(text)) is not None:
-                    partial.add(next_row["task_id"])
+                    partial.add(_group(next_row))
                 self.more = True
                 if line > last:
                     break
@@ -129,12 +138,12 @@ class _StepRows:
                 self.found += 1
                 if line < self._limit:
                     self._summarize(row)
-                    returns.setdefault(row["task_id"], []).append(_return(row))
+                    returns.setdefault(_group(row), []).append(_return(row))
                 else:
-                    partial.add(row["task_id"])
+                    partial.add(_group(row))
                 yield line, row
-        complete = {task: values for task, values in returns.items() if task not in partial}
-        self.equal = {task for task, values in complete.items() if len(values) > 1 and len(set(values)) == 1}
+        complete = {group: values for group, values in returns.items() if group not in partial}
+        self.equal = {group for group, values in complete.items() if len(values) > 1 and len(set(values)) == 1}
 
     def _summarize(self, row: Mapping[str, Any]) -> None:
         self.read += 1
@@ -142,6 +151,11 @@ class _StepRows:
         for name, value in values.items():
             if value is not None:
                 self.summary[name].append(value)
+
+
+def _group(row: Mapping[str, Any]) -> Any:
+    """Of the step; a transcript of an earlier version numbers no groups, and has one per task."""
+    return row.get("group", row["task_id"])
 
 
 def _turns(row: Mapping[str, Any]) -> int:
@@ -200,7 +214,7 @@ class _Embedding:
         for kept, batch in batches.items():
             self._add(batch, kept)
         for place in range(first, len(self.meta["step"])):
-            self.meta["equal"][place] = self.meta["task_id"][place] in rows.equal
+            self.meta["equal"][place] = self.meta["group"][place] in rows.equal
 
     def _add(self, batch: Sequence[_Prepared], kept: bool) -> None:
         """Embed rollouts as one chunk; if they do not fit, their halves, down to a rollout that is left out."""
@@ -228,7 +242,15 @@ class _Embedding:
         details = {name: row[name] for name in _DETAILS if row.get(name)}
         why = self._reasons.of(row) if self._reasons else []
         status = "".join(sorted({_letter(use) for use in row.get("tool_uses") or ()}))
-        own = {"step": step, "line": line, "tokens": [], "turns": _turns(row), "tool_status": status, "equal": False}
+        own = {
+            "step": step,
+            "line": line,
+            "group": _group(row),
+            "tokens": [],
+            "turns": _turns(row),
+            "tool_status": status,
+            "equal": False,
+        }
         return {**details, "score": row.get("score"), "reasons": why}, {**{n: row.get(n) for n in _META}, **own}
 
 

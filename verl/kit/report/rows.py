@@ -12,6 +12,7 @@ _TYPES: Mapping[str, Any] = {
     "task_id": str,
     "data_source": str,
     "index": int,
+    "group": int,
     "prompt": list,
     "responses": list,
     "answer": str,

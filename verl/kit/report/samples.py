@@ -18,7 +18,8 @@ from verl.kit.report.chunks import Chunks, encoded, encoded_bound
 from verl.kit.report.folder import RunFolder
 from verl.kit.report.loss import Check, computed_loss, share_of, sum_check
 from verl.kit.report.rows import number
-from verl.kit.report.transcript import rollouts_at
+from verl.kit.report.transcript import is_of, rollouts_at
+from verl.text import counted
 
 _DIGITS = 4
 _REFUSED = 32  # samples that do not fit; after them no other is tried
@@ -78,16 +79,23 @@ def _views(
     computed = computed_loss(kept)
     logged = next((number(row.get("actor/loss")) for row in run.rows if row["step"] == step), None)
     total = sum_check(kept, computed, logged)
-    rollouts = rollouts_at(run, step, {sample.line for sample in kept.samples})
+    rollouts, strange = rollouts_at(run, step, {sample.line for sample in kept.samples}), 0
     for rank, sample in enumerate(kept.samples):
         row = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, made)
         if row is None:
+            continue
+        if not is_of(sample, {name: meta[name][row] for name in ("task_id", "index")}):
+            strange += 1
             continue
         origin, line = meta["step"][row], meta["line"][row]
         rollout = rollouts.get(line) if origin == step else rollouts_at(run, origin, {line}).get(line)
         explained = explainer and asdict(explainer.explanation(step, kept, computed, rank, rollout))
         tokens = _tokens(sample, kept.texts, share_of(kept, computed, sample.row), total)
         yield rank, (row, {**tokens, "step": step, "number": rank, "explanation": explained})
+    if strange and not any(note.startswith(f"transcripts of step {step}:") for note in run.notes):
+        run.note(
+            f"transcripts of step {step}: the rollouts of {counted(strange, 'kept sample')} are not at their lines"
+        )
 
 
 def _explainer(run: RunFolder) -> Any:

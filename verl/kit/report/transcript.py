@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
+from verl.kit.kept_samples.sample_files import KeptSample
 from verl.kit.report.folder import RunFolder, parsed
 from verl.kit.report.rows import is_rollout
 
@@ -13,6 +14,11 @@ def rollout_of(line: bytes) -> dict[str, Any] | None:
     """None if the line is damaged: no JSON, a number that is not finite, or a field of another type."""
     row = parsed(line, finite=True)
     return row if row is not None and is_rollout(row) else None
+
+
+def is_of(sample: KeptSample, rollout: Mapping[str, Any]) -> bool:
+    """Whether the line of the sample holds its rollout: someone may have filtered the file."""
+    return (rollout.get("task_id"), rollout.get("index")) == (sample.task_id, sample.index)
 
 
 def rollouts_at(run: RunFolder, step: int, lines: Container[int | None]) -> dict[int, dict[str, Any]]:

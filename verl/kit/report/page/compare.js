@@ -24,7 +24,7 @@ function pairedTable(comparison) {
 
 // The transcripts of both sides beside each other, for the chosen task.
 function flippedViewer(comparison) {
-  const right = element("div", { class: "beside" }), list = element("div", { class: "list", role: "listbox", "aria-label": "flipped tasks" });
+  const right = element("div", { class: "beside" }), list = element("div", { class: "list", role: "group", "aria-label": "flipped tasks" });
   const select = async (one, item) => {
     list.querySelectorAll(".item").forEach((other) => other.setAttribute("aria-current", String(other === item)));
     const sides = await chunk(one.chunk), names = [comparison.before, comparison.after];
@@ -33,7 +33,7 @@ function flippedViewer(comparison) {
       element("p", { class: "quiet" }, `${one.set} · ${one.task}${side.num_responses > 1 ? ` · response ${side.response} of ${side.num_responses}` : ""}`), dialogue(side))));
   };
   comparison.flipped.forEach((one) => {
-    const item = element("button", { class: "item", role: "option", onclick: () => select(one, item) },
+    const item = element("button", { class: "item", onclick: () => select(one, item) },
       element("span", { class: one.solved ? "good" : "bad" }, `${one.solved ? "gained" : "lost"}: ${one.rewards.map((value) => shown(value, 3)).join(" → ")}`),
       element("small", {}, `${one.set} ${one.task}`));
     list.append(item);
@@ -43,6 +43,8 @@ function flippedViewer(comparison) {
 }
 
 addPage("compare", "Compare", (main) => {
+  const state = () => JSON.stringify([report.data.comparisons, report.data.differences]), before = state();
+  report.pages.find((page) => page.id === "compare").refresh = () => state() === before; // stays as it is
   showDifferences(main);
   const { comparisons } = report.data;
   if (!comparisons.length) main.append(element("p", {}, "No two validations have left their responses."));

@@ -58,6 +58,14 @@ function labelWidth(plot, labels, number, cycle) {
   return Math.max(40, Math.ceil(axis.ticks.size + axis.gap + widest) + 4);
 }
 
+// The ends of every curve, in words.
+function described(data, series) {
+  return series.map(({ label }, number) => {
+    const known = data[number + 1].filter((value) => value !== null && value !== undefined);
+    return known.length ? `${label} from ${shown(known[0])} to ${shown(known.at(-1))}` : `${label} has no values`;
+  }).join("; ");
+}
+
 // series: [{label, color, width, fill, dash}] for data [xs, ys, ..]
 function draw(box, data, series, { height = 180, marks = [], legend = report.data.runs.length > 1, bands = [], zero = false } = {}) {
   const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { stroke: color("line") } };
@@ -72,6 +80,9 @@ function draw(box, data, series, { height = 180, marks = [], legend = report.dat
     }))],
     plugins: marks.length ? [marksPlugin(marks)] : [],
   }, data, box);
+  const { canvas } = plot.ctx;
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `${box.querySelector("h3")?.textContent ?? "curve"}: ${described(data, series)}`);
   const watch = new ResizeObserver(() => plot.setSize({ width: Math.max(200, box.clientWidth - 20), height }));
   watch.observe(box);
   report.cleanups.push(() => { watch.disconnect(); plot.destroy(); });
@@ -167,10 +178,10 @@ addPage("curves", "Curves", (main) => {
     }
     for (const [group, names] of groups) grid.append(element("h2", {}, group), element("div", { class: "grid" }, names.map((name) => metricBox(name))));
   };
-  const axis = element("select", { title: "horizontal axis", onchange: (event) => { view.axis = event.target.value; show(); } },
+  const axis = element("select", { title: "horizontal axis", "aria-label": "horizontal axis", onchange: (event) => { view.axis = event.target.value; show(); } },
     Object.entries(AXES).map(([name, label]) => element("option", { value: name, selected: name === view.axis }, label)));
   const smooth = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing, onchange: (event) => { view.smoothing = Number(event.target.value); show(); } });
-  const filter = element("input", { type: "search", id: "search", placeholder: "metric", value: view.filter, oninput: (event) => { view.filter = event.target.value; show(); } });
+  const filter = element("input", { type: "search", id: "search", placeholder: "metric", "aria-label": "metric", value: view.filter, oninput: (event) => { view.filter = event.target.value; show(); } });
   main.append(element("div", { class: "bar" }, filter, element("label", {}, "axis ", axis), element("label", {}, "smoothing ", smooth)), grid);
   show();
 });

@@ -62,7 +62,9 @@ async function chunk(number) {
 
 function addPage(id, title, show) { report.pages.push({ id, title, show }); }
 
-function route() { return location.hash.slice(1).split("/").map(decodeURIComponent); }
+function route() {
+  return location.hash.slice(1).split("/").map((part) => { try { return decodeURIComponent(part); } catch { return part; } });
+}
 
 function go(...parts) { location.hash = parts.map(encodeURIComponent).join("/"); }
 
@@ -109,8 +111,9 @@ function onKey(event) {
   event.preventDefault();
 }
 
-// Server-sent events of `toolrl report --serve`: the data are loaded again, filters and place are kept. The page names the
-// version that it has, so that a step which ended before the stream was open is an event, too.
+// Server-sent events of `toolrl report --serve`: the data are loaded again, filters and place are kept. A page with a
+// function `refresh` takes the new data itself, or returns false and is shown anew. The document names the version that it
+// has, so that a step which ended before the stream was open is an event, too.
 function listen() {
   const events = new EventSource(`events?seen=${report.data.live}`);
   let last = Promise.resolve();
@@ -123,15 +126,19 @@ async function refresh() {
   const answer = await fetch(location.pathname);
   if (!answer.ok) return;
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const kind = 'script[type="text/plain"]', top = scrollY, focused = document.activeElement?.id;
+  const kind = 'script[type="text/plain"]', top = scrollY, { id, selectionStart, selectionEnd } = document.activeElement ?? {};
   document.querySelectorAll(kind).forEach((old) => old.remove());
   document.body.append(...page.querySelectorAll(kind));
   report.chunks.clear();
   report.data = await decoded(document.getElementById("data").textContent);
-  report.current = null;
-  open();
-  if (focused) document.getElementById(focused)?.focus();
-  scrollTo(0, top);
+  if (!report.current?.refresh?.()) {
+    report.current = null;
+    open();
+    const field = id ? document.getElementById(id) : null;
+    field?.focus();
+    if (typeof selectionStart === "number") field?.setSelectionRange(selectionStart, selectionEnd);
+    scrollTo(0, top);
+  }
   document.documentElement.dataset.refreshed = Number(document.documentElement.dataset.refreshed ?? 0) + 1;
 }
 

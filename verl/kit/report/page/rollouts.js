@@ -44,8 +44,11 @@ function textsOf(one) {
 }
 
 async function withText(rows, text) {
-  const chosen = [], wanted = text.toLowerCase();
-  for (const row of rows) if (textsOf(await detail(row)).toLowerCase().includes(wanted)) chosen.push(row);
+  const chosen = [], wanted = text.toLowerCase(), { data } = report;
+  for (const row of rows) {
+    if (report.data !== data) return []; // rows are numbered anew, and searched again
+    if (textsOf(await detail(row)).toLowerCase().includes(wanted)) chosen.push(row);
+  }
   return chosen;
 }
 
@@ -114,27 +117,34 @@ async function rolloutBox(row) {
 
 function groupOf(row) {
   const m = meta(), rows = [];
-  for (let other = 0; other < m.step.length; other++) if (m.step[other] === m.step[row] && m.task_id[other] === m.task_id[row]) rows.push(other);
+  for (let other = 0; other < m.step.length; other++) if (m.step[other] === m.step[row] && m.group[other] === m.group[row]) rows.push(other);
   return rows.sort((one, two) => m.line[one] - m.line[two]);
 }
 
 addPage("rollouts", "Rollouts", (main, rest) => {
-  const list = element("div", { class: "list", role: "listbox", "aria-label": "rollouts" });
+  const list = element("div", { class: "list", role: "group", "aria-label": "rollouts" });
   const count = element("span", { class: "quiet", id: "count" });
   const again = element("p", { class: "quiet", id: "reused" });
   const right = element("div", {});
   report.cleanups.push(hideTip);
-  let current = null, turn = 0, opening = "";
+  let current = null, turn = 0, opening = "", offered = "";
 
-  async function search() {
+  // again: the same search in new data, which moves nothing
+  async function search(again = false) {
     const mine = ++turn, started = performance.now();
     let rows = filtered();
     found.filterMs = performance.now() - started;
     if (found.text) rows = await withText(rows, found.text);
     if (mine !== turn) return;
     found.rows = rows;
-    found.shown = PAGE_LENGTH;
+    const { scrollTop } = list, held = list.contains(document.activeElement) ? document.activeElement.dataset.at : "";
+    if (!again) found.shown = PAGE_LENGTH;
     fill();
+    if (again) {
+      list.scrollTop = scrollTop;
+      if (held) list.querySelector(`[data-at="${held}"]`)?.focus({ preventScroll: true });
+      if (right.childNodes.length) return;
+    }
     const wanted = opening ? rowAt(opening) : -1;
     opening = "";
     if (wanted >= 0) await select(wanted);
@@ -147,7 +157,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     const reused = rollouts.reused.filter(([step]) => String(step) === found.step);
     again.replaceChildren(...(reused.length ? ["trained again in this step, generated in an earlier one: "] : []),
       ...reused.flatMap(([, step, line]) => [element("a", { href: `#rollouts/${found.run}/${step}/${line}` }, `step ${step}, line ${line + 1}`), " "]));
-    list.replaceChildren(...found.rows.slice(0, found.shown).map((row) => element("button", { class: "item", role: "option", "data-row": row, "aria-current": String(row === current), onclick: () => select(row) },
+    list.replaceChildren(...found.rows.slice(0, found.shown).map((row) => element("button", { class: "item", "data-row": row, "data-at": address(row), "aria-current": String(row === current), onclick: () => select(row) },
       `step ${m.step[row]} · ${shown(m.reward[row], 3)} · ${counted(m.num_tokens[row], "token")}${m.tokens[row].length ? " ◆" : ""}`, element("small", {}, `${m.task_id[row]} #${m.index[row]} ${m.stop_reason[row]}`))));
     if (found.rows.length > found.shown) list.append(element("button", { class: "item", onclick: () => { found.shown += PAGE_LENGTH; fill(); } }, `${found.rows.length - found.shown} more`));
   }
@@ -161,18 +171,22 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   }
 
   async function render() {
-    const m = meta(), rows = groupOf(current), row = current;
+    const m = meta(), rows = groupOf(current), { data } = report, { at: shownAt } = found;
     history.replaceState(null, "", `#rollouts/${found.at}${found.explain ? "/explain" : ""}`);
-    const pick = (other) => element("button", { "aria-pressed": String(other === current || found.beside.includes(address(other))), title: "show beside", onclick: () => {
-      if (other === current) return;
-      const at = address(other);
-      found.beside = found.beside.includes(at) ? found.beside.filter((each) => each !== at) : [...found.beside, at];
-      render();
-    } }, `#${m.index[other]}: ${shown(m.reward[other], 3)}`);
+    const pick = (other) => {
+      const at = address(other), isShown = other === current || found.beside.includes(at);
+      return element("button", { "aria-pressed": String(isShown), title: "show beside", onclick: () => {
+        if (at === found.at) return;
+        found.beside = found.beside.includes(at) ? found.beside.filter((each) => each !== at) : [...found.beside, at];
+        render();
+      } }, `#${m.index[other]}: ${shown(m.reward[other], 3)}`);
+    };
     const shownRows = [...(found.pinned === found.at ? [] : [found.pinned]), found.at, ...found.beside].map(rowAt);
     hideTip();
-    const boxes = await Promise.all(shownRows.filter((each) => each >= 0).map(rolloutBox));
-    if (row !== current) return;
+    let boxes = [];
+    try { boxes = await Promise.all(shownRows.filter((each) => each >= 0).map(rolloutBox)); } catch (error) { if (report.data === data) throw error; }
+    if (shownAt !== found.at) return;
+    if (report.data !== data) { if (current !== null) render(); return; } // rows are numbered anew
     right.replaceChildren(
       element("div", { class: "bar" }, element("button", { id: "tokens", "aria-pressed": String(found.tokens), onclick: toggle }, "tokens (t)"),
         element("button", { id: "explain", "aria-pressed": String(found.explain), onclick: explain }, "explain (e)"),
@@ -185,28 +199,39 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   const toggle = () => show(!found.tokens, false), explain = () => show(false, !found.explain);
   const pin = () => { found.pinned = found.pinned === found.at ? "" : found.at; if (current !== null) render(); };
   const move = (by) => { const at = found.rows.indexOf(current) + by; if (found.rows[at] !== undefined) { if (at >= found.shown) { found.shown = at + PAGE_LENGTH; fill(); } select(found.rows[at]); } };
-  const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:8.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
-  const choice = (name, label, options) => element("select", { title: label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
+  const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, "aria-label": placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:8.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
+  const choice = (name, label, options) => element("select", { title: label, "aria-label": label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
   const check = (name, label, title = "") => element("label", { title }, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
 
   if (rest.length >= 3) {
-    found.run = Math.min(Number(rest[0]) || 0, report.data.runs.length - 1);
+    found.run = Math.max(0, Math.min(Math.trunc(Number(rest[0])) || 0, report.data.runs.length - 1));
     opening = [found.run, ...rest.slice(1, 3)].join("/");
     if (rest[3] === "explain") Object.assign(found, { tokens: false, explain: true });
   }
+  const choices = () => [
+    [...new Set(meta().stop_reason)].filter(Boolean).sort().map((stop) => [stop, stop]),
+    Object.entries(STATUS).filter(([letter]) => meta().tool_status.some((letters) => letters.includes(letter))),
+  ];
   const build = () => {
     const m = meta();
     main.replaceChildren();
     if (!m.step.length) { main.append(element("p", {}, "There are no transcripts in this run's folder.")); return; }
-    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", onchange: (event) => { found.run = Number(event.target.value); current = null; found.pinned = ""; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
-    const stops = [...new Set(m.stop_reason)].filter(Boolean).sort().map((stop) => [stop, stop]);
-    const statuses = Object.entries(STATUS).filter(([letter]) => m.tool_status.some((letters) => letters.includes(letter)));
+    const runs = report.data.runs.length > 1 ? [element("select", { title: "run", "aria-label": "run", onchange: (event) => { found.run = Number(event.target.value); current = null; found.pinned = ""; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
+    const [stops, statuses] = choices();
+    offered = JSON.stringify([stops, statuses]);
     main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
       choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups of equal returns", "Advantages that are relative to the group are zero in them; those of a critic are not."), count), again,
       element("div", { class: "viewer" }, list, right));
     search();
   };
-  report.pages.find((page) => page.id === "rollouts").keys = { j: () => move(1), k: () => move(-1), t: toggle, e: explain, p: pin, "/": () => document.getElementById("search").focus() };
+  const page = report.pages.find((each) => each.id === "rollouts");
+  page.refresh = () => {
+    if (JSON.stringify(choices()) !== offered) return false;
+    current = found.at && rowAt(found.at) >= 0 ? rowAt(found.at) : null;
+    search(true);
+    return true;
+  };
+  page.keys = { j: () => move(1), k: () => move(-1), t: toggle, e: explain, p: pin, "/": () => document.getElementById("search").focus() };
   build();
   return (parts) => {
     const row = parts.length >= 3 ? rowAt(parts.slice(0, 3).join("/")) : -1;

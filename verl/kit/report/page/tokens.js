@@ -160,7 +160,7 @@ function tokenView(sample, score = null) {
   text.addEventListener("mouseover", (event) => { if (event.target.dataset.place) tip(event, describe(Number(event.target.dataset.place))); });
   text.addEventListener("mouseleave", hideTip);
   walkable(text, spans, folded ? leading : 0, describe);
-  const select = element("select", { class: "shade", title: "color of the tokens", onchange: (event) => { tokenState.shade = event.target.value; paint(); } },
+  const select = element("select", { class: "shade", title: "color of the tokens", "aria-label": "color of the tokens", onchange: (event) => { tokenState.shade = event.target.value; paint(); } },
     names.map((name) => element("option", { value: name, selected: name === tokenState.shade }, SHADES[name])));
   paint();
   const segment = sample.num_segments > 1 ? `segment ${sample.segment + 1} of ${sample.num_segments}: ` : "";
