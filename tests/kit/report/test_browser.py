@@ -17,7 +17,7 @@ from tests.support.damage import add_wrong_rows
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.kit.report.page import write_report
 from verl.kit.report.serve import ReportServer
-from verl.tracking.jsonl import append_jsonl
+from verl.tracking.jsonl import append_jsonl, write_jsonl
 
 PAGES = ("overview", "curves", "validation", "times", "distributions", "rollouts", "compare")
 LATE_STREAM = """
@@ -388,11 +388,9 @@ def test_long_names_are_broken_on_a_phone(driver: Any, tmp_path: Path) -> None:
     for run in runs:
         append_jsonl(run / "metrics.jsonl", {"step": 3, "time": 9e3, f"mine/{long}": 1.0})
         path = run / "transcripts" / "step-000001.jsonl"
-        rows = [
-            json.loads(line.replace("weather", long).replace('"task0', f'"{long}'))
-            for line in path.read_text().splitlines()
-        ]
-        path.write_text("".join(json.dumps({**row, "tools": [long]}) + "\n" for row in rows))
+        text = path.read_text().replace("weather", long).replace('"task0', f'"{long}')
+        rows = [{**json.loads(line), "tools": [long]} for line in text.split("\n")[:-1]]
+        write_jsonl(path, rows)
     write_report(runs, tmp_path / "report.html")
     size = {"width": 360, "height": 780, "deviceScaleFactor": 1, "mobile": True}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -400,8 +398,9 @@ def test_long_names_are_broken_on_a_phone(driver: Any, tmp_path: Path) -> None:
         load(driver, (tmp_path / "report.html").as_uri())
         for page in (*PAGES, "rollouts/0/1/0"):
             driver.execute_script("location.hash = arguments[0]", page)
-            until(driver, "document.querySelectorAll('main canvas').length || document.querySelector('main article')")
-            time.sleep(0.3)  # legends
+            until(driver, "document.querySelector('main').childElementCount")
+            driver.execute_script("scrollTo(0, document.body.scrollHeight)")
+            time.sleep(0.5)  # curves and their legends
             assert driver.execute_script("return document.documentElement.scrollWidth") <= 360, page
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -428,13 +427,13 @@ def test_rollouts_of_strange_shapes_are_shown(driver: Any, tmp_path: Path, monke
     write_report([run, run], tmp_path / "report.html")
     load(driver, (tmp_path / "report.html").as_uri())
     (shown,) = set(texts(driver, ".left-out"))
-    assert re.match(r"Limits of this file: (37|40) of 90 rollouts fit into the file, of 2 of 2 steps spread", shown)
+    assert re.match(r"Limits of this file: (37|40) of 94 rollouts fit into the file, of 2 of 2 steps spread", shown)
     for page in PAGES:
         driver.execute_script("location.hash = arguments[0]", page)
         until(driver, f"document.querySelector('nav a[aria-current]').hash === '#{page}'")
     driver.execute_script("location.hash = 'rollouts'")
     until(driver, "document.querySelector('article')")
-    assert re.match(r"(\d+) of \1 rollouts \(\1 of 90 ", texts(driver, "#count")[0])
+    assert re.match(r"(\d+) of \1 rollouts \(\1 of 94 ", texts(driver, "#count")[0])
     found = driver.execute_script(
         "found.low = '0.5'; found.task = 'task'; filtered(); found.low = found.task = '';"
         "return withText(filtered(), 'question').then((rows) => Promise.all(rows.map(rolloutBox)))"
