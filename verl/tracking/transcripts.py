@@ -66,7 +66,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
 
 
 def _tools(task: Task, trajectory: Trajectory) -> list[str]:
-    """The names of those that the policy was told of, where they are not part of the prompt's text."""
+    """Their names, as offered to the policy beside the text of the prompt."""
     return list(trajectory.tools) or [tool.name for tool in task.tools]
 
 

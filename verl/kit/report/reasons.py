@@ -110,11 +110,11 @@ class Reasons:
         """A line, if the reward has this part."""
         if not self.options.scores_length:
             return []
-        words, points = thought_word_count(response), length_score(response, self.options, step)
-        if words is None:
+        count, points = thought_word_count(response), length_score(response, self.options, step)
+        if count is None:
             return [f"length {points:g}: the response has no thought"]
         return [
-            f"length {points:g}: the thought has {counted(words, 'word')}, "
+            f"length {points:g}: the thought has {counted(count, 'word')}, "
             f"and {full_length(self.options, step):g} give 1 point"
         ]
 
