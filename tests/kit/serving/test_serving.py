@@ -184,6 +184,9 @@ def test_bodies_of_too_many_values_are_refused_before_they_are_read_as_json(monk
         answer = ask(gate, body=body)
         assert answer.status_code == 413 and "more than 1000 values" in answer.text
     assert ask(gate, body=b"[" + b"1," * 900).status_code == 200
+    gate = Gate(app(), LOCAL, None, files=("application/x-tar",))
+    for kind, status in {"application/x-tar": 200, "Application/X-Tar; a=b": 200, "application/json": 413}.items():
+        assert ask(gate, body=b"," * 2000, headers={"content-type": kind}).status_code == status
 
 
 class Conversation:

@@ -153,6 +153,8 @@ def test_a_task_on_a_server_of_ours_has_the_same_verdicts(tmp_path: Path) -> Non
     async def main(url: str) -> None:
         pool = RemoteRuntimes([url], store=tmp_path / "store")
         task = calc_task(tmp_path, environment)
+        table = "," * 2_100_000  # more values than a body may have as JSON
+        (tmp_path / "calc" / "table.csv").write_text(table)
         runtime = await pool.start(task)
         assert (await runtime.run("cd calc; x=7; pwd")).output == "/testbed/calc\n"
         late = await runtime.run("sleep 60", timeout_s=0.5)
@@ -161,7 +163,7 @@ def test_a_task_on_a_server_of_ours_has_the_same_verdicts(tmp_path: Path) -> Non
         assert soft.status is CommandStatus.RUNNING
         assert (await runtime.interrupt()).exit_code == 130
         assert (await runtime.run("echo $x; (exit 3)")).output == "7\n"
-        data = bytes(range(256)) * 500
+        data = bytes(range(256)) * 500 + table.encode()
         await runtime.write("/testbed/data.bin", data)
         assert await runtime.read("/testbed/data.bin") == data
         with pytest.raises(CommandFailedError, match="No such file"):

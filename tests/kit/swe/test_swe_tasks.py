@@ -72,6 +72,49 @@ def test_names_of_functions_are_those_of_the_test_patch(tmp_path: Path) -> None:
         read_swe_task(row, remote=True)
 
 
+def test_published_rows_may_have_columns_of_our_own(tmp_path: Path) -> None:
+    write(tmp_path / "owner__calc", FILES)
+    own = {"test_timeout_s": 60, "limits": {"memory_mib": 8192}, "setup": "make", "file": "a.py", "bug_patch": "b"}
+    task = read_swe_task({**GYM, **own, "hidden_tests": {"tests/test_b.py": TEST}}, tmp_path)
+    assert (task.test_timeout_s, task.limits.memory_mib, task.setup) == (60.0, 8192, "make")
+    assert (task.file, task.bug_patch, dict(task.hidden_tests)) == ("a.py", "b", {"tests/test_b.py": TEST})
+    assert read_swe_task(GYM, tmp_path).test_timeout_s == 1800.0  # as in SWE-bench's harness
+    image = read_swe_task({**R2E, "setup": "make"}, remote=True)
+    assert image.setup.startswith("rm -rf /r2e_tests") and image.setup.endswith("\nmake")
+    with pytest.raises(DataError, match="nor is a bug in another image"):
+        read_swe_task({**GYM, **own}, remote=True)
+
+
+def test_the_base_commit_is_the_revision_of_a_git_repository(tmp_path: Path) -> None:
+    source = with_history(tmp_path / "calc")
+    assert read_swe_task({**GYM, "repository": str(source)}).repository == Repository(str(source), "a" * 40)
+    named = {"path": str(source), "revision": "HEAD"}
+    assert read_swe_task({**GYM, "repository": named}).repository == Repository(str(source), "HEAD")
+    folder = write(tmp_path / "folder", FILES)
+    assert read_swe_task({**GYM, "repository": str(folder)}).repository == Repository(str(folder))
+
+
+def test_a_revision_has_all_files_of_its_commit(tmp_path: Path) -> None:
+    """Also what `git archive` leaves out or rewrites, and links that lead outside."""
+    source = with_history(tmp_path / "calc")
+    write(source, {".gitattributes": "*.csv export-ignore\n*.v export-subst\n", "a.csv": "1", "a.v": "$Format:%d$"})
+    (source / "outside").symlink_to("/usr/lib")
+    git(source, "add", "-A")
+    git(source, "-c", "user.name=a", "-c", "user.email=a@localhost", "commit", "-q", "-m", "data")
+    (source / "later.py").touch()
+    image = prepare_image(calc_task(tmp_path, repository=Repository(str(source), "HEAD")), tmp_path / "images")
+    assert (image / "a.csv").read_text() == "1" and (image / "a.v").read_text() == "$Format:%d$"
+    assert (image / "outside").readlink() == Path("/usr/lib") and not (image / "later.py").exists()
+
+
+@pytest.mark.parametrize("revision", ["-o/tmp/written", "--help", "HEAD:calc", "absent"])
+def test_a_revision_is_a_commit(tmp_path: Path, revision: str) -> None:
+    source = with_history(tmp_path / "calc")
+    with pytest.raises(DataError, match=f"calc at {revision}: git: .*expected a git repository with this revision"):
+        prepare_image(calc_task(tmp_path, repository=Repository(str(source), revision)), tmp_path / "images")
+    assert not Path("/tmp/written").exists()
+
+
 def test_an_environment_is_used_or_refused(tmp_path: Path) -> None:
     write(tmp_path / "owner__calc", FILES)
     assert read_swe_task(GYM | {"environment": "own"}, tmp_path).environment == "own"
@@ -133,6 +176,9 @@ def test_a_bug_is_applied_in_a_store_inside_another_repository(tmp_path: Path) -
         ({"FAIL_TO_PASS": "test_x"}, "is no JSON"),
         ({"FAIL_TO_PASS": '"test_x"'}, "test_x are no tests"),
         ({"repository": 3}, "'repository': 3 is no repository"),
+        ({"repository": {"path": "x", "rev": "HEAD"}}, r"'rev': 'HEAD'} is no repository; .*{path, rev"),
+        ({"repository": "x", "test_timeout_s": True}, "'test_timeout_s': True is no time"),
+        ({"limits": {"speed": 3}}, "'limits'.*speed"),
         ({"repository": "x", "hidden_tests": {"../a.py": ""}}, "'hidden_tests'"),
         ({"repository": "x", "limits": {"speed": 3}}, "'limits'.*speed"),
         (
@@ -179,7 +225,7 @@ def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"absent\.tar"):
         prepare_image(task, tmp_path / "images")
     task = read_swe_task(GYM | {"repository": {"path": str(tmp_path / "absent"), "revision": "main"}})
-    with pytest.raises(DataError, match=r"absent at main: .*expected a revision"):
+    with pytest.raises(DataError, match=r"absent at main: .*expected a git repository with this revision"):
         prepare_image(task, tmp_path / "images")
     assert list((tmp_path / "images").iterdir()) == []
 

@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -114,6 +114,7 @@ class Gate:
     """ASGI middleware: checks token, Host, body size, concurrency; cancels abandoned requests.
 
     shape: the body of a refusal
+    files: content types that the application never reads as JSON
     """
 
     def __init__(
@@ -122,10 +123,12 @@ class Gate:
         config: ServingConfig,
         token: str | None,
         shape: Callable[[Scope, Refusal], dict[str, Any]] = detail,
+        files: Collection[str] = (),
     ) -> None:
         self._app = app
         self._token = token
         self._shape = shape
+        self._files = files
         self._hosts = {name.lower() for name in ("localhost", socket.gethostname(), config.host, *config.allow_hosts)}
         self._max_bytes = config.max_body_mib * MIB
         self._max_requests = config.max_requests
@@ -136,15 +139,17 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):  # lifespan events
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        refusal = self._refusal(headers)
         if scope["type"] == "websocket":
-            refusal = refusal or _foreign_page(Headers(scope=scope))
+            refusal = refusal or _foreign_page(headers)
             await (self._app if refusal is None else self._refused(scope, refusal))(scope, receive, send)
             return
         if refusal is not None:
             await self._refused(scope, refusal)(scope, receive, send)
             return
-        async with self._body(receive) as body:
+        is_file = headers.get("content-type", "").partition(";")[0].strip().lower() in self._files
+        async with self._body(receive, is_file) as body:
             if isinstance(body, Refusal):
                 await self._refused(scope, body)(scope, receive, send)
             elif body is not None:
@@ -178,7 +183,7 @@ class Gate:
         return Refusal(413, problem, "--max-body-mib sets the limit")
 
     @asynccontextmanager
-    async def _body(self, receive: Receive) -> AsyncIterator[bytes | Refusal | None]:
+    async def _body(self, receive: Receive, is_file: bool) -> AsyncIterator[bytes | Refusal | None]:
         """The body, counted meanwhile, or a rejection; None if the client disconnected."""
         body, more = bytearray(), True
         refused: Refusal | None = None
@@ -195,7 +200,7 @@ class Gate:
                     refused = self._too_large()
                 elif self._num_bytes > BODIES_HELD * self._max_bytes:
                     refused = _busy("too many large requests at a time")
-            most_values = sum(map(body.count, (b"[", b"{", b",")))
+            most_values = 0 if is_file else sum(map(body.count, (b"[", b"{", b",")))
             if refused is None and most_values > MAX_VALUES:
                 refused = Refusal(413, f"the body has more than {MAX_VALUES} values")
             yield refused or bytes(body)
@@ -332,10 +337,11 @@ def _restart(timer: asyncio.TimerHandle | None, new: asyncio.TimerHandle | None 
     return new
 
 
-def serve(app: ASGIApp, config: ServingConfig, websockets: bool = False) -> int:
+def serve(app: ASGIApp, config: ServingConfig, websockets: bool = False, files: Collection[str] = ()) -> int:
     """Serve until interrupted. Returns 2, after an error on stderr, if it cannot start.
 
     websockets: accept them; a message may be as long as a body, and a client that answers no ping has left
+    files: see Gate
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
@@ -346,7 +352,7 @@ def serve(app: ASGIApp, config: ServingConfig, websockets: bool = False) -> int:
         return 2
     with listening, suppress(KeyboardInterrupt):
         try:
-            gate = Gate(app, config, find_token(config))
+            gate = Gate(app, config, find_token(config), files=files)
         except ConfigError as error:
             sys.stderr.write(f"error: {error}\n")
             return 2

@@ -143,27 +143,35 @@ async def make_base(
 def _fill(tree: Path, repository: Repository) -> None:
     source = Path(repository.path)
     if repository.revision:
-        with tempfile.TemporaryFile() as packed:
-            command = ["git", "-C", str(source), "-c", "safe.directory=*", "archive", repository.revision]
-            done = subprocess.run(command, stdout=packed, stderr=subprocess.PIPE, env=GIT_ENVIRONMENT)
-            if done.returncode:
-                problem = done.stderr.decode(errors="replace").strip()
-                raise DataError(f"{source} at {repository.revision}: {problem}", "a revision", field="repository")
-            packed.seek(0)
-            with tarfile.open(fileobj=packed) as tar:
-                tar.extractall(tree, filter="data")
-    elif source.is_dir():
-        ignore = shutil.ignore_patterns("__pycache__", ".pytest_cache")
-        shutil.copytree(source, tree, symlinks=True, ignore=ignore, dirs_exist_ok=True)
-    else:
-        try:
+        _check_out(tree, source, repository.revision)
+        return
+    try:
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", ".pytest_cache")
+            shutil.copytree(source, tree, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+        else:
             with tarfile.open(source) as tar:
                 tar.extractall(tree, filter="data")
-        except (tarfile.TarError, OSError) as error:
-            problem = f"{source} cannot be read: {error}"
-            raise DataError(
-                problem, "a folder, a tar file, or a git repository and a revision", field="repository"
-            ) from error
+    except (tarfile.TarError, OSError) as error:
+        problem = f"{source} cannot be read: {error}"
+        raise DataError(
+            problem, "a folder, a tar file, or a git repository and a revision", field="repository"
+        ) from error
+
+
+def _check_out(tree: Path, source: Path, revision: str) -> None:
+    """All files of a commit; `git archive` would leave out those with the attribute export-ignore."""
+    git = ["git", "-C", str(source), "-c", "safe.directory=*", "rev-parse"]
+    try:
+        commit = _run([*git, "--verify", "--end-of-options", f"{revision}^{{commit}}"], tree, "repository")
+    except DataError as error:
+        problem = f"{source} at {revision}: {error.problem}"
+        raise DataError(problem, "a git repository with this revision", field="repository") from error
+    folder = _run([*git, "--absolute-git-dir"], tree, "repository")
+    git = ["git", f"--git-dir={folder.strip()}", f"--work-tree={tree}"]
+    index = {"GIT_INDEX_FILE": str(tree.with_name("index"))}
+    _run([*git, "read-tree", commit.strip()], tree, "repository", **index)
+    _run([*git, "checkout-index", "--all"], tree, "repository", **index)
 
 
 def _remove_histories(tree: Path) -> None:
@@ -190,8 +198,9 @@ def _remove_hidden(tree: Path, hidden: Mapping[str, str]) -> None:
             path.unlink()
 
 
-def _run(command: list[str], folder: Path, field: str, stdin: str = "") -> str:
-    done = subprocess.run(command, cwd=folder, input=stdin.encode(), capture_output=True, env=GIT_ENVIRONMENT)
+def _run(command: list[str], folder: Path, field: str, stdin: str = "", **variables: str) -> str:
+    environment = GIT_ENVIRONMENT | variables
+    done = subprocess.run(command, cwd=folder, input=stdin.encode(), capture_output=True, env=environment)
     if done.returncode:
         raise DataError(f"git: {done.stderr.decode(errors='replace').strip()}", field=field)
     return done.stdout.decode()

@@ -189,7 +189,8 @@ class RemoteRuntimes(EndpointPool):
         if len(packed) > most_mib * MIB:  # else the server would hang up while it is sent
             raise _too_large(server, f"{len(packed) / MIB:.1f} MiB; it accepts {most_mib} MiB")
         async with server.asked():
-            _accepted(server, await self.client.put(f"{server.url}/image/{image.name}", content=packed, timeout=QUEUED))
+            url, kind = f"{server.url}/image/{image.name}", {"content-type": wire.TAR}
+            _accepted(server, await self.client.put(url, content=packed, headers=kind, timeout=QUEUED))
 
     async def _image(self, task: SweTask) -> Path:
         """Nothing may be awaited between its return and its use."""

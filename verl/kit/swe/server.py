@@ -238,7 +238,7 @@ def make_app(leases: Leases) -> FastAPI:
         return {"is_alive": True, "message": ""}
 
     @app.put("/image/{digest}")
-    async def image(digest: str, packed: Annotated[bytes, Body(media_type="application/x-tar")]) -> dict[str, str]:
+    async def image(digest: str, packed: Annotated[bytes, Body(media_type=wire.TAR)]) -> dict[str, str]:
         await asyncio.to_thread(_unpack_image, packed, leases.images.folder / digest, leases.runtimes.episodes)
         await leases.images.make_room(digest)
         return {}
@@ -420,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environments = options.environments and options.environments.absolute()
     limits = (options.max_body_mib, options.max_images_gib)
     leases = Leases(runtimes, options.capacity, options.queue, options.lease_s, environments, *limits)
-    return serve(make_app(leases), serving_config(options))
+    return serve(make_app(leases), serving_config(options), files=(wire.TAR, "multipart/form-data"))
 
 
 if __name__ == "__main__":

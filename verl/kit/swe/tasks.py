@@ -29,13 +29,16 @@ PROTECTED = (
 TEST_FOLDERS = {"test", "tests"}  # all of their files belong to the tests
 TEST_FILES = ("test_*", "*_test.py", "tests.py")  # of the tests in other folders, beside code
 FUNCTION = r"[A-Za-z_]\w*(\.\w+)*"  # a test without its file
+OWN_TEXTS = ("environment", "file", "setup", "bug_patch")  # columns of our rows
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
+R2E_SETUP = f"rm -rf /{R2E_TESTS} {TESTBED}/{R2E_TESTS} {TESTBED}/run_tests.sh\n"  # its images have them
 BENCH_IMAGES = "docker.io/swebench/sweb.eval.x86_64."  # SWE-bench's images, by instance
 GYM_IMAGES = "docker.io/xingyaoww/sweb.eval.x86_64."  # SWE-Gym's
 GYM_REPOSITORIES = {
     "bokeh/bokeh", "conan-io/conan", "dask/dask", "facebookresearch/hydra", "getmoto/moto", "iterative/dvc",
     "modin-project/modin", "pandas-dev/pandas", "project-monai/monai", "pydantic/pydantic", "python/mypy",
 }  # fmt: skip
+BENCH_TIMEOUT_S = 1800.0  # of SWE-bench's harness, for one run of tests
 BENCH_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in its images, SWE-Gym's and SWE-smith's
 
 
@@ -105,18 +108,19 @@ def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remot
     if "harbor" in row:
         return _of_harbor(row, prepared, remote)
     is_r2e = "expected_output_json" in row
-    published = _of_r2e(row) if is_r2e else _of_swe(row)
-    task = published if "repository" not in row else replace(published, **_own_fields(row))
+    task = _with_own_columns(_of_r2e(row) if is_r2e else _of_swe(row), row)
     repo, in_image = str(row.get("repo") or row.get("repo_name") or ""), remote and bool(task.image)
     if not task.fail_to_pass:
         raise DataError("names no test", "at least one", field="FAIL_TO_PASS")
     if not is_r2e:
         _check_names(task, repo or task.id, in_image)
     if in_image and task.bug_patch:
-        raise DataError("images of SWE-smith are not supported", "a prepared folder", field="image_name")
+        problem = "images of SWE-smith are not supported, nor is a bug in another image"
+        raise DataError(problem, "a prepared folder", field="image_name")
     if in_image:
         _refuse_environment(row)
-    return task if task.repository is not None or in_image else _in_folder(task, repo, prepared, row)
+        return replace(task, setup=f"{R2E_SETUP}{task.setup}") if is_r2e else task
+    return task if task.repository is not None else _in_folder(task, repo, prepared, row)
 
 
 def read_swe_tasks(
@@ -217,6 +221,7 @@ def _of_swe(row: Mapping[str, Any]) -> SweTask:
         python=BENCH_PYTHON,
         test_patch=str(row.get("test_patch") or ""),
         bug_patch=patch if is_bug else "",
+        test_timeout_s=SweTask.test_timeout_s if "repository" in row else BENCH_TIMEOUT_S,
         gold_patch="" if is_bug else patch,
     )
 
@@ -242,7 +247,6 @@ def _of_r2e(row: Mapping[str, Any]) -> SweTask:
         fail_to_pass=tuple(name for name, status in statuses.items() if name and status == "PASSED"),
         image=_text(row, "docker_image"),
         python=f"{TESTBED}/.venv/bin/python",
-        setup=f"rm -rf /{R2E_TESTS} {TESTBED}/{R2E_TESTS} {TESTBED}/run_tests.sh",  # the images have them
         hidden_tests={f"{R2E_TESTS}/{Path(name).name}": code for name, code in tests.items()},
     )
 
@@ -270,28 +274,33 @@ def _of_harbor(row: Mapping[str, Any], prepared: Path | None, remote: bool) -> S
     )
 
 
-def _own_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that only our rows have."""
-    given = row["repository"]
-    if isinstance(given, str):
-        given = {"path": given}
-    if not isinstance(given, Mapping) or not isinstance(given.get("path"), str):
-        raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
-    fields: dict[str, Any] = {"image": "", "python": "python"}
-    fields["repository"] = Repository(given["path"], str(given.get("revision") or ""))
-    for name in ("environment", "file", "setup", "bug_patch"):
-        if row.get(name):
-            fields[name] = _text(row, name)
+def _with_own_columns(task: SweTask, row: Mapping[str, Any]) -> SweTask:
+    """The columns of our own rows, which those of others may have, too."""
+    fields: dict[str, Any] = {name: _text(row, name) for name in OWN_TEXTS if row.get(name)}
     if row.get("test_timeout_s"):
         fields["test_timeout_s"] = _seconds(row["test_timeout_s"])
     if row.get("hidden_tests"):
-        fields["hidden_tests"] = _files(row["hidden_tests"])
+        fields["hidden_tests"] = {**task.hidden_tests, **_files(row["hidden_tests"])}
     if row.get("limits"):
         try:
             fields["limits"] = RuntimeLimits(**_json(row["limits"]))
         except TypeError as error:
             raise DataError(str(error), "fields of RuntimeLimits", field="limits") from error
-    return fields
+    if "repository" in row:
+        fields |= {"repository": _repository(row["repository"], task.base_commit), "image": "", "python": "python"}
+    return replace(task, **fields)
+
+
+def _repository(given: Any, base_commit: str) -> Repository:
+    """The base commit is the revision of a git repository whose revision is not given."""
+    if isinstance(given, str):
+        given = {"path": given}
+    known = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    of_text = all(isinstance(value, str) for value in known.values())
+    if not of_text or not {"path"} <= known.keys() <= {"path", "revision"}:
+        raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
+    revision = base_commit if (Path(known["path"]) / ".git").exists() else ""
+    return Repository(known["path"], known.get("revision") or revision)
 
 
 def _refuse_environment(row: Mapping[str, Any]) -> None:
@@ -329,14 +338,14 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str
     folder = found[0]
     revision = task.base_commit if (folder / ".git").exists() else ""
     repository = Repository(str(folder), revision)
-    task = replace(task, repository=repository, environment=environment, python="python", image="", setup="")
-    if not task.bug_patch:
+    task = replace(task, repository=repository, environment=environment, python="python", image="")
+    if not task.bug_patch or row.get("bug_patch"):
         return task
     try:  # SWE-smith hides the tests that a bug breaks
         hidden = {name: (folder / name).read_text() for name in test_files(replace(task, pass_to_pass=()))}
     except OSError as error:
         raise DataError(f"a test of {task.id} cannot be read: {error}", field="FAIL_TO_PASS") from error
-    return replace(task, hidden_tests=hidden)
+    return replace(task, hidden_tests={**hidden, **task.hidden_tests})
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
@@ -347,7 +356,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _seconds(value: Any) -> float:
-    if isinstance(value, int | float) and 0 < value < math.inf:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
     raise DataError(f"{value!r} is no time", "seconds above 0", field="test_timeout_s")
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from verl.kit.swe.runtime import RuntimeLimits
 
+TAR = "application/x-tar"
 API_KEY, REQUEST_ID, LEASE = "X-API-Key", "X-Request-ID", "X-Runtime-Lease"
 FAILED = 511
 MAX_BODY = "X-Max-Body-MiB"  # of an answer NO_IMAGE: the largest that is accepted
