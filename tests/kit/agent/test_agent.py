@@ -203,14 +203,19 @@ def test_a_run_that_a_signal_ends_leaves_no_agent_behind_and_no_traceback(capfd:
         while not engine.asked:
             await asyncio.sleep(0.05)
         assert isinstance(factory.launcher, FunctionLauncher) and factory.launcher.pid is not None
-        pids.extend([factory.launcher.pid, *(each.pid for each in psutil.Process(factory.launcher.pid).children())])
+        pids.extend(
+            [
+                factory.launcher.pid,
+                *(each.pid for each in psutil.Process(factory.launcher.pid).children(recursive=True)),
+            ]
+        )
         assert not playing.done()
         raise KeyboardInterrupt
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(ended())
-    assert time.monotonic() - began < 20 and len(pids) == 2
+    assert time.monotonic() - began < 20 and len(pids) == 3  # the interpreter, the guard, the program
     while any(map(_runs, pids)):
         assert time.monotonic() - began < 20
         time.sleep(0.05)
@@ -236,12 +241,27 @@ def test_a_limit_is_an_error_for_the_program_and_the_stop_reason_of_the_episode(
     assert len(found.turns) == 3 and found.stop_reason is StopReason.MAX_TURNS
 
 
+@pytest.mark.parametrize("options", [{}, {"reward_at_limit": -1.0}])
+@pytest.mark.parametrize("name", ["unguarded", "hangs", "no_reward"])
+def test_an_episode_at_a_limit_has_the_reward_of_the_option(name: str, options: dict[str, Any]) -> None:
+    """`unguarded` crashes with the error of the limit, `hangs` reaches its time limit, `no_reward` reaches none."""
+    factory = AgentFactory(agent=f"{PROGRAMS}:{name}", **options)
+    (found,) = episodes(factory, TextEngine("one"), TASK, max_turns=2, turn_s=4.0)
+    assert isinstance(found, Trajectory)
+    scored = asyncio.run(DirectScorer(build_reward("env")).score(found, TASK, 0))
+    if options and name != "no_reward":
+        assert scored == Score(-1.0, {})
+    else:
+        assert isinstance(scored, Fault)
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (lambda: AgentFactory(), "needs env.agent"),
         (lambda: AgentFactory(command="no_such_program -x"), "there is no program 'no_such_program'"),
         (lambda: AgentFactory(agent="nowhere.py:run"), "there is no file"),
+        (lambda: AgentFactory(command="ls", reward_at_limit=float("nan")), "reward_at_limit: nan is not a reward"),
         (lambda: AgentFactory(agent=str(PROGRAMS)), "must be file.py:function"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:run", python="/nowhere/python"), "is not an interpreter"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:absent"), "absent"),
@@ -323,18 +343,32 @@ def test_a_command_that_fails_is_a_fault_with_its_output(source: str, problem: s
     assert isinstance(found, Fault) and problem in found.problem, found
 
 
-def test_a_command_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
-    mark = tmp_path / "pid"
-    source = (
-        f"import subprocess; child = subprocess.Popen(['sleep', '600']); open({str(mark)!r}, 'w').write(str(child.pid))"
-    )
-    (found,) = episodes(command(f"{ASK}{source}; child.wait()"), TextEngine("one"), TASK, turn_s=2.0)
-    assert isinstance(found, Trajectory) and found.stop_reason is StopReason.TURN_TIMEOUT
-    for _ in range(100):
-        if not psutil.pid_exists(int(mark.read_text())):
-            return
-        time.sleep(0.05)
-    raise AssertionError("the agent's child is alive")
+STARTS = """
+import os, subprocess
+for own_session in (False, True):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=own_session, env={{}} if own_session else None)
+    with open({mark!r}, "a") as file:
+        file.write(str(child.pid) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("kind", ["agent", "command"])
+def test_a_program_ends_with_all_that_it_started(kind: str, hangs: bool, tmp_path: Path) -> None:
+    """Also what has a session and an environment of its own, and outlives the program."""
+    mark = tmp_path / "pids"
+    source = STARTS.format(mark=str(mark)) + ("\nchild.wait()" if hangs else "")
+    if kind == "agent":
+        file = tmp_path / "own.py"
+        file.write_text(f"def run(base_url, task):\n{textwrap.indent(source, '    ')}\n    return 1.0\n")
+        factory = AgentFactory(agent=f"{file}:run")
+    else:
+        factory = command(source)
+    (found,) = episodes(factory, TextEngine("one"), TASK, turn_s=3.0)
+    assert isinstance(found, Fault) and "without a response" in found.problem
+    assert ("turn_timeout" in found.problem) is hangs
+    pids = list(map(int, mark.read_text().split()))
+    assert len(pids) == 2 and not any(map(_runs, pids))
 
 
 @pytest.mark.parametrize("kind", ["agent", "command"])

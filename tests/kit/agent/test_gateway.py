@@ -14,6 +14,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.kit.agent.play import CALL, ScriptedPolicy, check_exact, observations, session
 from tests.kit.evaluation.eval_play import chat
@@ -29,6 +30,7 @@ from verl.types import Message, Score, StopReason
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
 SAID = "It is cold."
 
 
@@ -137,8 +139,45 @@ async def messages_loop(door: Open, stream: bool) -> str | None:
         messages.append({"role": "user", "content": results})
 
 
+class Weather(BaseModel):
+    city: str
+
+
+async def parsed_chat_loop(door: Open, stream: bool) -> str | None:
+    """The SDK reads the arguments, and the program appends its objects as they are."""
+    client, messages = door.openai(), [{"role": "user", "content": "How is Oslo?"}]
+    request: Any = {"model": "any", "tools": [openai.pydantic_function_tool(Weather, name="weather")]}
+    while True:
+        if stream:
+            async with client.chat.completions.stream(messages=messages, **request) as events:
+                message = (await events.get_final_completion()).choices[0].message
+        else:
+            message = (await client.chat.completions.parse(messages=messages, **request)).choices[0].message
+        messages.append(message)  # type: ignore[arg-type]
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            assert call.function.parsed_arguments == Weather(city="Oslo")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "-3"})
+
+
+async def anthropics_own_loop(door: Open, stream: bool) -> str | None:
+    """The SDK runs the tools; it asks for a thread first."""
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Of a city."""
+        assert city == "Oslo"
+        return "-3"
+
+    runner = door.anthropic().beta.messages.tool_runner(
+        model="any", max_tokens=100, tools=[weather], messages=[{"role": "user", "content": "How?"}], stream=stream
+    )
+    return "".join(getattr(block, "text", "") for block in (await runner.until_done()).content)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("loop", [chat_loop, responses_loop, messages_loop])
+@pytest.mark.parametrize("loop", [chat_loop, parsed_chat_loop, responses_loop, messages_loop, anthropics_own_loop])
 @pytest.mark.parametrize("before", ["", "I look. "])
 def test_a_tool_loop_is_one_segment_through_every_api(
     loop: Callable[[Open, bool], Awaitable[str | None]], stream: bool, before: str
@@ -471,6 +510,15 @@ def test_strict_tools_would_constrain_the_policy_and_count_as_sampling(strict: b
         assert each.tools == plain.tools and each.sampling == ({"strict": True} if strict else {})
 
 
+def test_marks_of_a_cache_are_no_part_of_a_tool() -> None:
+    """Clients move them from request to request."""
+    messages, mark = [{"role": "user", "content": "Hello"}], {"cache_control": {"type": "ephemeral"}}
+    (plain,) = read_chat({"messages": messages, "tools": [TOOL]}).tools
+    assert plain.schema == TOOL
+    for tool in ({**TOOL, **mark}, {**TOOL, "function": {**FUNCTION, **mark}}):
+        assert read_chat({"messages": messages, "tools": [tool]}).tools == (plain,)
+
+
 def test_settings_of_effort_count_as_sampling() -> None:
     message = {"role": "user", "content": "Hello"}
     assert read_chat({"messages": [message], "reasoning_effort": "low"}).sampling == {"reasoning_effort": "low"}
@@ -767,6 +815,9 @@ def test_a_request_that_reaches_no_session_gets_an_error_in_the_shape_of_its_sdk
     [
         ("/v1/chat/completions", {"messages": HELLO, "stream": True, "stream_options": "usage"}, "stream_options"),
         ("/v1/chat/completions", {"messages": HELLO, "tools": [1]}, "tools"),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": json.dumps([TOOL])}, "tools"),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [{**TOOL, "foo": 1}]}, "tools[0].foo"),
+        ("/v1/chat/completions", {"messages": json.dumps(HELLO)}, "messages"),
         ("/v1/messages", {"messages": HELLO, "tool_choice": "auto"}, "tool_choice"),
         ("/v1/messages", {"messages": HELLO, "output_config": "low"}, "output_config"),
         ("/v1/messages", {"messages": HELLO, "tools": 7}, "tools"),

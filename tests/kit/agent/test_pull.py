@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from tests.kit.agent.test_agent import ASK, TASK, TextEngine, command, episodes, runner
@@ -20,6 +22,7 @@ from verl.errors import ConfigError, ServiceDownError
 from verl.kit.agent.agent import AgentFactory
 from verl.kit.agent.inside import puller
 from verl.kit.agent.launcher import output_end, read_reward_file
+from verl.kit.agent.pull import PullLauncher
 from verl.net.services import TOKEN_VARIABLE
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import Fault
@@ -93,6 +96,64 @@ def test_the_error_of_an_agent_elsewhere_is_a_fault_with_its_output() -> None:
     with pulling(port, f"{ASK}raise KeyError('city')"):
         (found,) = episodes(AgentFactory(pull=True, port=port), TextEngine("one"), TASK)
     assert isinstance(found, Fault) and "KeyError: 'city'" in found.problem
+
+
+@pytest.mark.long
+def test_an_agent_waits_for_the_next_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """It waits for a task at the end of one gateway, and gets one of the next."""
+    port = free_port()
+
+    async def idle() -> None:
+        factory = AgentFactory(pull=True, port=port)
+        await factory.gateway()
+        assert isinstance(factory.launcher, PullLauncher)
+        while not factory.launcher._waits:
+            await asyncio.sleep(0.05)
+        await factory.close()
+
+    with pulling(port, ASK + WRITTEN) as agent:
+        asyncio.run(idle())
+        (found,) = episodes(AgentFactory(pull=True, port=port), TextEngine("one"), TASK)
+        assert isinstance(found, Trajectory) and found.score == Score(3.0, {}) and agent.poll() is None
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.long
+def test_an_agent_that_is_terminated_ends_its_program(tmp_path: Path) -> None:
+    port, mark = free_port(), tmp_path / "pids"
+    starts = "import subprocess; child = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+    source = f"{starts}open({str(mark)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); child.wait()"
+
+    async def play() -> Any:
+        setting = runner(AgentFactory(pull=True, port=port, lease_s=2.0))
+        running = asyncio.create_task(setting.run(TextEngine("one"), Sampling(1), TASK, 0, None))
+        try:
+            with pulling(port, ASK + source) as agent:
+                while not mark.exists() or len(mark.read_text().split()) < 2:
+                    await asyncio.sleep(0.05)
+                agent.terminate()
+                while agent.poll() is None:
+                    await asyncio.sleep(0.05)
+                assert agent.returncode == 128 + signal.SIGTERM
+                assert not any(map(psutil.pid_exists, map(int, mark.read_text().split())))
+            return await running
+        finally:
+            await setting.close()
+
+    found = asyncio.run(play())
+    assert isinstance(found, Fault) and "sent no heartbeat" in found.problem
+
+
+@pytest.mark.long
+def test_an_invalid_reward_is_a_fault_here_and_elsewhere() -> None:
+    port, source = free_port(), ASK + WRITTEN.replace('"reward": len(text)', '"reward": 1, "note": 2')
+    problems = []
+    with pulling(port, source):
+        for factory in (AgentFactory(pull=True, port=port), command(source)):
+            (found,) = episodes(factory, TextEngine("one"), TASK)
+            assert isinstance(found, Fault)
+            problems.append(found.problem)
+    assert all("a reward with 'note'" in each for each in problems), problems
 
 
 POSTED = 'post(os.environ["REWARD_URL"], {"reward": 0.5})'

@@ -44,6 +44,7 @@ class AgentFactory(EnvFactory):
     agent: file.py:function, called as `function(base_url, task)`; or command: a command line
     python: the interpreter with the agent's packages; default: the trainer's
     on_sampling: what happens to sampling settings of requests that differ from the run's
+    reward_at_limit: of an episode that ended at a limit without a reward; None: none
     max_concurrent: programs at a time; further episodes wait
     pull: agents elsewhere pull the tasks, in place of a program; lease_s: time without heartbeat that ends a lease
     sandbox: the command runs confined, with the gateway as its only network; readable: further paths that it sees
@@ -57,6 +58,7 @@ class AgentFactory(EnvFactory):
         command: str | None = None,
         python: str | None = None,
         on_sampling: str = OnSampling.REPLACE,
+        reward_at_limit: float | None = None,
         max_concurrent: int = 256,
         pull: bool = False,
         lease_s: float = 60.0,
@@ -81,6 +83,7 @@ class AgentFactory(EnvFactory):
         self.launcher = self._pulls or build_launcher(agent, command, python, self._confinement)
         self.tasks = _task_runtimes(runtime)
         self.on_sampling = OnSampling(on_sampling)
+        self.at_limit = None if reward_at_limit is None else _reward_at_limit(reward_at_limit)
         self._overridden: set[str] = set()  # named so far
         self.slots = asyncio.Semaphore(max_concurrent)
         self._gateway: Gateway | None = None
@@ -134,6 +137,14 @@ class AgentFactory(EnvFactory):
             await self.tasks.close()
 
 
+def _reward_at_limit(given: object) -> Score:
+    """Raises ConfigError."""
+    try:
+        return read_reward(given)
+    except ValueError as error:
+        raise ConfigError(f"env.options.reward_at_limit: {error}") from error
+
+
 def _task_runtimes(given: bool | Mapping[str, Any]) -> TaskRuntimes | None:
     """Raises ConfigError."""
     options = {} if isinstance(given, bool) else dict(given)
@@ -150,6 +161,7 @@ class AgentEnv(ProgramEnv):
         self._session: Session | None = None
         self._work: TaskSession | None = None
         self._score: Score | None = None
+        self._at_limit = True  # until the program has ended by itself
 
     async def run(self, policy: ProgramPolicy) -> StopReason:
         with policy.timer.paused():
@@ -171,13 +183,16 @@ class AgentEnv(ProgramEnv):
         finally:
             await session.close()
             self._factory.note_overridden(session.overridden)
+        self._at_limit = session.limit is not None
         return session.limit or StopReason.STOP
 
     async def judge(self) -> Score | None:
         posted = None if self._session is None else self._session.score
-        if (score := self._score or posted) is not None or self._work is None:
+        if (score := self._score or posted) is not None:
             return score
-        return await self._work.verdict()
+        if self._work is not None:
+            return await self._work.verdict()
+        return self._factory.at_limit if self._at_limit else None
 
     async def close(self) -> None:
         if self._work is not None:

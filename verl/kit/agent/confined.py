@@ -42,8 +42,13 @@ class Confinement:
     def close(self) -> None:
         self._folder.cleanup()
 
+    @staticmethod
+    def environment(variables: Mapping[str, str]) -> dict[str, str]:
+        """All that a confined command sees. Not in its command line, which any user of the machine may read."""
+        return {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
+
     def command(self, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> list[str]:
-        """The command line that runs `arguments` confined. variables: all that it sees of the environment"""
+        """The command line that runs `arguments` confined, in this environment."""
         program = shutil.which(arguments[0]) or arguments[0]
         port = str(urlsplit(variables["OPENAI_BASE_URL"]).port)
         system = [*SYSTEM, *_CONFIGURATION]
@@ -54,12 +59,10 @@ class Confinement:
             binds += ["--tmpfs", str(episodes)]
         binds += [each for path in self._readable for each in ("--ro-bind-try", path, path)]
         binds += ["--ro-bind", str(self.socket), str(self.socket), "--bind", str(folder), str(folder)]
-        given = {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
-        settings = [each for name, value in given.items() for each in ("--setenv", name, value)]
-        namespaces = ("--unshare-all", "--die-with-parent", "--clearenv", "--dev", "/dev", "--proc", "/proc")
-        confined = [*namespaces, "--tmpfs", "/tmp", *binds, *settings, "--chdir", str(Path.cwd()), "--"]
+        namespaces = ("--unshare-all", "--die-with-parent", "--dev", "/dev", "--proc", "/proc")
+        confined = [*namespaces, "--tmpfs", "/tmp", *binds, "--chdir", str(Path.cwd()), "--"]
         inner = [sys.executable, "-I", "-S", forward.__file__, str(self.socket), port, program, *arguments[1:]]
-        return ["bwrap", *confined, *inner]
+        return [shutil.which("bwrap") or "bwrap", *confined, *inner]
 
 
 def _prefixes(program: str) -> list[str]:

@@ -10,11 +10,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.agent.confined import Confinement
@@ -67,11 +68,66 @@ def _environment(foreign: bool) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
-class CommandLauncher:
+class ProcessLauncher(ABC):
+    """Programs that an interpreter starts (inside/programs.py), which ends each with all that it has started."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """name: of the interpreter, in messages"""
+        self._name, self._numbers = name, count()
+        self._process = LineProcess(name, command, "ended", _START_S, environment=environment)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the interpreter, if it runs."""
+        return self._process.pid
+
+    async def check(self) -> None:
+        """Start the interpreter. Raises ConfigError."""
+        try:
+            await self._process.start()
+        except ServiceDownError as error:
+            raise ConfigError(f"{self._name} cannot be used: {error.problem}") from error
+
+    @abstractmethod
+    def request(self, folder: Path, variables: Mapping[str, str]) -> Mapping[str, Any]:
+        """Fields of the interpreter's request to run a program."""
+
+    async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
+        with waiting():
+            await self.check()
+        number = next(self._numbers)
+        inbox = await self._process.open(number, run=number, folder=str(folder), **self.request(folder, variables))
+        try:
+            answer = await inbox.get()
+        except asyncio.CancelledError:
+            with suppress(ServiceDownError):  # its children end with it
+                self._process.send(kill=number)
+                await inbox.get()
+            raise
+        finally:
+            self._process.forget(number)
+        if "failed" in answer:
+            problem = f"{self._name} ended with {_status(answer['code'])}"
+            raise ProgramFailedError(f"{problem}{output_end(folder)}")
+        if answer["code"] != 0:
+            problem = answer.get("problem") or f"ended with {_status(answer['code'])}"
+            raise ProgramFailedError(f"{problem}{output_end(folder)}")
+
+    async def close(self) -> None:
+        await self._process.close()
+
+
+def _status(code: int | None) -> str:
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+
+
+class CommandLauncher(ProcessLauncher):
     """A command line, as `python agent.py --task {task_json}`; the placeholder becomes the path of the task's file."""
 
     def __init__(self, command: str, python: str | None, confinement: Confinement | None = None) -> None:
         """python: the interpreter for commands that begin with `python`. Raises ConfigError."""
+        starter = (sys.executable, "-I", "-S", programs.__file__)
+        super().__init__("the interpreter that starts env.command", starter, _environment(foreign=True))
         self._confinement = confinement
         try:
             self._arguments = shlex.split(command)
@@ -86,41 +142,17 @@ class CommandLauncher:
     async def check(self) -> None:
         if shutil.which(self._arguments[0]) is None:
             raise ConfigError(f"env.command: there is no program {self._arguments[0]!r}")
+        await super().check()
 
-    async def run(self, folder: Path, variables: Mapping[str, str], _: Waiting, /) -> None:
+    def request(self, folder: Path, variables: Mapping[str, str]) -> Mapping[str, Any]:
         arguments = [each.replace("{task_json}", str(folder / TASK)) for each in self._arguments]
-        if self._confinement is not None:
-            arguments = self._confinement.command(arguments, folder, variables)
-        with (folder / OUTPUT).open("wb") as output:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *arguments,
-                    env={**_environment(self._foreign), **variables},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(f"env.command: {arguments[0]} cannot be started ({error})") from error
-        try:
-            code = await process.wait()
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if code != 0:
-            raise ProgramFailedError(f"ended with {_status(code)}{output_end(folder)}")
-
-    async def close(self) -> None:
-        """Every run ends its own processes."""
+        if self._confinement is None:
+            return {"command": arguments, "variables": {**_environment(self._foreign), **variables}}
+        command = self._confinement.command(arguments, folder, variables)
+        return {"command": command, "variables": self._confinement.environment(variables)}
 
 
-def _status(code: int | None) -> str:
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-
-
-class FunctionLauncher:
+class FunctionLauncher(ProcessLauncher):
     """A Python function `run(base_url, task)`, imported once by an interpreter that forks for every episode."""
 
     def __init__(self, agent: str, python: str | None) -> None:
@@ -130,45 +162,19 @@ class FunctionLauncher:
             raise ConfigError(f"env.agent={agent!r} must be file.py:function or package.module:function")
         if file.endswith(".py") and not Path(file).is_file():
             raise ConfigError(f"env.agent={agent}: there is no file {file!r}")
-        self._agent, self._numbers = agent, count()
-        command, environment = (python or sys.executable, programs.__file__, agent), _environment(python is not None)
-        self._process = LineProcess("the agent's interpreter", command, "ended", _START_S, environment=environment)
-
-    @property
-    def pid(self) -> int | None:
-        """Of the interpreter, if it runs."""
-        return self._process.pid
+        self._agent = agent
+        command = (python or sys.executable, programs.__file__, agent)
+        super().__init__("the agent's interpreter", command, _environment(python is not None))
 
     async def check(self) -> None:
         """Raises ConfigError if the module cannot be imported."""
         try:
-            await self._process.start()
-        except ServiceDownError as error:
-            raise ConfigError(f"env.agent={self._agent} cannot be used: {error.problem}") from error
+            await super().check()
+        except ConfigError as error:
+            raise ConfigError(f"env.agent={self._agent}: {error}") from error
 
-    async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
-        with waiting():
-            await self.check()
-        number = next(self._numbers)
-        inbox = await self._process.open(number, run=number, folder=str(folder), variables=dict(variables))
-        try:
-            answer = await inbox.get()
-        except asyncio.CancelledError:
-            with suppress(ServiceDownError):  # its children end with it
-                self._process.send(kill=number)
-                await inbox.get()
-            raise
-        finally:
-            self._process.forget(number)
-        if "failed" in answer:
-            problem = f"the agent's interpreter ended with {_status(answer['code'])}"
-            raise ProgramFailedError(f"{problem}{output_end(folder)}")
-        if answer["code"] != 0:
-            problem = answer.get("problem") or f"ended with {_status(answer['code'])}"
-            raise ProgramFailedError(f"{problem}{output_end(folder)}")
-
-    async def close(self) -> None:
-        await self._process.close()
+    def request(self, folder: Path, variables: Mapping[str, str]) -> Mapping[str, Any]:
+        return {"variables": dict(variables)}
 
 
 class ConfinedFunction(CommandLauncher):
@@ -177,15 +183,18 @@ class ConfinedFunction(CommandLauncher):
     def __init__(self, agent: str, python: str | None, confinement: Confinement) -> None:
         """Raises ConfigError."""
         self._unconfined = FunctionLauncher(agent, python)
+        self._checking, self._checked = asyncio.Lock(), False
         command = shlex.join((python or sys.executable, programs.__file__, agent, "{task_json}"))
         super().__init__(command, python, confinement)
 
     async def check(self) -> None:
         """Imports the module outside of the sandbox: no policy has written anything yet. Raises ConfigError."""
-        await self._unconfined.check()
-
-    async def close(self) -> None:
-        await self._unconfined.close()
+        async with self._checking:
+            if not self._checked:
+                await self._unconfined.check()
+                await self._unconfined.close()
+                self._checked = True
+        await super().check()
 
 
 def build_launcher(

@@ -49,12 +49,17 @@ class PullLauncher:
         self._lease_s = lease_s
         self._open: asyncio.Queue[Lease] = asyncio.Queue()
         self._leases: dict[str, Lease] = {}
+        self._waits: set[asyncio.Timeout] = set()  # of agents that wait for a task
+        self._closed = False
 
     async def check(self) -> None:
         """No-op: agents may come at any time."""
 
     async def close(self) -> None:
-        """No-op: every run ends its own lease."""
+        """Send away the agents that wait. Every run ends its own lease."""
+        self._closed = True
+        for each in self._waits:
+            each.reschedule(0)
 
     async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
         task = json.loads((folder / TASK).read_text(encoding="utf-8"))
@@ -79,7 +84,8 @@ class PullLauncher:
             raise ProgramFailedError(f"reported an error: {problem}")
 
     def routes(self, token: str | None) -> Sequence[Route]:
-        """token: that requests must have; None: none"""
+        """Of a gateway that starts. token: that requests must have; None: none"""
+        self._closed = False
 
         def route(path: str, answer: Callable[[Request], Awaitable[Response]], method: str) -> Route:
             async def endpoint(request: Request) -> Response:
@@ -96,12 +102,16 @@ class PullLauncher:
         ]
 
     async def _next(self, _: Request) -> Response:
+        wait = asyncio.timeout(0 if self._closed else _WAIT_S)
+        self._waits.add(wait)
         try:
-            async with asyncio.timeout(_WAIT_S):
+            async with wait:
                 while (lease := await self._open.get()).id not in self._leases:  # its episode is over
                     continue
         except TimeoutError:
-            return Response(status_code=204)
+            return _refusal(503, "the run is over") if self._closed else Response(status_code=204)
+        finally:
+            self._waits.remove(wait)
         self._extend(lease)
         lease.taken.set()
         return JSONResponse({"lease": lease.id, **lease.content})

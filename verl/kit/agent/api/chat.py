@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from verl.kit.agent.api.conversation import constraints, conversation, given_sampling, listed_tools
 from verl.kit.agent.api.fields import Count, Fields, No, Nothing, Stops, Text, only, read_fields, read_kind
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, bad_request
-from verl.types import ToolCall, ToolSpec
+from verl.types import ToolCall
 
 MODEL = "policy"
 # Settings of how the policy samples: the run's count instead (env.on_sampling). {name: the value that changes nothing}
@@ -41,6 +41,7 @@ _OFTEN_EMPTY: Mapping[str, object] = {
     "reasoning_details": [],
     "thinking_blocks": [],
 }
+_SHOWN = {"name", "description", "parameters"}  # of a function, to the policy
 _PROVIDER_FIELDS = "provider_specific_fields"  # LiteLLM's, in messages
 
 
@@ -70,10 +71,10 @@ class StreamOptions(Fields):
 
 
 class ChatFields(OpenAIFields):
-    """A request; `messages` and `tools` are read like those of a row."""
+    """A request; its messages are read like those of a row."""
 
-    messages: Any = None
-    tools: Any = None
+    messages: list[Any]
+    tools: list[Any] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     stop: Stops | None = None
@@ -92,6 +93,20 @@ class ChatFields(OpenAIFields):
     modalities: Annotated[list[Any], only(["text"])] | None = None
     response_format: Annotated[dict[str, Any], only({"type": "text"})] | None = None
     functions: Nothing | None = None
+
+
+class _Function(Fields):
+    name: Text
+    description: str | None = None
+    parameters: Any = None
+    strict: bool = False
+    cache_control: dict[str, Any] | None = None
+
+
+class _Tool(Fields):
+    type: Literal["function"]
+    function: _Function
+    cache_control: dict[str, Any] | None = None
 
 
 class _Name(Fields):
@@ -135,14 +150,18 @@ _CHOICES: Mapping[str, type[ToolChoice]] = {"function": _FunctionChoice, "allowe
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Raises ApiError for a field that cannot be used, rather than dropping it."""
     given = read_fields(ChatFields, body)
-    messages = conversation(_as_sent(given.messages), "messages")
+    messages = conversation([_message_as_sent(each) for each in given.messages], "messages")
     for number, message in enumerate(messages):
         if message.role not in _ROLES:
             raise bad_request(f"must be one of {', '.join(_ROLES)}", f"messages[{number}].role")
-    tools, strict = _tools(given.tools)
+    functions = [read_fields(_Tool, each, f"tools[{number}]").function for number, each in enumerate(given.tools or ())]
+    shown = [each.model_dump(include=_SHOWN, exclude_unset=True) for each in functions]
+    tools = listed_tools([{"type": "function", "function": each} for each in shown])
     named = chosen_tools(given.tool_choice, _CHOICES)
     limits = [each for each in (given.max_tokens, given.max_completion_tokens) if each is not None]
-    sampling = given_sampling(body, _SAMPLING) | constraints(given.tool_choice, named, tools, strict)
+    sampling = given_sampling(body, _SAMPLING) | constraints(
+        given.tool_choice, named, tools, any(each.strict for each in functions)
+    )
     reads_calls = bool(tools) and given.tool_choice != "none"
     return ChatRequest(messages, tools, min(limits, default=None), tuple(given.stop or ()), reads_calls, sampling)
 
@@ -156,28 +175,8 @@ def chosen_tools(choice: object, choices: Mapping[str, type[ToolChoice]]) -> lis
     return []
 
 
-def _tools(tools: Any) -> tuple[tuple[ToolSpec, ...], bool]:
-    """(the tools without `strict`, whether it is set anywhere)"""
-    if not isinstance(tools, list):
-        return listed_tools(tools), False
-    given, strict = [], False
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping):
-            tool, own = {**tool, "function": _without(function, "strict")}, function.get("strict")
-            if not isinstance(own, bool | None):
-                raise bad_request("must be true or false", f"tools[{number}].function.strict")
-            strict = strict or bool(own)
-        given.append(tool)
-    return listed_tools(given), strict
-
-
-def _as_sent(messages: Any) -> Any:
-    """The messages without what SDKs add and no model sees; a developer's messages are the system's."""
-    return [_message_as_sent(each) for each in messages] if isinstance(messages, list) else messages
-
-
 def _message_as_sent(message: Any) -> Any:
+    """The message without what SDKs add and no model sees; a developer's messages are the system's."""
     if not isinstance(message, Mapping):
         return message
     empty = (name for name, each in _OFTEN_EMPTY.items() if message.get(name) in (None, each))
@@ -189,10 +188,18 @@ def _message_as_sent(message: Any) -> Any:
     if isinstance(made.get("content"), list):
         made["content"] = [_part_as_sent(each) for each in made["content"]]
     if isinstance(made.get("tool_calls"), list):
-        made["tool_calls"] = [_without(each, "index") for each in made["tool_calls"]]  # index: kept from a stream
+        made["tool_calls"] = [_call_as_sent(each) for each in made["tool_calls"]]
     added = made.get(_PROVIDER_FIELDS)
     is_empty = isinstance(added, Mapping) and all(value is None for value in added.values())
     return _without(made, _PROVIDER_FIELDS) if is_empty else made
+
+
+def _call_as_sent(call: Any) -> Any:
+    """Without the place in a stream, and what the SDK has read of the arguments."""
+    made = _without(call, "index")
+    if isinstance(made, Mapping) and "function" in made:
+        made = {**made, "function": _without(made["function"], "parsed_arguments")}
+    return made
 
 
 def _part_as_sent(part: Any) -> Any:

@@ -21,6 +21,8 @@ _SAMPLING: Mapping[str, object] = {
 }
 _CLEAR_THINKING = "clear_thinking_"  # an edit without effect: no response has a block of thinking
 _EDITS = "context_management.edits"
+# The SDK's own tool loop begins with a thread, and goes on with whole conversations after this error.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _STOP_REASONS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
 _ERRORS = {
     400: "invalid_request_error",
@@ -245,8 +247,9 @@ def anthropic_events(response: ChatResponse, body: Mapping[str, Any]) -> Iterato
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The error as Anthropic's SDKs read it."""
-    kind = _ERRORS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": f"{error.code}: {error.problem}"}}
+    made = {"type": _ERRORS.get(error.status, "api_error"), "message": f"{error.code}: {error.problem}"}
+    details = {"details": _NO_THREADS} if error.field == "thread" else {}
+    return {"type": "error", "error": made | details}
 
 
 def anthropic_model(name: str) -> dict[str, Any]:

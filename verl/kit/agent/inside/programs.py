@@ -1,10 +1,16 @@
-"""Runs inside the agent's own interpreter: imports the agent once and forks a process for every episode.
+"""Starts the programs of episodes: a function in forks of the agent's own interpreter, or commands.
 
-    python programs.py file.py:function [TASK]     TASK: the file of the only episode, which runs in this process
+    python programs.py file.py:function          imports the agent once, and forks it for every episode
+    python programs.py file.py:function TASK     one episode in this process; TASK: its file
+    python programs.py                           commands
 
-Standard library only. Commands arrive as lines of JSON on standard input: {"run": id, "folder": .., "variables": {..}}
-and {"kill": id}. Answers go to standard output: {"ready": true} or {"failed": ..}, then {"ended": id, "code": ..}. An
-episode's folder holds task.json, and gets output.txt and reward.json. All ends with the standard input.
+Standard library only. Requests arrive as lines of JSON on standard input: {"run": id, "folder": .., "variables": {..}},
+for a command with "command": [..] and all of its variables, and {"kill": id}. Answers go to standard output: {"ready":
+true} or {"failed": ..}, then {"ended": id, "code": ..}. An episode's folder holds task.json, and gets output.txt and
+reward.json. All ends with the standard input.
+
+Every program has a guard: a process between it and this one, to which everything falls that the program started and
+left, also in a session of its own. The guard ends it with the episode.
 """
 
 from __future__ import annotations
@@ -16,15 +22,18 @@ import importlib.util
 import inspect
 import json
 import os
+import resource
 import selectors
 import signal
 import sys
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, TextIO  # noqa: UP035  agents may need an old interpreter
 
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
+_AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 Agent = Callable[[str, Any], Any]
 
 
@@ -63,25 +72,50 @@ def run(function: Agent, folder: Path, variables: dict[str, str]) -> None:
         new.replace(folder / "reward.json")
 
 
-def fork(function: Agent, folder: Path, variables: dict[str, str], output: int) -> int:
-    """The process id of a new episode, the leader of a process group. output: descriptor of its output's file"""
+def execute(command: list[str], variables: dict[str, str]) -> None:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    os.execvpe(command[0], command, variables)
+
+
+def start(work: Callable[[], None], output: int) -> int:
+    """The process id of the guard of a new program. work: the program; output: descriptor of its output's file"""
     pid = os.fork()
-    if pid:
-        with suppress(OSError):
-            os.setpgid(pid, pid)
-        return pid
+    if pid == 0:
+        _end(lambda: guard(_fork(work, signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED), output)))
+    return pid
+
+
+def _fork(work: Callable[[], None], mask: Any, output: int) -> int:
+    """The process id of the program, the leader of a session. Called in its guard."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    _control(_DEATH_SIGNAL, signal.SIGTERM)
+    _control(_SUBREAPER, 1)
+    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
+    os.closerange(3, 256)
+    pid = os.fork()
+    if pid == 0:
+        _control(_DEATH_SIGNAL, signal.SIGKILL)
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _end(work)
+    return pid
+
+
+def _control(option: int, value: int) -> None:
+    """Of the process, where the system is Linux."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _end(work: Callable[[], object]) -> None:
+    """Work, and end this process: a copy of its parent, whose own end is not run."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with suppress(OSError):
-            os.setpgid(0, 0)
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
-            os.dup2(descriptor, target)
-        os.closerange(3, 256)
-        run(function, folder, variables)
+        work()
         code = 0
     except BaseException:  # noqa: BLE001  the end of the process
         traceback.print_exc()
@@ -92,44 +126,86 @@ def fork(function: Agent, folder: Path, variables: dict[str, str], output: int) 
         os._exit(code)
 
 
-def kill_group(pid: int) -> None:
+def guard(program: int) -> None:
+    """Wait for the end of the program, or for SIGTERM; kill all that is left, and end as the program did."""
+    while signal.sigwait(_AWAITED) == signal.SIGCHLD and not _has_ended(program):
+        continue
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(program, signal.SIGKILL)  # the id is still taken
+    status = 0
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            pid, its_status = os.wait()
+            if pid == program:
+                status = its_status
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if that was the last
+            for each in _children():
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _has_ended(program: int) -> bool:
+    """Whether the program has, which stays uncollected; others are collected."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == program:
+                return True
+            os.waitpid(ended.si_pid, 0)
+    return False
+
+
+def _children() -> list[int]:
+    """Of this process."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(file.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(file.parent.name))
+    return found
 
 
 class Programs:
     """The running episodes."""
 
-    def __init__(self, function: Agent, answers: TextIO) -> None:
+    def __init__(self, function: Agent | None, answers: TextIO) -> None:
         self.function, self.answers = function, answers
-        self.pids: dict[int, int] = {}  # by episode
+        self.pids: dict[int, int] = {}  # of guards, by episode
 
     def answer(self, **fields: object) -> None:
         self.answers.write(json.dumps(fields) + "\n")
         self.answers.flush()
 
-    def command(self, line: bytes) -> None:
+    def request(self, line: bytes) -> None:
         given = json.loads(line)
         if "kill" in given:
             if given["kill"] in self.pids:
-                kill_group(self.pids[given["kill"]])
+                os.kill(self.pids[given["kill"]], signal.SIGTERM)
             return
-        folder = Path(given["folder"])
+        folder, variables = Path(given["folder"]), given["variables"]
+        if self.function is None:
+            work = partial(execute, given["command"], variables)
+        else:
+            work = partial(run, self.function, folder, variables)
         try:
             with (folder / "output.txt").open("ab") as output:
-                self.pids[given["run"]] = fork(self.function, folder, given["variables"], output.fileno())
+                self.pids[given["run"]] = start(work, output.fileno())
         except OSError as error:
             self.answer(ended=given["run"], code=None, problem=str(error))
 
     def reap(self) -> None:
-        """Report ended episodes, with the processes that they left."""
+        """Report ended episodes."""
         for episode, pid in list(self.pids.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            kill_group(pid)  # while the id is still taken
-            status = os.waitpid(pid, 0)[1]
-            del self.pids[episode]
-            self.answer(ended=episode, code=os.waitstatus_to_exitcode(status))
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.pids[episode]
+                self.answer(ended=episode, code=os.waitstatus_to_exitcode(status))
 
     def serve(self) -> None:
         wake, woken = os.pipe()
@@ -147,22 +223,24 @@ class Programs:
                     self.reap()
                 elif not received:
                     for pid in self.pids.values():
-                        kill_group(pid)
+                        os.kill(pid, signal.SIGTERM)
+                    for pid in self.pids.values():
+                        os.waitpid(pid, 0)
                     return
                 else:
                     *lines, pending = (pending + received).split(b"\n")
                     for line in lines:
-                        self.command(line)
+                        self.request(line)
 
 
-def main(source: str, task: str | None = None) -> int:
-    if task is not None:
+def main(source: str | None = None, task: str | None = None) -> int:
+    if source is not None and task is not None:
         run(load(source), Path(task).parent, dict(os.environ))
         return 0
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the agent's module prints is no answer
     try:
-        function = load(source)
+        function = None if source is None else load(source)
     except BaseException as error:  # noqa: BLE001  reported
         answers.write(json.dumps({"failed": f"{type(error).__name__}: {error}"}) + "\n")
         answers.flush()

@@ -4,9 +4,10 @@
 
 The command finds the same variables as one that the trainer starts (docs/agents.md). Standard library only: copy this
 file to where the agent lives. $VERL_SERVICE_TOKEN is the token of the gateway. Ends when the gateway has been gone for
-a minute.
+a minute, and its program with it, or with SIGTERM.
 """
 
+import ctypes
 import http.client
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 _PATIENCE_S = 60.0
 _TIMEOUT_S = 60.0
+_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 _SHOWN_CHARS = 600  # of the output of a command that failed
 _READ_BYTES = 1 << 13  # of its end, which may be white space
 
@@ -37,21 +39,27 @@ class Gateway:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def call(self, path: str, body: Any = None, method: str = "POST") -> "tuple[int, Any]":
-        """Status and content. Raises OSError after a minute without any answer."""
+        """Status and content. Raises OSError after a minute without any answer; errors of servers are none."""
         data = None if method == "GET" else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}/tasks/{path}", data, self._headers, method=method)
-        until = time.monotonic() + _PATIENCE_S
+        until = None  # since the first failure
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
                     text = answer.read()
                     return answer.status, json.loads(text) if text else None
             except urllib.error.HTTPError as error:
-                return error.code, error.read().decode(errors="replace")
+                if error.code not in (429, 500, 502, 503, 504) or is_over(until):
+                    return error.code, error.read().decode(errors="replace")
             except (OSError, http.client.HTTPException):
-                if time.monotonic() > until:
+                if is_over(until):
                     raise
-                time.sleep(1.0)
+            until = until or time.monotonic() + _PATIENCE_S
+            time.sleep(1.0)
+
+
+def is_over(until: "float | None") -> bool:
+    return until is not None and time.monotonic() > until
 
 
 def run(gateway: Gateway, given: Any, command: "list[str]") -> None:
@@ -70,14 +78,36 @@ def run(gateway: Gateway, given: Any, command: "list[str]") -> None:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=lambda: control(_DEATH_SIGNAL, signal.SIGKILL),
             )
         try:
             if held(gateway, given, program):
-                gateway.call(f"{given['lease']}/done", report(folder, program.returncode))
+                status, problem = gateway.call(f"{given['lease']}/done", report(folder, program.returncode))
+                if status == 400:  # an invalid reward
+                    gateway.call(f"{given['lease']}/done", {"error": problem})
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(program.pid, signal.SIGKILL)
             program.wait()
+            end_children()
+
+
+def control(option: int, value: int) -> None:
+    """Of this process, where the system is Linux."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def end_children() -> None:
+    """Kill and collect what the program has left: it falls to this process, also from a session of its own."""
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            for file in Path("/proc").glob("[0-9]*/stat"):
+                with suppress(OSError):  # it has ended
+                    if int(file.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                        os.kill(int(file.parent.name), signal.SIGKILL)
+            os.wait()
 
 
 def held(gateway: Gateway, given: Any, program: "subprocess.Popen[bytes]") -> bool:
@@ -112,6 +142,8 @@ def output_end(file: Path) -> str:
 def main(url: str, *command: str) -> int:
     """Pull until the gateway is gone."""
     gateway = Gateway(url)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    control(_SUBREAPER, 1)
     while True:
         try:
             status, given = gateway.call("next", method="GET")
