@@ -25,7 +25,7 @@ from verl.config.load import load_config
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError
 from verl.kit.agent.agent import AgentFactory
-from verl.kit.agent.launcher import FunctionLauncher, ProgramFailedError
+from verl.kit.agent.launcher import CommandLauncher, FunctionLauncher, ProgramFailedError
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.scoring.pool import DirectScorer, Fault
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory
@@ -369,6 +369,21 @@ def test_a_program_ends_with_all_that_it_started(kind: str, hangs: bool, tmp_pat
     assert ("turn_timeout" in found.problem) is hangs
     pids = list(map(int, mark.read_text().split()))
     assert len(pids) == 2 and not any(map(_runs, pids))
+
+
+def test_a_program_that_is_ended_while_it_starts_ends(tmp_path: Path) -> None:
+    async def test() -> None:
+        launcher = CommandLauncher("sleep 600", None)
+        await launcher.check()
+        for number in range(20):
+            running = asyncio.create_task(launcher.run(tmp_path, {}, nullcontext))
+            await asyncio.sleep(0.001 * (number % 4))
+            running.cancel()
+            async with asyncio.timeout(10):
+                await asyncio.wait([running])
+        await launcher.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("kind", ["agent", "command"])

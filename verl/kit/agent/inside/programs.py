@@ -130,8 +130,9 @@ def guard(program: int) -> None:
     """Wait for the end of the program, or for SIGTERM; kill all that is left, and end as the program did."""
     while signal.sigwait(_AWAITED) == signal.SIGCHLD and not _has_ended(program):
         continue
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(program, signal.SIGKILL)  # the id is still taken
+    for kill in (os.kill, os.killpg):  # the id is still taken; the group is not there at the start
+        with suppress(ProcessLookupError, PermissionError):
+            kill(program, signal.SIGKILL)
     status = 0
     with suppress(ChildProcessError):  # none is left
         while True:
