@@ -241,6 +241,20 @@ def test_a_limit_is_an_error_for_the_program_and_the_stop_reason_of_the_episode(
     assert len(found.turns) == 3 and found.stop_reason is StopReason.MAX_TURNS
 
 
+def test_an_episode_whose_last_response_is_cut_is_one_at_the_limit() -> None:
+    """As with env.name=tool: clip ratios and the filter `truncated` read it."""
+
+    class Cut(TextEngine):
+        async def generate(self, prompt_ids: Any, sampling: Sampling) -> tuple[Completion, ...]:
+            ids = (*chat().response_ids("word " * 50)[0],)[: sampling.max_tokens]
+            return (Completion(ids, (-1.0,) * len(ids), FinishReason.LENGTH, 0),)
+
+    (found,) = episodes(AgentFactory(agent=f"{PROGRAMS}:streamed"), Cut(), TASK, max_tokens=20)
+    assert isinstance(found, Trajectory) and found.stop_reason is StopReason.LENGTH
+    found = one("streamed", TextEngine("one"))
+    assert isinstance(found, Trajectory) and found.stop_reason is StopReason.STOP
+
+
 @pytest.mark.parametrize("options", [{}, {"reward_at_limit": -1.0}])
 @pytest.mark.parametrize("name", ["unguarded", "hangs", "no_reward"])
 def test_an_episode_at_a_limit_has_the_reward_of_the_option(name: str, options: dict[str, Any]) -> None:

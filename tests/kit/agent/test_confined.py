@@ -107,6 +107,15 @@ def test_a_confined_command_that_fails_or_hangs() -> None:
     assert isinstance(found, Trajectory) and found.stop_reason is StopReason.TURN_TIMEOUT
 
 
+def test_a_program_that_the_sandbox_hides_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own_agent.py"
+    file.write_text("def run(base_url, task): ...")
+    for given in ({"agent": f"{file}:run"}, {"command": f"python {file} {{task_json}}"}, {"command": f"sh {file}"}):
+        with pytest.raises(ConfigError, match=r"hides .*own_agent.py: add it to env.options.readable"):
+            AgentFactory(**given, sandbox=True)
+        AgentFactory(**given, sandbox=True, readable=[str(tmp_path)])
+
+
 @pytest.mark.parametrize("body", ["return float(len(text))", "raise KeyError('city')"])
 def test_a_confined_function_is_called_in_the_sandbox(body: str, tmp_path: Path) -> None:
     file = tmp_path / "own_agent.py"

@@ -300,6 +300,24 @@ def test_limits_are_errors_for_the_program() -> None:
     run(test)
 
 
+def test_a_shortened_conversation_is_at_no_limit_and_a_response_of_all_that_fits_is_cut() -> None:
+    async def test() -> None:
+        made, policy = session("one", "two " * 50, longest=60)
+        with pytest.raises(ApiError, match="no room"):
+            await ask(made, user("word " * 100))
+        assert made.limit is StopReason.LENGTH
+        await ask(made, HELLO)
+        assert made.limit is None and not made.cut
+        assert (await ask(made, user("a"), max_tokens=2)).finish is Finish.LENGTH
+        assert not made.cut  # the program asked for no more
+        policy.texts = iter(["two " * 50])
+        assert (await ask(made, user("b"))).finish is Finish.LENGTH
+        assert made.cut
+        await made.close()
+
+    run(test)
+
+
 def test_a_call_is_read_only_where_tools_are_offered() -> None:
     async def test() -> None:
         made, _ = session(CALL, "<tool_call>\nnothing", CALL)

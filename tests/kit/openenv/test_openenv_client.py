@@ -156,14 +156,28 @@ def test_nothing_is_sent_after_the_environment_is_done() -> None:
     assert score is not None and score.total == 1.0
 
 
-def test_an_environment_without_rewards_leaves_the_score_to_a_reward() -> None:
-    def silent(type: str, data: Mapping[str, Any]) -> Any:
-        return seen({"text": "ok"}) if type == "step" else guess(type, data)
+def silent(type: str, data: Mapping[str, Any]) -> Any:
+    return seen({"text": "ok"}) if type == "step" else guess(type, data)
 
-    (_, _, end), score = play(silent, call("act", number=5), say())
-    assert end.done and score is None
-    assert play(silent, say())[1] == Score(0.0, {"return": 0.0})  # never acted: that is the policy's
-    assert play(silent, call("act", number="x"), say())[1] == Score(0.0, {"return": 0.0})
+
+@pytest.mark.parametrize("score", ["sum", "last", "turns"])
+@pytest.mark.parametrize("messages", [(call("act", number=5), say()), (say(),), (call("act", number="x"), say())])
+def test_an_episode_without_a_reward_scores_0_whatever_others_had(score: str, messages: tuple[Message, ...]) -> None:
+    assert play(silent, *messages, score=score)[1] == Score(0.0, {} if score == "turns" else {"return": 0.0})
+
+
+def test_an_environment_without_rewards_leaves_the_score_to_a_reward() -> None:
+    assert play(silent, call("act", number=5), say(), score="none")[1] is None
+    assert play(guess, call("act", number=3), score="none")[1] is None
+
+
+def test_many_episodes_without_a_reward_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (OpenEnvFactory("http://localhost:1") for _ in range(2))
+    second.note_reward(True)
+    for factory in (first, second):
+        for _ in range(200):
+            factory.note_reward(False)
+    assert [each.getMessage()[:32] for each in caplog.records] == ["64 episodes have had no reward, "]
 
 
 def test_the_text_of_the_policy_is_the_action() -> None:
@@ -286,7 +300,7 @@ def test_a_server_that_is_down_is_a_fault() -> None:
     [
         ({}, "url"),
         ({"url": "localhost:8000"}, "OpenEnv server"),
-        ({"url": "http://localhost:1", "score": "mean"}, "must be sum, last or turns"),
+        ({"url": "http://localhost:1", "score": "mean"}, "must be sum, last, turns or none"),
         ({"url": "http://localhost:1", "fields": 1}, "no option 'fields'"),
     ],
 )
@@ -318,7 +332,13 @@ def test_our_own_server_is_one_of_them() -> None:
     [
         ("guess", {}, [call("act", number=5), call("act", number=3)], "From 0 to 9?", 0.75),
         ("words", {"text_field": "message"}, [say("hi"), say("stop")], "Say stop.", 1.0),
-        ("echo", {}, [call("echo", message="ab", times=2), call("echo", message="ab", times=-1), say()], "", None),
+        (
+            "echo",
+            {"score": "none"},
+            [call("echo", message="ab", times=2), call("echo", message="ab", times=-1), say()],
+            "",
+            None,
+        ),
     ],
 )
 def test_episodes_on_servers_of_the_official_package(

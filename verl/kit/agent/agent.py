@@ -184,7 +184,7 @@ class AgentEnv(ProgramEnv):
             await session.close()
             self._factory.note_overridden(session.overridden)
         self._at_limit = session.limit is not None
-        return session.limit or StopReason.STOP
+        return session.limit or (StopReason.LENGTH if session.cut else StopReason.STOP)
 
     async def judge(self) -> Score | None:
         posted = None if self._session is None else self._session.score

@@ -47,13 +47,20 @@ class Confinement:
         """All that a confined command sees. Not in its command line, which any user of the machine may read."""
         return {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **variables}
 
+    def check(self, program: str, files: Sequence[str]) -> None:
+        """Raises ConfigError for a file that the program would not find in the sandbox."""
+        shown = [*SYSTEM, *_CONFIGURATION, *self._own(program), *self._readable]
+        for each in (Path(name) for name in (program, *files) if Path(name).is_file()):
+            for path in {each.absolute(), each.resolve()}:
+                if not any(map(path.is_relative_to, shown)):
+                    raise ConfigError(f"env.options.sandbox=true hides {path}: add it to env.options.readable")
+
     def command(self, arguments: Sequence[str], folder: Path, variables: Mapping[str, str]) -> list[str]:
         """The command line that runs `arguments` confined, in this environment."""
         program = shutil.which(arguments[0]) or arguments[0]
         port = str(urlsplit(variables["OPENAI_BASE_URL"]).port)
-        system = [*SYSTEM, *_CONFIGURATION]
-        own = [*_prefixes(sys.executable), *_prefixes(program), str(Path.cwd()), forward.__file__, programs.__file__]
-        binds = [each for path in (*system, *own) for each in ("--ro-bind-try", path, path)]
+        own = self._own(program)
+        binds = [each for path in (*SYSTEM, *_CONFIGURATION, *own) for each in ("--ro-bind-try", path, path)]
         episodes = folder.resolve().parent
         if any(Path(path) in episodes.parents for path in own):  # the other episodes' folders are not shown
             binds += ["--tmpfs", str(episodes)]
@@ -63,6 +70,15 @@ class Confinement:
         confined = [*namespaces, "--tmpfs", "/tmp", *binds, "--chdir", str(Path.cwd()), "--"]
         inner = [sys.executable, "-I", "-S", forward.__file__, str(self.socket), port, program, *arguments[1:]]
         return [shutil.which("bwrap") or "bwrap", *confined, *inner]
+
+    @staticmethod
+    def _own(program: str) -> list[str]:
+        """What a program needs: interpreters, the working folder, and our two files."""
+        return [
+            *_prefixes(sys.executable),
+            *_prefixes(program),
+            *(str(Path.cwd()), forward.__file__, programs.__file__),
+        ]
 
 
 def _prefixes(program: str) -> list[str]:

@@ -138,6 +138,9 @@ class CommandLauncher(ProcessLauncher):
         if python is not None and self._arguments[0] in ("python", "python3"):
             self._arguments[0] = python
         self._foreign = python is not None
+        if confinement is not None:
+            program, *rest = self._arguments
+            confinement.check(shutil.which(program) or program, rest)
 
     async def check(self) -> None:
         if shutil.which(self._arguments[0]) is None:
@@ -183,6 +186,7 @@ class ConfinedFunction(CommandLauncher):
     def __init__(self, agent: str, python: str | None, confinement: Confinement) -> None:
         """Raises ConfigError."""
         self._unconfined = FunctionLauncher(agent, python)
+        confinement.check(python or sys.executable, [agent.rpartition(":")[0]])
         self._checking, self._checked = asyncio.Lock(), False
         command = shlex.join((python or sys.executable, programs.__file__, agent, "{task_json}"))
         super().__init__(command, python, confinement)

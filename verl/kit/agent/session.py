@@ -82,7 +82,8 @@ class Session:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")  # opens this session alone
     score: Score | None = None  # as posted by the program
-    limit: StopReason | None = None  # the last limit that a request reached
+    limit: StopReason | None = None  # that a request reached
+    cut: bool = False  # whether the last response is as long as the run allows
     counts: Counter[str] = field(default_factory=Counter)
     on_sampling: OnSampling = OnSampling.REPLACE
     overridden: set[str] = field(default_factory=set)  # names of settings that were replaced
@@ -196,6 +197,10 @@ class Session:
         self.ledger.append(draft, pieces, received(response), parsed)
         exchange.draft = draft
         self.counts["responses"] += 1
+        left = self.policy.room(draft.segment.prompt_length, len(draft.prompt_ids)) - response.completion_tokens
+        self.cut = response.finish is Finish.LENGTH and left < 1
+        if self.limit is StopReason.LENGTH:  # the program has shortened its conversation
+            self.limit = None
         return response
 
     def _own_sampling(self, request: ChatRequest) -> Sampling | None:

@@ -9,6 +9,7 @@ start alike.
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,9 @@ from verl.kit.serving.messages import sendable
 from verl.text import as_text, shortened
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
+_log = logging.getLogger(__name__)
 ACT = "act"  # the tool of environments without an MCP server
+_UNREWARDED = 64
 _MCP_FIELDS = {"type", "tool_name", "arguments", "metadata"}
 
 
@@ -38,7 +41,7 @@ class OpenEnvFactory(SessionPool):
     url:          of the server, or of several that share the tasks
     text_field:   the field of an action that is the policy's text; default: the policy calls tools
     shown_field:  the field of observations that the policy sees; default: all, as JSON if there are several
-    score:        of the rewards of the steps: their sum, the last, or "turns": each is a turn reward
+    score:        of the rewards of the steps: their sum, the last, or "turns": each is a turn reward; "none": no score
     max_sessions: open at a time; further episodes wait, also where the server has fewer
     timeout_s:    limit per request, and so for the slowest step
     """
@@ -53,16 +56,26 @@ class OpenEnvFactory(SessionPool):
         timeout_s: float = 60.0,
         health_timeout_s: float = 30.0,
     ) -> None:
-        if score not in ("sum", "last", "turns"):
-            raise ConfigError(f"env.options.score={score} must be sum, last or turns")
+        if score not in ("sum", "last", "turns", "none"):
+            raise ConfigError(f"env.options.score={score} must be sum, last, turns or none")
         hint = "Start it, or correct env.options.url"
         super().__init__("OpenEnv server", url, hint, max_sessions, timeout_s, health_timeout_s)
         self.text_field, self.shown_field, self.score = text_field, shown_field, score
-        self.gives_rewards = False  # whether any episode has received one
+        self._unrewarded: int | None = 0  # episodes before the first reward; None after it
         self._schemas: dict[str, asyncio.Task[Mapping[str, Any]]] = {}
 
     def __call__(self, task: Task) -> OpenEnv:
         return OpenEnv(task, self)
+
+    def note_reward(self, given: bool) -> None:
+        """Of an ended episode. A long row without any is a sign of an environment that gives none."""
+        if given:
+            self._unrewarded = None
+        elif self._unrewarded is not None:
+            self._unrewarded += 1
+            if self._unrewarded == _UNREWARDED:
+                hint = "if the environment gives none, set env.options.score=none and another reward.name"
+                _log.warning("%d episodes have had no reward, and score 0: %s", _UNREWARDED, hint)
 
     async def start(self, reset: Mapping[str, Any], connection: Connection) -> tuple[Answer, tuple[ToolSpec, ...]]:
         """The answer to a reset, and the tools."""
@@ -122,7 +135,6 @@ class OpenEnv:
         self._connection: Connection | None = None
         self._toolbox = Toolbox(())
         self._rewards: list[float] = []
-        self._num_steps = 0
 
     async def reset(self) -> Observation:
         reset = {"seed": zlib.crc32(self._task.id.encode()), **self._task.extra}
@@ -154,8 +166,9 @@ class OpenEnv:
         return StepResult(tuple(messages), done, tuple(uses), reward=self._turn_reward(rewards))
 
     async def judge(self) -> Score | None:
-        """None after steps of an environment that has given no reward so far: a reward function scores the episode."""
-        if self._num_steps and not self._factory.gives_rewards:
+        """A step without a reward adds nothing. With score=none a reward function scores the episode."""
+        self._factory.note_reward(bool(self._rewards))
+        if self._factory.score == "none":
             return None
         if self._factory.score == "turns":
             return Score(0.0, {})  # the return is the sum of the turn rewards
@@ -189,14 +202,12 @@ class OpenEnv:
         answer = await self._connection.ask("step", action)
         if problem := answer.get("observation", {}).get("error") if "tool_name" in action else None:
             raise ToolError(problem.get("message", str(problem)) if isinstance(problem, dict) else str(problem))
-        self._num_steps += 1
         return answer
 
     def _reward(self, answer: Answer) -> list[float]:
         reward = answer.get("reward")
         given = [] if reward is None else [float(reward)]
         self._rewards += given
-        self._factory.gives_rewards |= bool(given)
         return given
 
     def _turn_reward(self, rewards: Sequence[float]) -> float | None:
