@@ -273,7 +273,7 @@ class EnvConfig:
     on_parse_error: str = "feedback"  # feedback (report it to the policy) | terminate (the episode)
     tool_timeout_s: float = 30.0
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
-    max_concurrent_calls: int = 64  # per tool
+    max_concurrent_calls: int = 64  # per tool; with name=agent: programs
     train_on_observations: bool = False  # include observation tokens in the loss, as a world model
 
     def __post_init__(self) -> None:

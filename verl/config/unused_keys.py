@@ -88,10 +88,16 @@ _OF_BENCHMARKS = (Rule(_BENCHMARKS, lambda c: not c.eval.benchmarks, "eval.bench
 _OF_TURNS = [f"env.{item.name}" for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format")]
 _OF_EPISODES = (
     Rule(" ".join([*_OF_TURNS, "sandbox", "data.prompt_template"]), lambda c: not c.env.multi_turn, _ONE_RESPONSE),
+    Rule("env.tool_timeout_s", lambda c: c.env.name != "tool", "it applies to the tools of env.name=tool only"),
     Rule(
-        "env.tool_timeout_s env.max_concurrent_calls",
-        lambda c: c.env.name != "tool",
-        "it applies to the tools of env.name=tool only",
+        "env.max_concurrent_calls",
+        lambda c: c.env.name not in ("tool", "agent"),
+        "it applies to the tools of env.name=tool and the programs of env.name=agent only",
+    ),
+    Rule(
+        "env.max_observation_tokens env.observation_cut env.on_parse_error",
+        lambda c: c.env.name == "agent",
+        "the program decides what the policy sees, and what follows a call that cannot be parsed",
     ),
 )
 

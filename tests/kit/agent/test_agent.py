@@ -304,6 +304,33 @@ def test_keys_of_agents_need_the_environment(key: str) -> None:
         load_config(["recipe=mini_grpo", key])
 
 
+AGENT = ["recipe=mini_grpo", "env.name=agent", "env.tool_call_format=toolrl", "reward.name=env"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("env.agent=a.py:run", "env.command=ls", "env.python=python", "env.on_sampling=refuse", "env.max_turns=3"),
+        *("env.max_concurrent_calls=200", "env.turn_timeout_s=3", "env.train_on_observations=true"),
+        *("env.max_turn_tokens=9", "env.tool_call_format=hermes"),
+    ],
+)
+def test_keys_that_agents_read_are_accepted(key: str) -> None:
+    load_config([*AGENT, key])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("env.on_parse_error=terminate", "env.observation_cut=refuse", "env.max_observation_tokens=7"),
+        "env.tool_timeout_s=3",
+    ],
+)
+def test_keys_that_no_agent_reads_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="has no effect"):
+        load_config([*AGENT, key])
+
+
 def test_honored_sampling_needs_log_probs_of_the_trainer() -> None:
     agent = ["recipe=mini_grpo", "env.name=agent", "env.command=ls", "env.tool_call_format=toolrl", "reward.name=env"]
     with pytest.raises(ConfigError, match=r"env.on_sampling=honor needs algorithm.old_logprobs=trainer"):
