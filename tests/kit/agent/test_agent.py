@@ -412,6 +412,23 @@ def test_a_program_ends_with_all_that_it_started(kind: str, hangs: bool, tmp_pat
     assert len(pids) == 2 and not any(map(_runs, pids))
 
 
+def test_files_that_the_module_opens_are_the_programs(tmp_path: Path) -> None:
+    """A log, whose descriptor no connection of the SDK gets."""
+    file, log = tmp_path / "own.py", tmp_path / "own.log"
+    file.write_text(
+        "import logging\nfrom openai import OpenAI\n"
+        f"logging.basicConfig(filename={str(log)!r}, level=logging.INFO)\n"
+        "def run(base_url, task):\n"
+        "    for _ in range(2):\n"
+        "        logging.info('before')\n"
+        "        OpenAI().chat.completions.create(model='any', messages=task['prompt'])\n"
+        "    return 1.0\n"
+    )
+    (found,) = episodes(AgentFactory(agent=f"{file}:run"), TextEngine("one"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
+    assert log.read_text().count("before") == 2
+
+
 def test_a_program_that_is_ended_while_it_starts_ends(tmp_path: Path) -> None:
     async def test() -> None:
         launcher = CommandLauncher("sleep 600", None)

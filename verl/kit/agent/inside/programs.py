@@ -30,7 +30,7 @@ import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, TextIO  # noqa: UP035  agents may need an old interpreter
+from typing import Any, Callable, Iterable, TextIO  # noqa: UP035  agents may need an old interpreter
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
@@ -78,24 +78,29 @@ def execute(command: list[str], variables: dict[str, str]) -> None:
     os.execvpe(command[0], command, variables)
 
 
-def start(work: Callable[[], None], output: int) -> int:
-    """The process id of the guard of a new program. work: the program; output: descriptor of its output's file"""
+def start(work: Callable[[], None], output: int, own: Iterable[int]) -> int:
+    """The process id of the guard of a new program.
+
+    work: the program; output: descriptor of its output's file; own: descriptors that it does not get
+    """
     pid = os.fork()
     if pid == 0:
-        _end(lambda: guard(_fork(work, signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED), output)))
+        _end(lambda: guard(_fork(work, signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED), output, own)))
     return pid
 
 
-def _fork(work: Callable[[], None], mask: Any, output: int) -> int:
+def _fork(work: Callable[[], None], mask: Any, output: int, own: Iterable[int]) -> int:
     """The process id of the program, the leader of a session. Called in its guard."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
     _control(_DEATH_SIGNAL, signal.SIGTERM)
     _control(_SUBREAPER, 1)
-    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, target)
-    os.closerange(3, 256)
+    for descriptor in (nothing, output, *own):  # the agent's module may have opened others
+        os.close(descriptor)
     pid = os.fork()
     if pid == 0:
         _control(_DEATH_SIGNAL, signal.SIGKILL)
@@ -178,6 +183,7 @@ class Programs:
     def __init__(self, function: Agent | None, answers: TextIO) -> None:
         self.function, self.answers = function, answers
         self.pids: dict[int, int] = {}  # of guards, by episode
+        self.descriptors = [answers.fileno()]  # that no program gets
 
     def answer(self, **fields: object) -> None:
         self.answers.write(json.dumps(fields) + "\n")
@@ -196,7 +202,7 @@ class Programs:
             work = partial(run, self.function, folder, variables)
         try:
             with (folder / "output.txt").open("ab") as output:
-                self.pids[given["run"]] = start(work, output.fileno())
+                self.pids[given["run"]] = start(work, output.fileno(), self.descriptors)
         except OSError as error:
             self.answer(ended=given["run"], code=None, problem=str(error))
 
@@ -213,9 +219,10 @@ class Programs:
         os.set_blocking(woken, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        waits = selectors.DefaultSelector()
+        waits = selectors.EpollSelector()
         waits.register(0, selectors.EVENT_READ)
         waits.register(wake, selectors.EVENT_READ)
+        self.descriptors += [wake, woken, waits.fileno()]
         pending = b""
         while True:
             for key, _ in waits.select():
