@@ -6,6 +6,7 @@ import asyncio
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -410,6 +411,40 @@ def test_a_program_ends_with_all_that_it_started(kind: str, hangs: bool, tmp_pat
     assert ("turn_timeout" in found.problem) is hangs
     pids = list(map(int, mark.read_text().split()))
     assert len(pids) == 2 and not any(map(_runs, pids))
+
+
+WAITS = """
+import asyncio, sys
+from contextlib import nullcontext
+from pathlib import Path
+from verl.kit.agent.launcher import build_launcher
+agent, command = (None if each == "-" else each for each in sys.argv[2:])
+folder = Path(sys.argv[1])
+(folder / "task.json").write_text("null")
+variables = {"OPENAI_BASE_URL": "-"}
+asyncio.run(build_launcher(agent, command, None).run(folder, variables, nullcontext))
+"""
+
+
+@pytest.mark.parametrize("kind", ["agent", "command"])
+def test_programs_end_when_the_gateways_process_is_killed(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "pids"
+    source = f"{STARTS.format(mark=str(mark))}\nimport time; time.sleep(600)"
+    (tmp_path / "own.py").write_text(f"def run(base_url, task):\n{textwrap.indent(source, '    ')}\n")
+    (tmp_path / "plain.py").write_text(source)
+    given = [f"{tmp_path / 'own.py'}:run", "-"] if kind == "agent" else ["-", f"python3 {tmp_path / 'plain.py'}"]
+    process = subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path), *given])
+    while not mark.exists() or mark.read_text().count("\n") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    pids = list(map(int, mark.read_text().split()))
+    assert all(map(_runs, pids))
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    while any(map(_runs, pids)):
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
 
 
 def test_files_that_the_module_opens_are_the_programs(tmp_path: Path) -> None:
