@@ -464,6 +464,28 @@ def test_files_that_the_module_opens_are_the_programs(tmp_path: Path) -> None:
     assert log.read_text().count("before") == 2
 
 
+def test_every_episode_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import random\nimport numpy\nfrom openai import OpenAI\n"
+        "def run(base_url, task):\n"
+        "    OpenAI().chat.completions.create(model='any', messages=task['prompt'])\n"
+        "    return {'reward': 0.0, 'parts': {'a': random.random(), 'b': numpy.random.random()}}\n"
+    )
+    tasks = [Task(f"t#{number}", TASK.prompt, "", "test") for number in range(3)]
+    found = episodes(AgentFactory(agent=f"{file}:run"), TextEngine("one"), *tasks)
+    parts = [dict(each.score.parts) for each in found if isinstance(each, Trajectory) and each.score is not None]
+    assert all(len({each[name] for each in parts}) == 3 for name in "ab")
+
+
+def test_the_gateway_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    found = one("streamed", TextEngine("one"))
+    assert isinstance(found, Trajectory) and found.score == Score(3.0, {}), found
+
+
 def test_a_program_that_is_ended_while_it_starts_ends(tmp_path: Path) -> None:
     async def test() -> None:
         launcher = CommandLauncher("sleep 600", None)

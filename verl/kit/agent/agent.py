@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from verl.data.messages import as_openai
 from verl.envs.base import EnvFactory
@@ -26,7 +28,7 @@ from verl.kit.agent.launcher import (
     episode_folder,
     read_reward_file,
 )
-from verl.kit.agent.pull import PullLauncher
+from verl.kit.agent.pull import NO_PROXY, PullLauncher
 from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.sampling import OnSampling
 from verl.kit.agent.session import Session
@@ -221,6 +223,7 @@ class AgentEnv(ProgramEnv):
             "REWARD_URL": f"{url}/reward",
             "REWARD_FILE": str(folder / "reward.json"),
         }
+        variables |= dict.fromkeys(NO_PROXY, _without_proxy(url))
         if self._work is not None:
             variables["RUNTIME_URL"] = f"{url}/runtime"
         program = asyncio.ensure_future(self._factory.launcher.run(folder, variables, waiting))
@@ -239,6 +242,12 @@ class AgentEnv(ProgramEnv):
             program.cancel()
             with suppress(asyncio.CancelledError, ProgramFailedError):
                 await program
+
+
+def _without_proxy(url: str) -> str:
+    """The hosts that programs reach without a proxy: the gateway, too."""
+    given = (os.environ.get(name) for name in NO_PROXY)
+    return ",".join(filter(None, (next(filter(None, given), None), urlsplit(url).hostname)))
 
 
 def _one_reward(posted: Score | None, written: object | None) -> Score | None:

@@ -128,12 +128,12 @@ class Ledger:
         return Draft(segment, messages, added, context, segment.token_ids + context, len(segment.turns))
 
     def _candidates(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Iterator[Segment]:
-        """The segments that the messages continue, the longest conversation first."""
-        for segment in sorted(self._segments, key=lambda each: -len(each.messages)):
-            known, added = segment.messages, messages[len(segment.messages) :]
-            open_for_more = bool(segment.turns and known) and not segment.busy and segment.tools == tools
-            fits = open_for_more and added and all(message.role != "assistant" for message in added)
-            if fits and self._is_repeated(known, messages[: len(known)], tools):
+        """The segments that the messages continue: they know all up to the last response."""
+        length = max((number for number, each in enumerate(messages, 1) if each.role == "assistant"), default=0)
+        for segment in self._segments:
+            is_open = bool(segment.turns) and not segment.busy and segment.tools == tools
+            fits = is_open and 0 < len(segment.messages) == length < len(messages)
+            if fits and self._is_repeated(segment.messages, messages[:length], tools):
                 yield segment
 
     def _is_repeated(self, known: Sequence[Message], given: Sequence[Message], tools: Sequence[ToolSpec]) -> bool:

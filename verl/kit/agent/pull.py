@@ -21,7 +21,8 @@ from verl.kit.agent.rewards import read_reward
 from verl.kit.serving.serving import given_token
 
 _WAIT_S = 20.0  # of a request for a task, until it is answered without one
-_LOCAL = ("REWARD_FILE",)  # variables that mean nothing elsewhere
+NO_PROXY = ("NO_PROXY", "no_proxy")
+_LOCAL = ("REWARD_FILE", *NO_PROXY)  # variables that mean nothing elsewhere
 
 
 @dataclass(eq=False)

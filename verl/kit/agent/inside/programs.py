@@ -58,6 +58,8 @@ def load(source: str) -> Agent:
 def run(function: Agent, folder: Path, variables: dict[str, str]) -> None:
     """An episode: calls `function(base_url, task)` and writes what it returns to reward.json."""
     os.environ.update(variables)
+    if "numpy" in sys.modules:  # unlike `random`, its generator is the same in every fork
+        sys.modules["numpy"].random.seed()
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     value = function(variables["OPENAI_BASE_URL"], task)
     if inspect.isawaitable(value):
