@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from verl.errors import DataError
 from verl.kit.swe.harbor import solve
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.remote import RemoteRuntimes
-from verl.kit.swe.runtime import Runtimes
+from verl.kit.swe.runtime import CommandFailedError, RuntimeLimits, Runtimes
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
 from verl.kit.swe.tasks import SweTask, as_task_row, read_swe_task
 
@@ -102,6 +103,10 @@ def test_an_image_needs_its_prepared_folder(tmp_path: Path) -> None:
         ({"task_dot_toml": '[verifier]\nuser = "root"\n'}, "verifier.user not supported"),
         ({"task_dot_toml": "[[steps]]\nname = 'a'\n"}, "steps not supported"),
         ({"task_dot_toml": '[environment]\nmemory = "much"\n'}, "memory = 'much' is no size"),
+        ({"task_dot_toml": '[environment]\nmemory_mb = "x"\n'}, "memory_mb = 'x' cannot be used; expected a number"),
+        ({"task_dot_toml": '[verifier]\ntimeout_sec = "x"\n'}, "timeout_sec = 'x' cannot be used"),
+        ({"task_dot_toml": "[verifier]\ntimeout_sec = -1\n"}, "timeout_sec = -1 cannot be used"),
+        ({"task_dot_toml": "environment = 5\n"}, r"task.toml: environment = 5 is no table; expected \[environment\]"),
         ({"task_dot_toml": '[environment]\nworkdir = "/usr/lib"\n'}, "workdir '/usr/lib' cannot be used"),
         ({"task_dot_toml": '[verifier.env]\nKEY = "${API_KEY}"\n'}, "KEY=.*no variable of the host"),
         ({"task_dot_toml": '[environment]\ndocker_image = "a/b"\n'}, r"is an image \(a/b\)"),
@@ -154,16 +159,53 @@ def test_the_solution_scores_1_and_nothing_done_0(tmp_path: Path) -> None:
             by_agent = await verdict(runtimes, task, 'pwd; echo "6 $UNIT" > /app/sum.txt')
             assert by_agent.score.total == 1.0
             idle = await verdict(runtimes, task, "true")
-            assert (idle.outcome, idle.score.total) == (PatchOutcome.EMPTY_PATCH, 0.0)
+            assert (idle.outcome, idle.score.total) == (PatchOutcome.UNRESOLVED, 0.25)
             wrong = await verdict(runtimes, task, "echo 5 > sum.txt")
             assert (wrong.outcome, wrong.score.total) == (PatchOutcome.UNRESOLVED, 0.25)
             # What an agent writes elsewhere stays in its own runtime.
             cheat = "mkdir -p /tmp/logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 5 > sum.txt"
             assert (await verdict(runtimes, task, cheat)).score.total == 0.25
+            small = replace(task, limits=RuntimeLimits(file_mib=1))
+            with pytest.raises(CommandFailedError, match="the working folder has more than 1024 KiB"):
+                await verdict(runtimes, small, "head -c 1500K /dev/zero > x")
         finally:
             await runtimes.close()
 
     run(main())
+
+
+# What git leaves out of a patch: ignored files, an empty folder, modes, commits and a repository inside.
+LEFT = """
+echo 6 > out.log; mkdir empty; chmod 600 numbers.txt; rm keep/old.txt
+git commit -q --allow-empty -m mine; mkdir inner; cd inner; git init -q; echo > code.py; git add code.py
+"""
+FOUND = """#!/usr/bin/env python3
+import pathlib, subprocess
+app = pathlib.Path("/app")
+git = lambda *args: subprocess.run(["git", *args], cwd=app, capture_output=True, text=True).stdout.strip()
+found = [(app / "out.log").exists(), (app / "empty").is_dir(), (app / "numbers.txt").stat().st_mode & 0o777 == 0o600]
+found += [not (app / "keep" / "old.txt").exists(), git("log", "-1", "--format=%s") == "mine"]
+found += [git("-C", "inner", "ls-files") == "code.py"]
+pathlib.Path("/logs/verifier/reward.txt").write_text(str(sum(found) / len(found)))
+"""
+
+
+@pytest.mark.long
+def test_all_of_the_working_folder_is_judged(tmp_path: Path) -> None:
+    """By a test.sh in another language than bash, which its first line names."""
+    need_bubblewrap()
+    files = {"environment___dot_gitignore": "*.log\n", "environment__keep__old_dot_txt": "x"}
+    task = read_swe_task({"harbor": str(folder_of(tmp_path, tests__test_dot_sh=FOUND, **files))})
+
+    async def main() -> PatchVerdict:
+        runtimes = LocalRuntimes()
+        try:
+            return await verdict(runtimes, task, LEFT)
+        finally:
+            await runtimes.close()
+
+    found = run(main())
+    assert found.score.total == 1.0, found
 
 
 @pytest.mark.long

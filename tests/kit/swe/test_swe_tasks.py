@@ -72,6 +72,12 @@ def test_names_of_functions_are_those_of_the_test_patch(tmp_path: Path) -> None:
         read_swe_task(row, remote=True)
 
 
+def test_names_of_r2e_gym_lose_colors_and_messages() -> None:
+    """As in its own loader."""
+    statuses = json.dumps({"\x1b[1mtest_add\x1b[0m - assert 3": "PASSED"})
+    assert read_swe_task(R2E | {"expected_output_json": statuses}, remote=True).fail_to_pass == ("test_add",)
+
+
 def test_published_rows_may_have_columns_of_our_own(tmp_path: Path) -> None:
     write(tmp_path / "owner__calc", FILES)
     own = {"test_timeout_s": 60, "limits": {"memory_mib": 8192}, "setup": "make", "file": "a.py", "bug_patch": "b"}
@@ -218,6 +224,15 @@ def test_images_that_were_used_least_recently_are_removed_first(tmp_path: Path) 
         add("f")
         assert kept() == "cef"
     assert list(trash.iterdir()) == []
+    with store.used("f"):
+        for each in "gh":
+            write(images / each, {"file": each * (1 << 20)})
+
+        async def both() -> None:
+            await asyncio.gather(store.make_room("g"), store.make_room("h"))
+
+        asyncio.run(both())
+    assert "f" in kept()
 
 
 def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> None:

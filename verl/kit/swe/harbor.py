@@ -3,7 +3,7 @@
     instruction.md  task.toml  environment/  tests/test.sh  solution/solve.sh
 
 The policy gets the instruction and the files of environment/ in its working folder. The verdict is what tests/test.sh
-writes to /logs/verifier/reward.txt or reward.json, in a fresh runtime with the policy's patch.
+writes to /logs/verifier/reward.txt or reward.json, in a fresh runtime with the working folder that the policy left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.data.task_folders import read_instruction
 from verl.errors import DataError
-from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLimits
+from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLimits, checked
 
 WORKDIR = "/app"  # Harbor's own tasks work there
 LINKED = "/tmp"  # what /tests, /solution and /logs of a runtime lead to
@@ -36,6 +36,15 @@ mkdir -p {workdir}
 for name in tests solution logs; do rm -rf /$name; mkdir -p {linked}/$name; ln -s {linked}/$name /$name; done
 set +e
 """
+MAX_PACKED_BYTES = 256 << 20  # of a working folder
+# Ignored files, empty folders, modes and histories count, which a patch of git does not have. $0: limit of disk in KiB.
+PACK = f"""
+[ "$(du -sk . | cut -f 1)" -le "$0" ] || {{ echo "the working folder has more than $0 KiB" >&2; exit 1; }}
+tar -czSf - . | head -c {MAX_PACKED_BYTES + 1}
+code=${{PIPESTATUS[0]}}; [ $code -le 1 ] || [ $code -eq 141 ]  # 1: a file changed meanwhile; 141: too large
+"""
+UNPACK = "find . -mindepth 1 -delete && tar -xzpf -"
+TEST = "chmod +x /tests/test.sh && exec /bin/bash -c /tests/test.sh"  # by its first line, else in bash
 # Keys of task.toml: what is used, and what has no meaning here (limits of agents are those of `env`).
 USED: dict[str, set[str]] = {
     "verifier": {"timeout_sec", "env"},
@@ -104,7 +113,7 @@ def read_harbor_task(folder: Path, prepared: Path | None = None, *, remote: bool
         env=_env(given),
         verifier_env=_env(given) | _env(settings["verifier"]),
         solution_env=_env(given) | _env(settings["solution"]),
-        timeout_s=float(settings["verifier"].get("timeout_sec", 600.0)),
+        timeout_s=_number(settings["verifier"], "timeout_sec", 600.0),
         limits=RuntimeLimits(
             memory_mib=_mib(given, "memory", usual.memory_mib), file_mib=_mib(given, "storage", usual.file_mib)
         ),
@@ -119,13 +128,26 @@ async def solve(runtime: Runtime, task: HarborTask) -> None:
         raise CommandFailedError(f"{task.folder}: solve.sh: {done.stderr.decode(errors='replace')[-500:]}")
 
 
+async def pack(runtime: Runtime, task: HarborTask, limits: RuntimeLimits) -> bytes:
+    """All that the working folder holds. Raises CommandFailedError, also if it is too large."""
+    packed = await checked(runtime, ["/bin/bash", "-c", PACK, str(limits.file_mib << 10)], cwd=task.workdir)
+    if len(packed) > MAX_PACKED_BYTES:
+        raise CommandFailedError(f"the working folder packs to more than {MAX_PACKED_BYTES >> 20} MiB")
+    return packed
+
+
+async def unpack(runtime: Runtime, task: HarborTask, packed: bytes) -> None:
+    """Replace the working folder. Raises CommandFailedError."""
+    await checked(runtime, ["/bin/sh", "-c", UNPACK], packed, cwd=task.workdir)
+
+
 async def run_verifier(runtime: Runtime, task: HarborTask) -> tuple[float | None, str]:
     """(reward, log) of tests/test.sh; None if it wrote none, or ran out of time. Raises RuntimeLostError."""
     for folder in ("tests", "logs"):  # the patch cannot have any, but the setup can
         await runtime.execute(["/bin/rm", "-rf", f"{LINKED}/{folder}"])
     await runtime.upload(task.folder / "tests", f"{LINKED}/tests")
     await runtime.execute(["/bin/mkdir", "-p", "/tmp/logs/verifier", "/tmp/logs/agent"])
-    command = ["/bin/bash", "/tests/test.sh"]
+    command = ["/bin/bash", "-c", TEST]
     done = await runtime.execute(command, b"", task.workdir, task.verifier_env, task.timeout_s)
     log = (done.stdout + done.stderr).decode(errors="replace")[-4000:]
     if done.exit_code is None:
@@ -157,7 +179,7 @@ def _settings(folder: Path) -> dict[str, dict[str, Any]]:
         given = tomllib.loads((folder / "task.toml").read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"{folder}/task.toml cannot be read: {error}", "Harbor's settings", field="harbor") from error
-    tables = {name: dict(given.pop(name, {})) for name in USED}
+    tables = {name: _table(given.pop(name, {}), name, folder) for name in USED}
     refused = [name for name, value in given.items() if name not in FREE_TABLES and value not in NOTHING]
     for name, table in tables.items():
         known = USED[name] | IGNORED.get(name, set())
@@ -166,6 +188,12 @@ def _settings(folder: Path) -> dict[str, dict[str, Any]]:
         problem = f"{folder}/task.toml: {', '.join(refused)} not supported"
         raise DataError(problem, "a single step in one container, with one user", field="harbor")
     return tables
+
+
+def _table(given: Any, name: str, folder: Path) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise DataError(f"{folder}/task.toml: {name} = {given!r} is no table", f"[{name}]", field="harbor")
+    return dict(given)
 
 
 def _work_folder(folder: Path, given: Mapping[str, Any], prepared: Path | None, remote: bool) -> Path:
@@ -194,9 +222,16 @@ def _env(table: Mapping[str, Any]) -> dict[str, str]:
 def _mib(table: Mapping[str, Any], name: str, default: int) -> int:
     """`memory_mb = 2048`, or the older `memory = "2G"`. Raises DataError."""
     if table.get(f"{name}_mb"):
-        return int(table[f"{name}_mb"])
+        return max(1, int(_number(table, f"{name}_mb", 0)))
     text = str(table.get(name) or f"{default}M")
     found = re.fullmatch(r"(\d+)\s*([KMG])i?B?", text, re.IGNORECASE)
     if not found:
         raise DataError(f"{name} = {text!r} is no size", "such as 2G", field="harbor")
     return max(1, int(found[1]) * {"K": 1, "M": 1 << 10, "G": 1 << 20}[found[2].upper()] >> 10)
+
+
+def _number(table: Mapping[str, Any], name: str, default: float) -> float:
+    value = table.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise DataError(f"{name} = {value!r} cannot be used", "a number above 0", field="harbor")
+    return float(value)

@@ -83,7 +83,7 @@ class ImageStore:
         for other in list(self._sizes):
             if sum(self._sizes.values()) <= self._limit:
                 return
-            if other != digest and not self._users[other]:
+            if other != digest and other in self._sizes and not self._users[other]:  # else removed meanwhile
                 del self._sizes[other], self._users[other]
                 removed = (self.folder / other).rename(self._trash / f"removed-{other}")
                 await asyncio.to_thread(remove_tree, removed)

@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from verl.envs.clock import paused
-from verl.kit.swe.harbor import LATE, HarborTask, run_verifier
+from verl.kit.swe.harbor import LATE, HarborTask, pack, run_verifier, unpack
 from verl.kit.swe.runtime import (
     BASE_GIT,
     TESTBED,
@@ -144,8 +144,11 @@ class Sentinels:
 async def collect_patch(runtime: Runtime, task: SweTask) -> str:
     """The changes of the work tree: binary files and modes included, protected files and tests excluded.
 
-    Neither commits of the session, its git settings nor its .git folder matter. Latin-1 text stands for the bytes.
+    Neither commits of the session, its git settings nor its .git folder matter. Latin-1 text stands for the bytes. Of a
+    task folder all of the working folder is taken.
     """
+    if task.harbor is not None:
+        return (await pack(runtime, task.harbor, task.limits)).decode("latin-1")
     excluded = [f":(exclude,glob)**/{pattern}" for pattern in task.protected]
     excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
     return (await checked(runtime, ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded])).decode("latin-1")
@@ -158,14 +161,15 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: P
     """
     if not patch.strip():
         return PatchVerdict(PatchOutcome.EMPTY_PATCH)
-    if len(patch) > MAX_PATCH_BYTES:
+    if task.harbor is None and len(patch) > MAX_PATCH_BYTES:
         return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=f"more than {MAX_PATCH_BYTES} bytes")
     runtime = await runtimes.start(task)
     try:
+        if task.harbor is not None:
+            await unpack(runtime, task.harbor, patch.encode("latin-1"))
+            return await _rewarded(runtime, task.harbor)
         if problem := await _apply(runtime, task, patch.encode("latin-1", errors="replace")):
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=problem)
-        if task.harbor is not None:
-            return await _rewarded(runtime, task.harbor)
         await _restore(runtime, task)
         return await _judge(runtime, task, compiled)
     except CommandFailedError as error:  # of ours, in a runtime that only the patch has changed

@@ -102,9 +102,10 @@ class RuntimeShell:
         self._input.write(BEGIN.encode())
         self._begin(":")
         started = await self._result(START_S, None)
-        if started.status is CommandStatus.KILLED:
+        if started.status is not CommandStatus.FINISHED:
             self._cwd = TESTBED  # the folder may be gone
-            raise RuntimeLostError(f"no shell starts: {started.output[-500:]} {started.reason}")
+            problem = f"no shell starts ({started.status}): {started.output[-500:]} {started.reason}"
+            raise RuntimeLostError(problem)
 
     def _begin(self, command: str) -> None:
         self._collected = Collected(self._output_chars)

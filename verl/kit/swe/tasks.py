@@ -236,10 +236,10 @@ def _published_image(row: Mapping[str, Any]) -> str:
 def _of_r2e(row: Mapping[str, Any]) -> SweTask:
     """Columns of R2E-Gym, whose tests are named without their file."""
     try:
-        statuses = json.loads(_text(row, "expected_output_json"))
+        statuses = {_r2e_name(name): each for name, each in json.loads(_text(row, "expected_output_json")).items()}
         executed = json.loads(_text(row, "execution_result_content"))
         tests = dict(zip(executed["test_file_names"], executed["test_file_codes"], strict=True))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"cannot be read ({error!r})", "R2E-Gym's JSON", field="execution_result_content") from error
     return SweTask(
         id=f"{_text(row, 'repo_name')}__{_text(row, 'commit_hash')}",
@@ -249,6 +249,11 @@ def _of_r2e(row: Mapping[str, Any]) -> SweTask:
         python=f"{TESTBED}/.venv/bin/python",
         hidden_tests={f"{R2E_TESTS}/{Path(name).name}": code for name, code in tests.items()},
     )
+
+
+def _r2e_name(name: str) -> str:
+    """Published names have colors and messages of pytest's summary, which R2E-Gym removes, too."""
+    return re.sub(r"\x1b\[\d+m", "", name).split(" - ")[0]
 
 
 def _of_harbor(row: Mapping[str, Any], prepared: Path | None, remote: bool) -> SweTask:
