@@ -133,7 +133,7 @@ def _sample(line: int, segment: int) -> KeptSample:
         token_ids=np.array([4, 5, 1, 9, 3]),
         mask=mask,
         versions=np.array([-1, -1, 0, 0, 1]),
-        columns={"rollout_logprobs": values, "logprobs": values + 0.25, "advantages": values * 0, "entropy": -values},
+        columns={"rollout_logprobs": values, "logprobs": values + 1.2e-5, "advantages": values * 0, "entropy": -values},
     )
 
 

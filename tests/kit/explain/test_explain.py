@@ -144,6 +144,7 @@ def test_the_record_of_a_step_agrees_with_the_arithmetic(words: list[str], model
                 shown = section(explanation, "Tokens")
                 assert "computed again" in shown and ("k3(p, p_ref)" in shown) is (KL in words)
                 assert ("importance weight * " in shown) is ("is_level" in words[-1])
+                assert ("importance weight = min(exp(" in shown) is ("is_level" in words[-1])
                 weighted.append(sample.columns.get("importance", np.ones(1)))
             if (np.diff(sample.mask.astype(int)) == 1).sum() == 2:
                 assert section(explanation, "Texts").count("assistant:") == 2

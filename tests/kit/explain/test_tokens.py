@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.reinforce_pp_baseline import REINFORCE_PP_BASELINE
 from verl.algorithms.losses.gspo import GSPO
 from verl.algorithms.losses.policy_loss import LossInputs
+from verl.algorithms.names import Level
 from verl.kit.explain.tokens import token_lines
 from verl.kit.kept_samples.sample_files import KeptSample, LossScale, StepSamples
 from verl.kit.report.loss import computed_loss
@@ -94,3 +96,42 @@ def test_rounding_in_a_long_sequence_is_no_error_and_a_thousandth_is(size: int) 
     columns = kept.samples[1].columns
     scaled = replace(kept.samples[1], columns={**columns, "loss": columns["loss"] * np.float32(1.003)})
     assert shown(GSPO, replace(kept, samples=[kept.samples[0], scaled]), 1)[1] == ["token losses"]
+
+
+@pytest.mark.parametrize(("level", "weights"), [(Level.TOKEN, [2.0, 0.5, 1.0]), (Level.SEQUENCE, [1.5] * 3)])
+def test_importance_weights_follow_from_the_log_probs(level: Level, weights: list[float]) -> None:
+    """Ratios of trainer and engine 3, 0.5 and 1: their product is 1.5, and the cap 2."""
+    algorithm = replace(REINFORCE_PP_BASELINE, correction=Correction(is_level=level))
+    kept = step_of(algorithm, [torch.zeros(3)], 1.0)
+    old, weight_A = kept.samples[0].columns["old_logprobs"], np.array(weights, dtype=np.float32)
+    engine = old - np.log(np.array([3.0, 0.5, 1.0], dtype=np.float32))
+
+    def recorded(factor: float) -> tuple[str, list[str]]:
+        """As a trainer leaves it that multiplies the weights by the factor."""
+        used_A = weight_A * np.float32(factor)
+        columns = {**kept.samples[0].columns, "rollout_logprobs": engine, "importance": used_A, "loss": -used_A / 3}
+        total = -float(used_A.sum())
+        sample = replace(kept.samples[0], columns=columns)
+        return shown(algorithm, replace(kept, samples=[sample], loss={0: total / 3}, sums={0: [total]}), 0)
+
+    text, failed = recorded(1.0)
+    assert failed == [] and f"truncated: {int(level is Level.TOKEN)}, rejected (weight 0): 0 of 3 tokens" in text
+    assert f", 2): from {min(weights):g} to {max(weights):g}; " in text
+    assert recorded(1.5)[1] == ["importance weights", "token losses"]
+
+
+def test_the_recorded_ratio_is_checked() -> None:
+    kept = step_of(GSPO, [torch.full((5,), 0.01)], 1.0)
+    columns = kept.samples[0].columns
+    for factor, names in ((1.0, []), (1.001, ["ratios"])):
+        ratio_A = np.full(5, np.exp(0.01) * factor, dtype=np.float32)
+        sample = replace(kept.samples[0], columns={**columns, "ratio": ratio_A})
+        assert shown(GSPO, replace(kept, samples=[sample]), 0)[1] == names
+
+
+def test_a_sample_without_an_update_says_why() -> None:
+    kept = step_of(GSPO, [torch.zeros(2)], 1.0)
+    for advantage, why in ((0.0, "its advantage is zero"), (0.5, "the critic warms up")):
+        columns = {"rollout_logprobs": np.zeros(2), "advantages": np.full(2, advantage)}
+        text, failed = shown(GSPO, replace(kept, samples=[replace(kept.samples[0], columns=columns)]), 0)
+        assert failed == [] and text.startswith(f"No update computed this sample: {why}")

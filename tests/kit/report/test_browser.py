@@ -600,6 +600,22 @@ def test_a_refresh_moves_nothing_in_the_viewer(driver: Any, served: tuple[Path, 
     driver.get("about:blank")
 
 
+def test_an_address_changes_run_and_view(driver: Any, files: tuple[Path, Path]) -> None:
+    load(driver, files[1].as_uri(), "rollouts/0/1/0")
+    until(driver, "document.querySelector('article .message')")
+    for address, opened in (
+        ("1/2/5", "step 2, rollout 1"),
+        ("0/3/1/explain", "step 3, rollout 1"),
+        ("0/3/1", "step 3,"),
+    ):
+        driver.execute_script("location.hash = arguments[0]", f"rollouts/{address}")
+        until(driver, f"document.querySelector('article h3')?.textContent.startsWith('{opened}')")
+        until(driver, f"!document.querySelector('.explained') === {'false' if 'explain' in address else 'true'}")
+        assert driver.execute_script("return [location.hash, found.run]") == [f"#rollouts/{address}", int(address[0])]
+        assert driver.execute_script("return document.querySelector('[title=run]').value") == address[0]
+    assert driver.get_log("browser") == []
+
+
 def test_an_address_of_nothing_opens_a_page(driver: Any, files: tuple[Path, Path]) -> None:
     for address in ("%", "rollouts/-1/1/1", "rollouts/1.5/x/", "rollouts/0/99/99/explain", "nothing"):
         load(driver, files[0].as_uri(), address)

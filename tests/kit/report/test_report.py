@@ -108,6 +108,9 @@ def test_tokens_lie_with_their_rollout_a_sample_per_segment(folder: Path) -> Non
     view = views[0]
     assert view["texts"] == ["w4 ", "w5 ", "w1 ", f"{HOSTILE}9 ", "w3 "] and view["mask"] == [0, 0, 1, 1, 1]
     assert view["columns"]["rollout_logprobs"] == [-0.5, -1.0, -1.5] and view["versions"] == [-1, -1, 0, 0, 1]
+    # of the numbers before they are rounded
+    assert view["columns"]["difference"] == pytest.approx([-1.2e-5] * 3, rel=0.02)
+    assert view["columns"]["logprobs"] == view["columns"]["rollout_logprobs"]
     assert view["share"]["agrees"] is view["total"]["agrees"] is True
     assert view["share"]["text"].startswith("0.25 = weight * (3.75) / 1 update, with weight = token-mean: 1 / 15 ")
     assert "5 samples add up to 1.25, actor/loss is 1.25: they agree" in view["total"]["text"]
@@ -274,17 +277,18 @@ def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
 
 
 def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
-    gaps, depths = [0.01, 0.2, 0.3, 0.05, 0.2], [1, 1, 2, 2, 2]
+    """A gap around the limit begins once, and so does a rule that stays triggered."""
+    gaps, depths, rules = [0.01, 0.2, 0.06, 0.3, 0.04, 0.2], [1, 1, 2, 2, 2, 2], [0, 0, 0, 1, 1, 2]
     rows = [
-        {"step": step, "engine/logprob_diff_mean": gap, "staleness/depth": depth, "collapse/triggered_rules": step == 4}
-        for step, (gap, depth) in enumerate(zip(gaps, depths, strict=True), 1)
+        {"step": step, "engine/logprob_diff_mean": gap, "staleness/depth": depth, "collapse/triggered_rules": count}
+        for step, (gap, depth, count) in enumerate(zip(gaps, depths, rules, strict=True), 1)
     ]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     write_jsonl(tmp_path / "collapses.jsonl", [{"step": 5, "alarms": ["one", "two"]}, {"alarms": ["of no step"]}])
     alarm, *others = marks(read_run(tmp_path))
     assert (alarm["step"], alarm["text"]) == (5, "one; two")
     found = [(mark["step"], mark["kind"]) for mark in others]
-    assert found == [(2, "gap"), (3, "staleness"), (4, "collapse"), (5, "gap")]
+    assert found == [(2, "gap"), (3, "staleness"), (4, "collapse"), (6, "collapse"), (6, "gap")]
 
 
 def test_runs_of_one_name_are_named_with_their_parents(tmp_path: Path) -> None:

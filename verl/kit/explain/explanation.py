@@ -312,6 +312,8 @@ def _gradient(run: RunFolder, step: int, sample: KeptSample, wanted: bool) -> li
 def _unknown(sample: KeptSample) -> list[str]:
     if "old_logprobs" in sample.columns:
         return []
+    if "loss" not in sample.columns:
+        return ["log-probs of the trainer: no update computed them"]
     return ["log-probs before the update: they are the update's own, or the ratio uses the engine's"]
 
 

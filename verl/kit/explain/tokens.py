@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import token_weights
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
-from verl.algorithms.names import KLPlacement, OldLogprobs
+from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.kit.kept_samples.sample_files import KeptSample, StepSamples
 from verl.kit.report.loss import ComputedLoss
 from verl.text import counted
@@ -32,12 +33,15 @@ def token_lines(
     """The arithmetic of the token losses, and the tokens with the largest shares."""
     columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
     if "loss" not in columns:
-        return ["The update did not compute this sample: its advantage is zero, so is its gradient."]
+        is_zero = not columns.get("advantages", torch.zeros(1)).any()
+        why = "its advantage is zero, so is its gradient" if is_zero else "the critic warms up"
+        return [f"No update computed this sample: {why}."]
     needed = {"logprobs", "rollout_logprobs", "entropy", "advantages"}
     if lacking := needed.union({"ref_logprobs"} if algorithm.kl.placement is KLPlacement.LOSS else ()) - columns.keys():
         return [f"not computed: the record of the sample lacks {', '.join(sorted(lacking))}"]
     if algorithm.selection is not None:
         return [f"{algorithm.name} treats some tokens of a mini-batch differently; which ones is not kept."]
+    importance_lines = _importance(columns, algorithm, failed)
     old_A = _old_logprobs(columns, algorithm)
     token = algorithm.policy_loss(
         LossInputs(columns["logprobs"], old_A, columns["advantages"], torch.zeros(len(old_A), dtype=torch.long))
@@ -64,7 +68,37 @@ def token_lines(
         clipped_A = token.metrics_T.get(metric)
         if clipped_A is not None and (metric == "clip_fraction" or clipped_A.any()):
             lines.append(f"{name}: {int(clipped_A.sum())} of {counted(len(old_A), 'token')}")
-    return [*lines, *_ratios(token, algorithm), *_table(sample, kept.texts, columns, token)]
+    if token.ratio_T is not None and "ratio" in columns and _differ(columns["ratio"], token.ratio_T):
+        failed.append("ratios")
+    return [*lines, *importance_lines, *_ratios(token, algorithm), *_table(sample, kept.texts, columns, token)]
+
+
+def _differ(recorded_A: Tensor, computed_A: Tensor) -> bool:
+    """By more than the rounding of 32 bits."""
+    return bool(((recorded_A - computed_A).abs() > (_RELATIVE + _ULP * len(computed_A)) * computed_A.abs()).any())
+
+
+def _importance(columns: dict[str, Tensor], algorithm: Algorithm, failed: list[str]) -> list[str]:
+    """How the importance weights follow from the log-probs, which are those of `columns` from here on."""
+    correction = algorithm.correction
+    if correction is None:
+        return []
+    trainer_A = columns.get("old_logprobs", columns["logprobs"])
+    sample_A = torch.zeros(len(trainer_A), dtype=torch.long)
+    weights = token_weights(correction, trainer_A, columns["rollout_logprobs"], sample_A)
+    if "importance" in columns and _differ(columns["importance"], weights.weight_T):
+        failed.append("importance weights")
+    columns["importance"] = weights.weight_T
+    gap = "log p of the trainer before the update - log p of the engine"
+    ratio = {None: "1", Level.TOKEN: f"exp({gap})", Level.SEQUENCE: f"exp(sum over the sample of {gap})"}[
+        correction.is_level
+    ]
+    low, high = float(weights.weight_T.min()), float(weights.weight_T.max())
+    truncated, rejected = int(weights.truncated_T.sum()), int(weights.masked_T.sum())
+    return [
+        f"importance weight = min({ratio}, {correction.is_cap:g}): from {low:.6g} to {high:.6g}; "
+        f"truncated: {truncated}, rejected (weight 0): {rejected} of {counted(len(trainer_A), 'token')}"
+    ]
 
 
 def _errors(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
@@ -119,6 +153,7 @@ def _table(sample: KeptSample, texts: Mapping[int, str], columns: Mapping[str, T
     shown = {
         "log p engine": columns["rollout_logprobs"],
         "trainer": columns["logprobs"],
+        "difference": columns["rollout_logprobs"] - columns["logprobs"],
         "ratio": token.ratio_T,
         "advantage": columns["advantages"],
         "importance": columns.get("importance"),

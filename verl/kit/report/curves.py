@@ -21,7 +21,7 @@ _QUANTILE = 0.975  # of the t distribution, for 95 %
 _DIGITS = 6
 _WINDOW = 5  # steps at each end of a run, at least, for a comparison
 _FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
-_GAP = 0.1  # nats between engine and trainer
+_GAP = 0.1  # nats between engine and trainer; one that has begun ends below half of it
 _MISSING = "missing"  # the tasks of a benchmark that could not be judged
 SMOOTHING = 0.7  # share of the past in a smoothed curve
 AXES = ("step", "time", "tokens")  # of `columns`
@@ -192,12 +192,15 @@ def marks(run: RunFolder) -> list[dict[str, Any]]:
         if is_step(each.get("step")) and isinstance(each.get("alarms"), list)
     ]
     before: Mapping[str, Any] = {}
+    apart = False
     for row in run.rows:
-        gaps = [(number(each.get("engine/logprob_diff_mean")) or 0.0) > _GAP for each in (before, row)]
+        gap = number(row.get("engine/logprob_diff_mean")) or 0.0
+        began, apart = not apart and gap > _GAP, gap > (_GAP / 2 if apart else _GAP)
+        rules = [number(each.get("collapse/triggered_rules")) or 0.0 for each in (before, row)]
         depths = [number(each.get("staleness/depth")) for each in (before, row)]
-        if number(row.get("collapse/triggered_rules")):
+        if rules[0] < rules[1]:
             found.append({"step": row["step"], "kind": "collapse", "text": "a collapse rule is triggered"})
-        if gaps == [False, True]:
+        if began:
             found.append({"step": row["step"], "kind": "gap", "text": f"engine and trainer differ by over {_GAP} nats"})
         if None not in depths and depths[0] != depths[1]:
             text = f"prompts are drawn {depths[1]:g} steps ahead, {depths[0]:g} before"

@@ -123,6 +123,10 @@ def _origin(sample: KeptSample, step: int, made: _Made) -> int | None:
 
 def _tokens(sample: KeptSample, texts: Mapping[int, str], share: Check, total: Check) -> dict[str, Any]:
     """share: of the loss; total: of the step's shares"""
+    columns = dict(sample.columns)
+    trainer = columns.get("logprobs", columns.get("old_logprobs"))
+    if trainer is not None and "rollout_logprobs" in columns:  # before they are rounded
+        columns["difference"] = columns["rollout_logprobs"] - trainer
     return {
         "segment": sample.segment,
         "num_segments": sample.num_segments,
@@ -136,7 +140,7 @@ def _tokens(sample: KeptSample, texts: Mapping[int, str], share: Check, total: C
         "versions": sample.versions.tolist(),
         "columns": {
             name: _rounded(values.tolist(), _RATIO_DIGITS if name == "ratio" else _DIGITS)
-            for name, values in sample.columns.items()
+            for name, values in columns.items()
         },
     }
 

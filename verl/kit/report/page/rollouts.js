@@ -203,11 +203,12 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   const choice = (name, label, options) => element("select", { title: label, "aria-label": label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
   const check = (name, label, title = "") => element("label", { title }, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
 
-  if (rest.length >= 3) {
-    found.run = Math.max(0, Math.min(Math.trunc(Number(rest[0])) || 0, report.data.runs.length - 1));
-    opening = [found.run, ...rest.slice(1, 3)].join("/");
-    if (rest[3] === "explain") Object.assign(found, { tokens: false, explain: true });
-  }
+  const follow = ([run, step, line, view]) => {
+    found.run = Math.max(0, Math.min(Math.trunc(Number(run)) || 0, report.data.runs.length - 1));
+    opening = [found.run, step, line].join("/");
+    Object.assign(found, view === "explain" ? { tokens: false, explain: true } : { explain: false });
+  };
+  if (rest.length >= 3) follow(rest);
   const choices = () => [
     [...new Set(meta().stop_reason)].filter(Boolean).sort().map((stop) => [stop, stop]),
     Object.entries(STATUS).filter(([letter]) => meta().tool_status.some((letters) => letters.includes(letter))),
@@ -234,8 +235,12 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   page.keys = { j: () => move(1), k: () => move(-1), t: toggle, e: explain, p: pin, "/": () => document.getElementById("search").focus() };
   build();
   return (parts) => {
-    const row = parts.length >= 3 ? rowAt(parts.slice(0, 3).join("/")) : -1;
-    if (parts[3] === "explain") Object.assign(found, { tokens: false, explain: true });
+    if (parts.length < 3) return;
+    const before = found.run;
+    follow(parts);
+    if (found.run !== before) { current = null; found.pinned = ""; build(); return; }
+    const row = rowAt(opening);
+    opening = "";
     if (row >= 0) select(row);
   };
 });

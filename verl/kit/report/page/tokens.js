@@ -11,8 +11,6 @@ const tokenState = { shade: "advantages" };
 
 function tokenColumns(sample) {
   const trained = { ...sample.columns };
-  const trainer = trained.logprobs ?? trained.old_logprobs;
-  if (trainer && trained.rollout_logprobs) trained.difference = trained.rollout_logprobs.map((value, place) => (value === null ? null : value - trainer[place]));
   trained.versions = sample.versions.filter((_, place) => sample.mask[place]);
   return trained;
 }
