@@ -478,6 +478,43 @@ def test_every_episode_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     assert all(len({each[name] for each in parts}) == 3 for name in "ab")
 
 
+SPAWNS = """
+import multiprocessing
+from openai import OpenAI
+def double(number):
+    return 2 * number
+def run(base_url, task):
+    OpenAI().chat.completions.create(model="any", messages=task["prompt"])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return float(sum(pool.map(double, [4])))
+"""
+
+
+@pytest.mark.parametrize("stem", ["spawning", "json"])
+def test_a_program_may_spawn_processes(stem: str, tmp_path: Path) -> None:
+    """A file with the name of a module that is loaded already does not replace it."""
+    file = tmp_path / f"{stem}.py"
+    file.write_text(SPAWNS if stem == "spawning" else SPAWNS.replace('"spawn"', '"fork"'))
+    (found,) = episodes(AgentFactory(agent=f"{file}:run"), TextEngine("one"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(8.0, {}), found
+
+
+@pytest.mark.parametrize(
+    ("end", "problem"),
+    [("sys.exit(0)", "without a reward"), ("sys.exit(4)", "exit status 4"), ("sys.exit('no way')", "1: no way")],
+)
+def test_a_function_may_exit_like_a_script(end: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "exits.py"
+    file.write_text(
+        "import sys\nfrom openai import OpenAI\ndef run(base_url, task):\n"
+        f"    OpenAI().chat.completions.create(model='any', messages=task['prompt'])\n    {end}\n"
+    )
+    (found,) = episodes(AgentFactory(agent=f"{file}:run"), TextEngine("one"), TASK)
+    if isinstance(found, Trajectory):
+        found = asyncio.run(DirectScorer(build_reward("env")).score(found, TASK, 0))  # type: ignore[assignment]
+    assert isinstance(found, Fault) and problem in found.problem and "Traceback" not in found.problem, found
+
+
 def test_the_gateway_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -42,7 +42,8 @@ def load(source: str) -> Agent:
     name, _, attribute = source.rpartition(":")
     if name.endswith(".py"):
         sys.path.insert(0, str(Path(name).resolve().parent))
-        spec = importlib.util.spec_from_file_location("agent_of_the_user", name)
+        stem = Path(name).stem  # by which processes that a program spawns find its functions
+        spec = importlib.util.spec_from_file_location("agent_of_the_user" if stem in sys.modules else stem, name)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -124,6 +125,10 @@ def _end(work: Callable[[], object]) -> None:
     try:
         work()
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:  # noqa: BLE001  the end of the process
         traceback.print_exc()
     finally:
