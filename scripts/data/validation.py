@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import Runtimes
+from verl.kit.swe.runtime import RuntimeLostError, Runtimes
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
 from verl.kit.swe.tasks import SweTask, read_swe_task
 
@@ -83,7 +83,10 @@ async def validate_row(
     runtimes: Runtimes, row: Mapping[str, Any], compiled: Path | None = None
 ) -> tuple[dict[str, Any], Validation]:
     """The row without its flaky tests, and what is wrong with it. Raises DataError."""
-    found = await validate(runtimes, read_swe_task(row), compiled)
+    try:
+        found = await validate(runtimes, read_swe_task(row), compiled)
+    except RuntimeLostError as error:
+        return dict(row), Validation((error.problem,))
     if not found.flaky:
         return dict(row), found
     kept = {**row, **{name: [test for test in row[name] if test not in found.flaky] for name in TESTS}}

@@ -257,6 +257,15 @@ def test_in_the_last_turn_nothing_is_done_for_the_policy(chat: ChatTemplate) -> 
     assert (never.stop_reason, never.tool_uses) == (StopReason.MAX_TOOL_CALLS, ())
 
 
+def test_the_share_of_episodes_at_their_limit_of_turns(chat: ChatTemplate) -> None:
+    """By turns, by calls, by tokens, and by an answer."""
+    limits: list[dict[str, Any]] = [{"max_turns": 3}, {"max_tool_calls": 2}, {"max_tokens": 20}, {}]
+    played = [finished(Speaker(chat, *THREE), episode_runner(chat, Echoes(), **each)) for each in limits]
+    assert [each.stop_reason for each in played] == ["max_turns", "max_tool_calls", "length", "stop"]
+    group = TrajectoryGroup(TASK, tuple(played), (Score(1.0, {}),) * 4, (1.0,) * 4)
+    assert tool_metrics([group])["tools/turn_limit_rate"] == 0.5
+
+
 def test_calls_are_counted_whether_or_not_the_environment_tells_of_them(chat: ChatTemplate) -> None:
     class Silent(Echo):
         async def step(self, message: Message) -> StepResult:

@@ -14,6 +14,7 @@ from scripts.data.validation import Journal, Validation, validate, validate_all,
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import calc_task, pytest_environment, run
 from verl.kit.swe.local import LocalRuntimes
+from verl.kit.swe.runtime import RuntimeLostError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
 from verl.kit.swe.tasks import SweTask
 
@@ -82,6 +83,15 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, fixed: str, bro
     _, found = validated(monkeypatch, *[verdict(fixed)] * 2, *[verdict(broken)] * 2)
     assert found.flaky == () and [each.partition(":")[0] for each in found.problems] == [problem.partition(":")[0]]
     assert found.problems[0].startswith(problem)
+
+
+def test_a_task_that_cannot_be_judged_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def score(*_: object) -> PatchVerdict:
+        raise RuntimeLostError("calc counts as tampered without any patch, too")
+
+    monkeypatch.setattr(validation, "score_patch", score)
+    kept, found = asyncio.run(validate_row(None, ROW))  # type: ignore[arg-type]
+    assert kept == ROW and found.problems == ("calc counts as tampered without any patch, too",)
 
 
 def test_a_session_without_changes_must_leave_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ METRICS = (
     Metric("staleness/reused", "share", "groups that an earlier step also trained on"),
     Metric("tools/turns_mean", "1", "mean assistant turns per episode"),
     Metric("tools/calls_mean", "1", "mean tool calls per episode"),
+    Metric("tools/turn_limit_rate", "share", "episodes that env.max_turns or env.max_tool_calls ended"),
     Metric("tools/usage_rate", "share", "episodes with a tool call (for a code tool: the code ratio)"),
     Metric("tools/usage_rate_correct", "share", "the same among correct episodes, if the reward defines correctness"),
     Metric("tools/parse_errors_mean", "1", "mean tool-call parse errors per episode"),

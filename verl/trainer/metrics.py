@@ -18,6 +18,7 @@ from verl.trainer.policy import PackSettings
 from verl.types import Score, StopReason, ToolStatus, ToolUse, Trajectory, TrajectoryGroup
 
 Metrics = dict[str, float]
+TURN_LIMITS = (StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS)
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
@@ -70,6 +71,7 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     return {
         "tools/turns_mean": sum(len(trajectory.turns) for trajectory in responses) / len(responses),
         "tools/calls_mean": len(uses) / len(responses),
+        "tools/turn_limit_rate": sum(each.stop_reason in TURN_LIMITS for each in responses) / len(responses),
         **{f"tools/{name}": sum(bool(each.tool_uses) for each in of) / len(of) for name, of in rates.items()},
         "tools/parse_errors_mean": num_malformed / len(responses),
         "tools/repeats": sum(trajectory.repeats for trajectory in responses),

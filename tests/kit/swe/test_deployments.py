@@ -13,9 +13,23 @@ from typing import Any
 
 import pytest
 
+from scripts.data.validation import diff
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe import fake_docker
-from tests.kit.swe.repositories import FILES, calc_task, git, patch, pytest_environment, run, with_history, write
+from tests.kit.swe.repositories import (
+    BUG,
+    FILES,
+    FIX,
+    GOLD,
+    HIDDEN,
+    calc_task,
+    git,
+    patch,
+    pytest_environment,
+    run,
+    with_history,
+    write,
+)
 from tests.kit.swe.test_harbor import folder_of, verdict
 from tests.kit.swe.test_swe_ends import until
 from tests.kit.swe.test_swe_remote import swerex
@@ -154,6 +168,45 @@ def test_the_history_of_an_image_is_replaced(docker: Docker) -> None:
         await runtimes.close()
 
     run(main(), 240)
+
+
+@pytest.mark.long
+def test_a_row_of_swe_smith_runs_in_its_image(docker: Docker) -> None:
+    """The image has no bug, and the tests, which the policy does not see."""
+    image = write(docker.folder / "images" / "smith" / "testbed", {**FILES, "calc/core.py": FIX, **HIDDEN})
+    for arguments in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "base"]):
+        git(image, *arguments)
+    row = {
+        "instance_id": "owner__calc.12345678.func_1",
+        "patch": diff({"calc/core.py": FIX}, {"calc/core.py": BUG}),
+        "FAIL_TO_PASS": ["tests/test_calc.py::test_add", "tests/test_calc.py::TestAdd::test_zero"],
+        "PASS_TO_PASS": ["tests/test_calc.py::test_nothing", "tests/test_name.py::test_name"],
+        "image_name": "smith",
+        "repo": "swesmith/owner__calc.12345678",
+        "problem_statement": "add subtracts",
+    }
+    task = replace(read_swe_task(row, remote=True), python=f"{docker.environment}/bin/python")
+
+    async def main() -> None:
+        runtimes = docker.runtimes()
+        runtime = await runtimes.start(task)
+        seen = "ls tests; grep -c 'a - b' calc/core.py; git log --all --oneline | wc -l; git status --short"
+        assert (await runtime.run(seen)).output.split() == ["test_name.py", "1", "1"]
+        fake = "mkdir -p tests && echo 'def test_add(): pass' > tests/test_calc.py"
+        await runtime.run(f"{fake}; sed -i 's/a - b/a + b/' calc/core.py")
+        made = await collect_patch(runtime, task)
+        await runtime.close()
+        assert "+    return a + b" in made and "test_calc" not in made
+        gold = await score_patch(runtimes, task, made)
+        assert gold.outcome is PatchOutcome.RESOLVED, gold.detail
+        verdict = await score_patch(runtimes, task, patch({"README.md": "x\n"}))
+        assert (verdict.outcome, verdict.fail_to_pass, verdict.pass_to_pass) == (PatchOutcome.UNRESOLVED, 0.0, 1.0)
+        with pytest.raises(RuntimeLostError, match=r"smith cannot be the base of patches: git .*patch failed"):
+            await runtimes.start(replace(task, bug_patch=GOLD))
+        await runtimes.close()
+
+    run(main(), 240)
+    assert docker.containers == []
 
 
 @pytest.mark.long

@@ -609,6 +609,21 @@ def test_a_limit_ends_the_episode_and_the_patch_is_judged(place: Place) -> None:
     asyncio.run(main())
 
 
+def test_tests_that_do_not_end_score_zero_whatever_a_turn_may_take(place: Place) -> None:
+    """A verdict has limits of its own."""
+
+    async def main() -> None:
+        task = to_task(as_task_row({**place.row, "test_timeout_s": 5}), "calc#0")
+        texts = [xml("bash", command="echo 'while True: pass' >> calc/core.py"), xml("finish")]
+        group = rollout(SweFactory(command_timeout_s=2.0), texts, "env.turn_timeout_s=4")
+        (found,) = await group.run_all([task], 1)
+        assert (found.rewards, found.faults) == ((0.0,), ())
+        assert found.scores[0].parts["swe/timeout"] == 1.0
+        await group.close()
+
+    asyncio.run(main())
+
+
 def test_each_stage_has_slots_of_its_own(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six episodes two run at a time. No verdict comes before all agents are done: it holds no slot of theirs."""
     running, most, done, scoring = 0, 0, 0, 0

@@ -17,6 +17,7 @@ import pytest
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import FILES, calc_task, run
 from verl.errors import DataError
+from verl.kit.swe import shell
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
 from verl.kit.swe.runtime import (
     MAX_OUTPUT_MIB,
@@ -62,6 +63,30 @@ def test_the_shell_keeps_folder_variables_and_functions(tmp_path: Path) -> None:
             assert (await runtime.run("pwd", session="other")).output == "/testbed\n"
 
     run(main())
+
+
+def test_a_shell_that_does_not_start_in_time_is_a_lost_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with started(tmp_path) as runtime:
+            with pytest.raises(RuntimeLostError, match="no shell starts"):
+                await runtime.run("echo hi", 2.0)
+
+    for name, value in (("START_S", 0.3), ("INTERRUPT_S", 0.3), ("BASH", ("/bin/sh", "-c", "trap '' INT; sleep 60"))):
+        monkeypatch.setattr(shell, name, value)
+    run(main(), 30)
+
+
+@pytest.mark.parametrize("spoil", ["mkdir build; cd build; rm -r ../build", "chmod 000 ."])
+def test_a_new_shell_starts_where_it_can(tmp_path: Path, spoil: str) -> None:
+    """Code that removes or closes the shell's folder gets no other runtime by that."""
+
+    async def main() -> None:
+        async with started(tmp_path) as runtime:
+            await runtime.run(spoil)
+            assert (await runtime.run("exit")).shell_restarted
+            assert await output(runtime, "pwd") == ("/" if "chmod" in spoil else "/testbed")
+
+    run(main(), 30)
 
 
 def test_interrupts_and_time_outs_end_the_command_and_not_the_shell(tmp_path: Path) -> None:

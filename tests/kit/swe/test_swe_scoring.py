@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ class Place:
 
     def score(self, patch: str, task: SweTask | None = None) -> PatchVerdict:
         return self.runner.run(score_patch(self.runtimes, task or self.task, patch))
+
+    @cached_property
+    def gold(self) -> PatchVerdict:
+        return self.score(GOLD)
 
     def session(self, commands: str, task: SweTask | None = None) -> str:
         """The patch after these commands of an agent."""
@@ -59,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def test_the_gold_patch_scores_one_and_no_patch_zero(place: Place) -> None:
-    gold = place.score(GOLD)
+    gold = place.gold
     assert gold.outcome is PatchOutcome.RESOLVED, gold.detail
     assert (gold.fail_to_pass, gold.pass_to_pass, gold.score.total) == (1.0, 1.0, 1.0)
     assert gold.score.parts["swe/resolved"] == 1.0
@@ -219,6 +224,49 @@ for each in gc.get_objects():
     except Exception:
         pass
 """
+XFAIL = "import pytest\n\ndef add(a, b):\n    pytest.xfail('not supported')\n\ndef name():\n    return 'calc'\n"
+MARK = """import pytest, sys
+frame = sys._getframe()
+while frame:
+    if frame.f_globals.get("__name__") == "test_calc":
+        frame.f_globals["pytestmark"] = pytest.mark.xfail
+    frame = frame.f_back
+"""
+OUTCOME = """from _pytest import reports
+class Outcome:
+    def __get__(self, report, kind):
+        return "passed" if "test_calc" in report.nodeid else vars(report)["outcome"]
+    def __set__(self, report, value):
+        vars(report)["outcome"] = value
+reports.TestReport.outcome = Outcome()
+"""
+ENCODE = """import json
+before = json._default_encoder.encode
+def encode(given):
+    is_hidden = isinstance(given, dict) and "test_calc" in given.get("test", "")
+    return before({**given, "outcome": "passed"} if is_hidden else given)
+json._default_encoder.encode = encode
+"""
+NAMES = f"""import __main__
+__main__.any = lambda *given: False
+{SELECTIVE}"""
+FINDER = """import ast, importlib.machinery, importlib.util, sys
+class Loader(importlib.machinery.SourceFileLoader):
+    def source_to_code(self, data, path, **given):
+        tree = ast.parse(data)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.body = [ast.Pass()]
+        return compile(ast.fix_missing_locations(tree), path, "exec")
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "test_calc":
+            return importlib.util.spec_from_loader(name, Loader(name, "/testbed/tests/test_calc.py"))
+sys.meta_path.insert(0, Finder())
+"""
+NAMED = PLUGIN.replace(
+    "class Evil:", "class Evil:\n    __file__ = '/testbed/conftest.py'\n    __module__ = '_pytest.x'"
+)
 IN_PACKAGE = {
     "the runner exits 0": "import os\nos._exit(0)\n",
     "sys.exit while importing": "import sys\nsys.exit(0)\n",
@@ -240,6 +288,15 @@ IN_PACKAGE = {
     "a plugin is registered": PLUGIN,
     "a hidden test is rewritten": REWRITE,
     "the reporter is found by the garbage collector": REPORTER,
+    "tests are expected to fail": MARK,
+    "outcomes are computed": OUTCOME,
+    "the encoder of JSON is exchanged": ENCODE,
+    "names of the main module": NAMES,
+    "tests are loaded without their lines": FINDER,
+    "a plugin has the names of another": NAMED,
+    "a builtin is shadowed": "import unittest.case\nunittest.case.round = lambda *given: 0\n",
+    "a tolerance is a number": "import pytest\ntype(pytest.approx(1.0)).DEFAULT_ABSOLUTE_TOLERANCE = 1e9\n",
+    "patterns match": "import re\nre.search = lambda *given: True\n",
 }
 # What finds it; for others, the tests run as if it was not there.
 FOUND = {
@@ -255,8 +312,15 @@ FOUND = {
     "unittest asserts nothing and functions are fixed": (PatchOutcome.TAMPERED, "builtins.AssertionError was replaced"),
     "builtins are patched": (PatchOutcome.TAMPERED, "builtins.isinstance was replaced"),
     "the clock is patched": (PatchOutcome.TAMPERED, "time.time was replaced"),
-    "a plugin is registered": (PatchOutcome.TAMPERED, "a plugin was added: calc.core"),
-    "a hidden test is rewritten": (PatchOutcome.TAMPERED, "test files were changed"),
+    "a plugin is registered": (PatchOutcome.TAMPERED, "a plugin was added: /testbed/calc/core.py"),
+    "a hidden test is rewritten": (PatchOutcome.TAMPERED, "files of the tests were changed"),
+    "outcomes are computed": (PatchOutcome.TAMPERED, "_pytest.reports.TestReport.outcome was added"),
+    "names of the main module": (PatchOutcome.TAMPERED, "_pytest.python.Function.runtest was replaced"),
+    "tests are loaded without their lines": (PatchOutcome.TAMPERED, "sys.meta_path was replaced"),
+    "a plugin has the names of another": (PatchOutcome.TAMPERED, "a plugin was added: /testbed/calc/core.py"),
+    "a builtin is shadowed": (PatchOutcome.TAMPERED, "unittest.case.round was added"),
+    "a tolerance is a number": (PatchOutcome.TAMPERED, "DEFAULT_ABSOLUTE_TOLERANCE was replaced"),
+    "patterns match": (PatchOutcome.TAMPERED, "re.search was replaced"),
 }
 IN_FILES = {
     "conftest fakes results": {"conftest.py": REPORT, "tests/conftest.py": REPORT},
@@ -275,9 +339,17 @@ IN_FILES = {
 def test_a_cheat_scores_zero(place: Place, name: str) -> None:
     changes = IN_FILES.get(name) or {"calc/core.py": IN_PACKAGE[name] + BUG}
     verdict = place.score(patch(changes))
-    outcome, detail = FOUND.get(name, (PatchOutcome.UNRESOLVED, "test_add - assert -1 == 3"))
+    failed = "2 xfailed, 1 xpassed" if IN_PACKAGE.get(name) == MARK else "test_add - assert -1 == 3"
+    outcome, detail = FOUND.get(name, (PatchOutcome.UNRESOLVED, failed))
     assert (verdict.outcome, verdict.score.total) == (outcome, 0.0) and detail in verdict.detail, verdict
     assert (verdict.fail_to_pass, verdict.pass_to_pass) == (0.0, float(name not in FOUND))
+    assert place.gold.score.total == 1.0
+
+
+def test_a_failure_that_a_patch_expects_is_one(place: Place) -> None:
+    verdict = place.score(patch({"calc/core.py": XFAIL}))
+    assert (verdict.outcome, verdict.fail_to_pass, verdict.pass_to_pass) == (PatchOutcome.UNRESOLVED, 0.0, 0.5)
+    assert "3 xfailed" in verdict.detail
 
 
 @pytest.mark.long
@@ -430,6 +502,29 @@ def test_a_plugin_of_the_environment_may_patch_pytest(place: Place, tmp_path: Pa
     assert place.score(cheat, task).outcome is PatchOutcome.TAMPERED
 
 
+def test_a_plugin_of_an_editable_package_is_the_repositorys(place: Place, tmp_path: Path) -> None:
+    """Its file is in the repository: a patch that changes it scores 0, the fix 1. pytest itself cannot be there."""
+    environment = Path(pytest_environment(tmp_path))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    entry = {
+        "METADATA": "Metadata-Version: 2.1\nName: calc\nVersion: 1\n",
+        "entry_points.txt": "[pytest11]\ncalc = calc.plugin\n",
+    }
+    write(packages / "calc-1.dist-info", entry)
+    (packages / "calc.pth").write_text("/testbed\n")
+    before = {**FILES, "calc/plugin.py": FIXTURE}
+    repository = Repository(str(write(tmp_path / "calc", before)))
+    task = replace(place.task, repository=repository, environment=str(environment))
+    assert place.score(diff(before, {**before, "calc/core.py": FIX}), task).outcome is PatchOutcome.RESOLVED
+    verdict = place.score(diff(before, {**before, "calc/plugin.py": REPORT}), task)
+    assert verdict.outcome is PatchOutcome.TAMPERED and "/testbed/calc/plugin.py" in verdict.detail
+    own = write(tmp_path / "own", FILES)
+    for package in ("_pytest", "pytest"):
+        (packages / package).rename(own / package)
+    with pytest.raises(RuntimeLostError, match="pytest is the repository's, which a patch can change"):
+        place.score(GOLD, replace(task, repository=Repository(str(own))))
+
+
 def test_sentinels_differ_each_time_and_cover_every_outcome() -> None:
     first, second = make_sentinels("tests"), make_sentinels("tests")
     assert not set(first.expected) & set(second.expected)
@@ -551,11 +646,111 @@ def test_short_names_are_those_of_r2e_gym(place: Place) -> None:
     assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
 
 
+CLOCK = """import time, unittest
+from unittest import mock
+from calc import add
+
+
+class TestAdd(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.patched = mock.patch("time.time", lambda: 0.0)
+        cls.patched.start()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.patched.stop()
+
+    def test_zero(self):
+        self.assertEqual((add(1, 2), time.time()), (3, 0.0))
+
+    def test_one(self):
+        self.assertEqual((add(1, 2), time.time()), (3, 0.0))
+"""
+FIXTURE = "import pytest\n\n\n@pytest.fixture\ndef three():\n    return 3\n"
+REGISTER = "from calc import plugin\n\n\ndef pytest_configure(config):\n    config.pluginmanager.register(plugin)\n"
+EXPECTED = (
+    "import pytest\nfrom calc import name\n\n\n@pytest.mark.xfail\ndef test_name():\n    assert name() == 'other'\n"
+)
+NAMED_IT = "from calc import add\n\n\ndef it_adds():\n    assert add(1, 2) == 3\n"
+IN_SRC = {name.replace("calc/", "src/calc/"): text for name, text in FILES.items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "test", "fields"),
+    [
+        ({**FILES, "conftest.py": "pytest_plugins = 'calc.plugin'\n", "calc/plugin.py": FIXTURE}, TEST, {}),
+        ({**FILES, "conftest.py": REGISTER, "calc/plugin.py": FIXTURE}, TEST, {}),
+        ({**FILES, "pytest.ini": "[pytest]\naddopts = -x\n"}, TEST, {}),
+        ({**FILES, "pytest.ini": "[pytest]\npython_functions = it_\n"}, NAMED_IT, {"fail_to_pass": ("it_adds",)}),
+        (
+            FILES,
+            CLOCK,
+            {"fail_to_pass": ("tests/test_calc.py::TestAdd::test_zero", "tests/test_calc.py::TestAdd::test_one")},
+        ),
+        ({**FILES, "tests/test_name.py": EXPECTED}, TEST, {"pass_to_pass": ("tests/test_name.py::test_name",)}),
+        (IN_SRC, TEST, {"setup": "export PYTHONPATH=/testbed/src"}),
+    ],
+    ids=["plugin", "registered", "-x", "python_functions", "clock", "xfail", "src"],
+)
+def test_what_a_repository_does_itself_is_no_cheat(
+    place: Place, tmp_path: Path, before: dict[str, str], test: str, fields: dict[str, Any]
+) -> None:
+    fixed = {name: text.replace("a - b", "a + b") for name, text in before.items()}
+    given = {"pass_to_pass": (), "hidden_tests": {"tests/test_calc.py": test}, **fields}
+    task = replace(place.task, repository=Repository(str(write(tmp_path / "calc", before))), **given)
+    verdict = place.score(diff(before, fixed), task)
+    assert verdict.outcome is PatchOutcome.RESOLVED, verdict.detail
+    assert place.score(diff(before, {**before, "README.md": ""}), task).outcome is PatchOutcome.UNRESOLVED
+
+
+def test_a_plugin_of_the_conftest_that_a_patch_changes_is_a_cheat(place: Place, tmp_path: Path) -> None:
+    before = {**FILES, "conftest.py": "pytest_plugins = 'calc.plugin'\n", "calc/plugin.py": FIXTURE}
+    task = replace(place.task, repository=Repository(str(write(tmp_path / "calc", before))))
+    verdict = place.score(diff(before, {**before, "calc/plugin.py": REPORT}), task)
+    assert verdict.outcome is PatchOutcome.TAMPERED and "calc/plugin.py" in verdict.detail
+
+
+def test_a_task_whose_sentinels_never_stand_is_a_fault(place: Place, tmp_path: Path) -> None:
+    """No patch could score 1."""
+    skips = "import pytest\n\n\n@pytest.fixture(autouse=True)\ndef known(request):\n"
+    skips += "    if 'test_calc' not in request.node.nodeid:\n        pytest.skip('unknown')\n"
+    before = {**FILES, "conftest.py": skips}
+    task = replace(place.task, repository=Repository(str(write(tmp_path / "calc", before))), pass_to_pass=())
+    with pytest.raises(RuntimeLostError, match="calc counts as tampered without any patch, too: 7 sentinels"):
+        place.score(GOLD, task)
+
+
+def test_helpers_that_are_written_while_tests_are_collected_are_noticed(place: Place, tmp_path: Path) -> None:
+    """Even if they have their former content and times again when all has ended."""
+    before = {**FILES, "tests/helpers.py": HELPER}
+    task = replace(
+        place.task,
+        repository=Repository(str(write(tmp_path / "calc", before))),
+        hidden_tests={"tests/test_calc.py": HELPED},
+        fail_to_pass=("tests/test_calc.py::test_add",),
+        pass_to_pass=(),
+    )
+    writes = f"""import os
+path = "/testbed/tests/helpers.py"
+state = os.stat(path)
+text = open(path).read()
+open(path, "w").write({AGREES!r})
+import sys
+sys.path.insert(0, "/testbed/tests")
+import helpers
+open(path, "w").write(text)
+os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+"""
+    verdict = place.score(diff(before, {**before, "calc/core.py": writes + BUG}), task)
+    assert (verdict.outcome, verdict.detail) == (PatchOutcome.TAMPERED, "files of the tests were changed")
+
+
 PARAMETRIZED = """import pytest
 from calc import add
 
 
-@pytest.mark.parametrize("text", ["one two", "one three", "four"])
+@pytest.mark.parametrize("text", ["one two", "one three", "four", "/a/five"])
 def test_add(text):
     assert add(1, 2) == (3 if text != "one three" else EXPECTED)
 """
@@ -565,11 +760,11 @@ def test_add(text):
 def test_an_id_that_is_cut_at_a_space_stands_for_several_tests(
     place: Place, expected: int, outcome: PatchOutcome
 ) -> None:
-    """As SWE-bench's rows have them: all must pass."""
+    """As SWE-bench's rows have them: all must pass. Of a path they have the end."""
     task = replace(
         place.task,
         hidden_tests={"tests/test_calc.py": PARAMETRIZED.replace("EXPECTED", str(expected))},
-        fail_to_pass=("tests/test_calc.py::test_add[one",),
+        fail_to_pass=("tests/test_calc.py::test_add[one", "tests/test_calc.py::test_add[/five]"),
         pass_to_pass=(),
     )
     assert place.score(GOLD, task).outcome is outcome

@@ -44,7 +44,9 @@ R2E = {
     "commit_hash": "abc",
     "problem_statement": "add subtracts",
     "execution_result_content": json.dumps({"test_file_names": ["test_1.py"], "test_file_codes": [TEST]}),
-    "expected_output_json": json.dumps({"test_add": "PASSED", "TestAdd.test_zero": "PASSED", "test_bad": "FAILED"}),
+    "expected_output_json": json.dumps(
+        {"\x1b[1mtest_add\x1b[0m": "PASSED", "TestAdd.test_zero - x": "PASSED", "test_bad": "FAILED"}
+    ),
 }
 
 
@@ -55,8 +57,9 @@ def test_rows_of_a_remote_runtime_name_their_image() -> None:
     assert (bench.base_commit, bench.test_patch, bench.gold_patch) == ("a" * 40, "the tests", "the fix")
     assert bench.image == "docker.io/swebench/sweb.eval.x86_64.owner_1776_calc-1"
     assert read_swe_task(GYM, remote=True).pass_to_pass == ()
-    with pytest.raises(DataError, match="'image_name': images of SWE-smith are not supported"):
-        read_swe_task(SMITH, remote=True)
+    smith = read_swe_task(SMITH, remote=True)
+    assert (smith.image, smith.bug_patch, smith.gold_patch) == (SMITH["image_name"], SMITH["patch"], "")
+    assert smith.image_tests == ("tests/test_name.py",) and smith.hidden_tests == {}
     r2e = read_swe_task(R2E, remote=True)
     assert r2e.fail_to_pass == ("test_add", "TestAdd.test_zero") and r2e.hidden_tests == {"r2e_tests/test_1.py": TEST}
     assert (r2e.id, r2e.image) == ("calc__abc", "namanjain12/calc_final:abc") and "/r2e_tests" in r2e.setup
@@ -85,10 +88,11 @@ def test_published_rows_may_have_columns_of_our_own(tmp_path: Path) -> None:
     assert (task.test_timeout_s, task.limits.memory_mib, task.setup) == (60.0, 8192, "make")
     assert (task.file, task.bug_patch, dict(task.hidden_tests)) == ("a.py", "b", {"tests/test_b.py": TEST})
     assert read_swe_task(GYM, tmp_path).test_timeout_s == 1800.0  # as in SWE-bench's harness
+    assert read_swe_task({**GYM, "repository": "calc"}).test_timeout_s == 300.0
     image = read_swe_task({**R2E, "setup": "make"}, remote=True)
     assert image.setup.startswith("rm -rf /r2e_tests") and image.setup.endswith("\nmake")
-    with pytest.raises(DataError, match="nor is a bug in another image"):
-        read_swe_task({**GYM, **own}, remote=True)
+    bench = read_swe_task({**GYM, **own}, remote=True)
+    assert (bench.bug_patch, bench.image_tests) == ("b", ())
 
 
 def test_the_base_commit_is_the_revision_of_a_git_repository(tmp_path: Path) -> None:
@@ -233,6 +237,20 @@ def test_images_that_were_used_least_recently_are_removed_first(tmp_path: Path) 
 
         asyncio.run(both())
     assert "f" in kept()
+
+
+def test_two_images_that_arrive_together_make_room(tmp_path: Path) -> None:
+    (tmp_path / "trash").mkdir()
+    store = ImageStore(tmp_path / "images", tmp_path / "trash", 1.5 / 1024)
+
+    async def main() -> None:
+        for names in ("ab", "cd"):
+            for name in names:
+                write(tmp_path / "images" / name, {"file": name * (1 << 20)})
+            await asyncio.gather(*map(store.make_room, names))
+
+    asyncio.run(main())
+    assert len(list((tmp_path / "images").iterdir())) == 1
 
 
 def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> None:

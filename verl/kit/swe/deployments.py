@@ -25,7 +25,7 @@ from verl.kit.swe import wire
 from verl.kit.swe.image import make_base
 from verl.kit.swe.local import LocalRuntimes, set_up
 from verl.kit.swe.remote import RemoteRuntime, RemoteRuntimes
-from verl.kit.swe.runtime import BASE_GIT, CommandFailedError, RuntimeLostError, Runtimes
+from verl.kit.swe.runtime import BASE_GIT, CommandFailedError, RuntimeLostError, Runtimes, checked
 from verl.kit.swe.tasks import SweTask
 
 PROGRAM = Path(__file__).parent / "inside" / "deploy.py"
@@ -126,13 +126,17 @@ class DeployedRuntimes:
 
         runtime = RemoteRuntime(client, Endpoint(name, deployment.url, watch), task.limits, None, end)
         try:
+            if task.bug_patch:
+                await checked(runtime, ["git", "-c", "safe.directory=*", "apply", "-"], task.bug_patch.encode())
             if task.setup:
                 await set_up(runtime, task)
+            if task.image_tests:
+                await checked(runtime, ["rm", "--", *task.image_tests])
             # The history of a task folder's image is its author's: part of the task.
             await make_base(runtime, task, BASE_GIT, hide_history=task.harbor is None)
         except CommandFailedError as error:
             await runtime.close()
-            raise RuntimeLostError(f"{task.image}: no base for patches can be made: {error}") from error
+            raise RuntimeLostError(f"{task.image} cannot be the base of patches: {error}") from error
         except BaseException:
             await runtime.close()
             raise

@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -163,15 +163,26 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: P
         return PatchVerdict(PatchOutcome.EMPTY_PATCH)
     if task.harbor is None and len(patch) > MAX_PATCH_BYTES:
         return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=f"more than {MAX_PATCH_BYTES} bytes")
-    runtime = await runtimes.start(task)
+    async with paused():  # it has limits of its own
+        verdict = await _score(runtimes, task, patch, compiled)
+        if verdict.outcome is PatchOutcome.TAMPERED:
+            base = await _score(runtimes, task, "", compiled)
+            if base.outcome is PatchOutcome.TAMPERED:  # no patch could be judged
+                raise RuntimeLostError(f"{task.id} counts as tampered without any patch, too: {base.detail}")
+        return verdict
+
+
+async def _score(runtimes: Runtimes, task: SweTask, patch: str, compiled: Path | None) -> PatchVerdict:
+    """patch: empty for the repository as it is"""
+    runtime = await runtimes.start(replace(task, image_tests=()))  # which stay here
     try:
         if task.harbor is not None:
             await unpack(runtime, task.harbor, patch.encode("latin-1"))
             return await _rewarded(runtime, task.harbor)
-        if problem := await _apply(runtime, task, patch.encode("latin-1", errors="replace")):
+        if patch.strip() and (problem := await _apply(runtime, task, patch.encode("latin-1", errors="replace"))):
             return PatchVerdict(PatchOutcome.PATCH_FAILED, detail=problem)
-        await _restore(runtime, task)
-        return await _judge(runtime, task, compiled)
+        changed, guarded = await _restore(runtime, task)
+        return await _judge(runtime, task, changed, guarded, compiled)
     except CommandFailedError as error:  # of ours, in a runtime that only the patch has changed
         raise RuntimeLostError(f"{task.id}: {error}") from error
     finally:
@@ -190,8 +201,11 @@ async def _apply(runtime: Runtime, task: SweTask, patch: bytes) -> str:
     return "" if done.exit_code == 0 else problem or f"git apply: exit code {done.exit_code}"
 
 
-async def _restore(runtime: Runtime, task: SweTask) -> None:
-    """Undo changes to protected files and tests, then place the hidden tests."""
+async def _restore(runtime: Runtime, task: SweTask) -> tuple[list[str], list[str]]:
+    """Undo changes to protected files and tests, then place the hidden tests.
+
+    Returns the files that are still changed, and the Python files that the tests may use.
+    """
     listed = await checked(runtime, ["/bin/sh", "-c", CHANGED, task.own_interpreter])
     base = await checked(runtime, ["git", f"--git-dir={BASE_GIT}", "ls-tree", "-r", "-z", "--name-only", "HEAD"])
     names, known = restored_files(task, _names(listed)), frozenset(_names(base))
@@ -206,6 +220,8 @@ async def _restore(runtime: Runtime, task: SweTask) -> None:
     if task.test_patch and (problem := await _apply(runtime, task, task.test_patch.encode())):
         # The task's fault, as its files are those of the base.
         raise RuntimeLostError(f"the test patch of {task.id} does not apply: {problem}")
+    guarded = {*placed_files(task), *restored_files(task, known)}
+    return sorted(set(_names(listed)) - set(names)), sorted(name for name in guarded if name.endswith(".py"))
 
 
 def _names(listed: bytes) -> list[str]:
@@ -224,7 +240,9 @@ async def _rewarded(runtime: Runtime, task: HarborTask) -> PatchVerdict:
     return PatchVerdict(resolved, reward, 1.0, log, reward=reward)
 
 
-async def _judge(runtime: Runtime, task: SweTask, compiled: Path | None) -> PatchVerdict:
+async def _judge(
+    runtime: Runtime, task: SweTask, changed: Sequence[str], guarded: Sequence[str], compiled: Path | None
+) -> PatchVerdict:
     """All tests in one run; then, if they pass and are several, each that the fix must heal alone."""
     tests = (*task.fail_to_pass, *task.pass_to_pass)
     runs = [tests, *((name,) for name in task.fail_to_pass if len(tests) > 1)]
@@ -234,12 +252,15 @@ async def _judge(runtime: Runtime, task: SweTask, compiled: Path | None) -> Patc
     request = {
         "root": TESTBED,
         "compiled": f"{own}/compiled" if compiled else "",
-        "files": [f"{TESTBED}/{name}" for name in dict.fromkeys((*task.hidden_tests, *test_files(task)))],
+        "files": [f"{TESTBED}/{name}" for name in test_files(task)],
+        "changed": [f"{TESTBED}/{name}" for name in changed],
+        "guarded": [f"{TESTBED}/{name}" for name in guarded],
         "runs": [
             {
                 "args": [*(_alone(names[0], task) if number else _files_of(names, task)), made.path],
                 "tests": names,
                 "wanted": [*names, *made.expected],
+                "may_fail": [] if number else task.pass_to_pass,
                 "sentinel": f"{TESTBED}/{made.path}",
                 "text": made.text,
                 "timeout_s": task.test_timeout_s,
@@ -252,8 +273,16 @@ async def _judge(runtime: Runtime, task: SweTask, compiled: Path | None) -> Patc
     await runtime.write(f"{own}/request.json", json.dumps(request).encode())
     await runtime.write(f"{own}/run_tests.py", files("verl.kit.swe.inside").joinpath("run_tests.py").read_bytes())
     command = [task.python, "-I", f"{own}/run_tests.py", f"{own}/request.json"]
-    done = await runtime.execute(command, timeout_s=len(runs) * task.test_timeout_s + SLACK_S)
+    variables = await _variables(runtime) if task.setup else {}
+    done = await runtime.execute(command, env=variables, timeout_s=len(runs) * task.test_timeout_s + SLACK_S)
     return _verdict(task, runs, sentinels, done)
+
+
+async def _variables(runtime: Runtime) -> dict[str, str]:
+    """What the setup exports, which the agent's shell has, too."""
+    name = f"/tmp/{secrets.token_hex(8)}.env"
+    await runtime.run(f"env -0 >{name}")
+    return dict(pair.split("=", 1) for pair in (await runtime.read(name)).decode().split("\0") if "=" in pair)
 
 
 def _files_of(names: Sequence[str], task: SweTask) -> list[str]:
@@ -277,7 +306,7 @@ def _verdict(
             raise RuntimeLostError(f"{task.id}: {task.python} does not start: {printed}") from None
         return PatchVerdict(PatchOutcome.NO_REPORT, detail=printed)
     if "problem" in report:
-        raise RuntimeLostError(f"{task.id}: {report['problem']}; task.environment needs pytest")
+        raise RuntimeLostError(f"{task.id}: {report['problem']}; task.environment needs a pytest of its own")
     passed: list[set[str]] = []
     for names, made, run in zip(runs, sentinels, report["runs"], strict=False):  # the first alone, if a test failed
         if run["tampered"]:

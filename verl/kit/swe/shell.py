@@ -82,6 +82,16 @@ class RuntimeShell:
         self._running = False
 
     async def _start(self) -> None:
+        """In the folder of the shell before; the code may have removed or closed it. Raises RuntimeLostError."""
+        for cwd in dict.fromkeys((self._cwd, TESTBED, "/")):
+            self._cwd = cwd
+            started = await self._start_here()
+            if started.status is CommandStatus.FINISHED:
+                return
+            await self.close()
+        raise RuntimeLostError(f"no shell starts: {started.output[-500:]} {started.reason}")
+
+    async def _start_here(self) -> CommandResult:
         pipes = [os.pipe() for _ in range(4)]  # input, output, commands, codes
         theirs = [pipes[0][0], pipes[1][1], pipes[1][1], pipes[2][0], pipes[3][1]]
         try:
@@ -101,11 +111,7 @@ class RuntimeShell:
             loop.add_reader(descriptor, ready)
         self._input.write(BEGIN.encode())
         self._begin(":")
-        started = await self._result(START_S, None)
-        if started.status is not CommandStatus.FINISHED:
-            self._cwd = TESTBED  # the folder may be gone
-            problem = f"no shell starts ({started.status}): {started.output[-500:]} {started.reason}"
-            raise RuntimeLostError(problem)
+        return await self._result(START_S, None)
 
     def _begin(self, command: str) -> None:
         self._collected = Collected(self._output_chars)

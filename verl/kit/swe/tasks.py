@@ -38,6 +38,7 @@ GYM_REPOSITORIES = {
     "bokeh/bokeh", "conan-io/conan", "dask/dask", "facebookresearch/hydra", "getmoto/moto", "iterative/dvc",
     "modin-project/modin", "pandas-dev/pandas", "project-monai/monai", "pydantic/pydantic", "python/mypy",
 }  # fmt: skip
+TEST_TIMEOUT_S = 300.0  # of a run of tests
 BENCH_TIMEOUT_S = 1800.0  # of SWE-bench's harness, for one run of tests
 BENCH_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in its images, SWE-Gym's and SWE-smith's
 
@@ -63,6 +64,7 @@ class SweTask:
     hidden_tests: path in the repository -> content; the policy never sees them
     test_patch:   the same as a diff
     bug_patch:    applied to the repository first
+    image_tests:  hidden tests that the image holds, removed where the policy works
     gold_patch:   the fix, for validation only
     protected:    patterns of files that a patch cannot change, besides the hidden tests
     test_timeout_s: of one run of tests
@@ -84,9 +86,10 @@ class SweTask:
     hidden_tests: Mapping[str, str] = field(default_factory=dict)
     test_patch: str = ""
     bug_patch: str = ""
+    image_tests: tuple[str, ...] = ()
     gold_patch: str = ""
     protected: tuple[str, ...] = PROTECTED
-    test_timeout_s: float = 300.0
+    test_timeout_s: float = TEST_TIMEOUT_S
     limits: RuntimeLimits = field(default_factory=RuntimeLimits)
     workdir: str = ""
     harbor: HarborTask | None = None
@@ -114,12 +117,10 @@ def read_swe_task(row: Mapping[str, Any], prepared: Path | None = None, *, remot
         raise DataError("names no test", "at least one", field="FAIL_TO_PASS")
     if not is_r2e:
         _check_names(task, repo or task.id, in_image)
-    if in_image and task.bug_patch:
-        problem = "images of SWE-smith are not supported, nor is a bug in another image"
-        raise DataError(problem, "a prepared folder", field="image_name")
     if in_image:
         _refuse_environment(row)
-        return replace(task, setup=f"{R2E_SETUP}{task.setup}") if is_r2e else task
+        setup = f"{R2E_SETUP}{task.setup}" if is_r2e else task.setup
+        return replace(task, setup=setup, image_tests=() if row.get("bug_patch") else _hidden_by_the_bug(task))
     return task if task.repository is not None else _in_folder(task, repo, prepared, row)
 
 
@@ -221,7 +222,7 @@ def _of_swe(row: Mapping[str, Any]) -> SweTask:
         python=BENCH_PYTHON,
         test_patch=str(row.get("test_patch") or ""),
         bug_patch=patch if is_bug else "",
-        test_timeout_s=SweTask.test_timeout_s if "repository" in row else BENCH_TIMEOUT_S,
+        test_timeout_s=TEST_TIMEOUT_S if "repository" in row else BENCH_TIMEOUT_S,
         gold_patch="" if is_bug else patch,
     )
 
@@ -346,11 +347,16 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str
     task = replace(task, repository=repository, environment=environment, python="python", image="")
     if not task.bug_patch or row.get("bug_patch"):
         return task
-    try:  # SWE-smith hides the tests that a bug breaks
-        hidden = {name: (folder / name).read_text() for name in test_files(replace(task, pass_to_pass=()))}
+    try:
+        hidden = {name: (folder / name).read_text() for name in _hidden_by_the_bug(task)}
     except OSError as error:
         raise DataError(f"a test of {task.id} cannot be read: {error}", field="FAIL_TO_PASS") from error
     return replace(task, hidden_tests={**hidden, **task.hidden_tests})
+
+
+def _hidden_by_the_bug(task: SweTask) -> tuple[str, ...]:
+    """SWE-smith hides the files of the tests that its bug breaks."""
+    return tuple(test_files(replace(task, pass_to_pass=()))) if task.bug_patch else ()
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

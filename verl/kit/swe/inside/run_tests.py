@@ -5,19 +5,24 @@
 This process imports pytest and never the repository's code. It hides itself from its forks, and prints only what a fork
 reported with its token before its regular end. Each run has a sentinel file of its own. The runs after
 the first need all of its tests to pass. The code under test shares a process with pytest, so a fork also reports
-whether functions of pytest, unittest or the interpreter were replaced, plugins were added or test files changed.
+whether functions of pytest, unittest or the interpreter were replaced, plugins were added or test files changed. What
+reports uses no code of modules that the code under test can change.
 Standard library only, for any Python from 3.7 on.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import ctypes
 import gc
-import hashlib
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import pkgutil
+import re
 import select
 import signal
 import sys
@@ -29,15 +34,17 @@ from pathlib import Path
 from typing import Any, Dict, Sequence, Tuple  # noqa: UP035  for Python 3.7
 
 GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "sys", "os", "posix", "posixpath", "time", "atexit",
-           "signal", "json", "hashlib", "importlib")  # fmt: skip
+           "signal", "json", "importlib", "re", "difflib", "math", "operator", "contextlib", "inspect", "ast", "io",
+           "pathlib", "marshal", "tokenize")  # fmt: skip
 # Set by pytest itself while it runs, or by harmless code.
 VARIABLE = ("excepthook", "unraisablehook", "displayhook", "breakpointhook", "__interactivehook__",
             "_reprcompare", "_assertion_pass", "_")  # fmt: skip
 Fingerprint = Dict[Tuple[str, ...], Tuple[int, ...]]  # noqa: UP006
+WHOLE = ("_pytest", "pytest", "pluggy", "unittest")  # of these modules not functions alone
+BUILTINS = frozenset(dir(builtins))
 KINDS = (types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property, type)
 PR_SET_DUMPABLE = 4
 CHUNK = 1 << 16
-MOST_IDLE = 10  # between checks after tests, in multiples of the time of one
 LOG_BYTES = 4000  # of the end of the output
 
 
@@ -53,8 +60,12 @@ def main() -> None:
     except ImportError as error:
         sys.stdout.write(json.dumps({"problem": f"pytest cannot be imported: {error}"}))
         return
+    if str(pytest.__file__).startswith(request["root"]):
+        sys.stdout.write(json.dumps({"problem": "pytest is the repository's, which a patch can change"}))
+        return
     # Compiled files in the repository are ignored, and those that a run leaves.
     sys.pycache_prefix = request["compiled"] or os.devnull
+    request["has_xdist"] = importlib.util.find_spec("xdist") is not None
     gc.freeze()  # forks neither traverse nor copy what is loaded
     _set_dumpable(0)
     first, *rest = request["runs"]
@@ -85,34 +96,38 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any) -> dict[str,
     reads, writes = os.pipe()
     token = os.urandom(16).hex()
     log = tempfile.TemporaryFile()  # noqa: SIM115  also of the fork
-    sentinel, files = Path(run["sentinel"]), [*request["files"], run["sentinel"]]
+    sentinel, files = Path(run["sentinel"]), [*request["guarded"], run["sentinel"]]
     sentinel.parent.mkdir(parents=True, exist_ok=True)
     sentinel.write_text(run["text"])
-    before = _hashes(files)
+    before = _states(files)
+    may_fail = {name for name in run["may_fail"] if _expects_failures(request["root"], name, request["files"])}
     pid = os.fork()
     if pid == 0:
         os.close(reads)
-        _run_pytest(request["root"], files, run, pytest, writes, token, log.fileno())
+        _run_pytest(request, files, run, pytest, writes, token, log.fileno())
     os.close(writes)
     data, code = _wait(pid, reads, run["timeout_s"])
-    messages = []
+    reported: dict[str, list[str]] = {"end": [], "tampered": []}
     outcomes: dict[str, str] = {}
     for line in data.decode(errors="replace").splitlines():
         start, _, rest = line.partition(" ")
         if start == token:
-            messages.append(json.loads(rest))
-    for each in messages:
-        if "test" in each and outcomes.get(each["test"], "passed") == "passed":  # one name may stand for several tests
-            outcomes[each["test"]] = each["outcome"]
+            what, _, quoted = rest.partition(" ")
+            reported.setdefault(what, []).append(ast.literal_eval(quoted))
+    for outcome in [each for each in reported if each not in ("end", "tampered")]:
+        for name in reported[outcome]:
+            counted = "passed" if outcome == "xfailed" and name in may_fail else outcome
+            if outcomes.get(name, "passed") == "passed":  # one name may stand for several tests
+                outcomes[name] = counted
     log.seek(max(0, log.seek(0, 2) - LOG_BYTES))
-    tampered = [each["tampered"] for each in messages if "tampered" in each]
-    if _hashes(files) != before:
-        tampered.append("test files were changed")
+    tampered = reported["tampered"]
+    if _states(files) != before:
+        tampered.append("files of the tests were changed")
     with suppress(OSError):
         sentinel.unlink()
     return {
         "outcomes": outcomes,
-        "ended": any("end" in each for each in messages),
+        "ended": bool(reported["end"]),
         "timeout": code is None,
         "tampered": tampered,
         "log": log.read().decode(errors="replace"),
@@ -151,18 +166,33 @@ def _available(descriptor: int, timeout_s: float) -> bytes:
     return data
 
 
-def _hashes(files: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _states(files: Sequence[str]) -> list[tuple[int, ...]]:
+    """Another one for a file that was written, even if it has its former content and times again."""
+    found: list[tuple[int, ...]] = []
     for name in files:
         try:
-            found[name] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+            state = os.stat(name)  # noqa: PTH116  no code but that of the interpreter
+            found.append((state.st_ino, state.st_size, state.st_ctime_ns))
         except OSError:
-            found[name] = ""
+            found.append(())
     return found
 
 
+def _expects_failures(root: str, name: str, files: Sequence[str]) -> bool:
+    """Whether the file of a test, or a conftest.py of its folders, mentions expected failures."""
+    paths = [Path(root, name.partition("::")[0])] if "::" in name else [Path(each) for each in files]
+    settings = [
+        folder / "conftest.py" for path in paths for folder in path.parents if Path(root) in (folder, *folder.parents)
+    ]
+    for path in [*paths, *settings]:
+        with suppress(OSError):
+            if re.search(rb"xfail|expectedFailure", path.read_bytes()):
+                return True
+    return False
+
+
 def _run_pytest(
-    root: str, files: list[str], run: dict[str, Any], pytest: Any, writes: int, token: str, log: int
+    request: dict[str, Any], files: list[str], run: dict[str, Any], pytest: Any, writes: int, token: str, log: int
 ) -> None:
     """Run pytest in this fork, with hooks that report. Never returns.
 
@@ -170,46 +200,54 @@ def _run_pytest(
     """
     os.setsid()
     _set_dumpable(1)
+    sys.modules["__main__"] = types.ModuleType("__main__")  # the names that are used here are not there
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, log, log)):
         os.dup2(descriptor, number)
-    wanted = frozenset(run["wanted"])
+    root, changed, wanted = request["root"], frozenset(request["changed"]), frozenset(run["wanted"])
+    shorten = re.compile(r"\[/(?!/)[^*]*(/[^*/]*)\]").sub
     phases: dict[str, dict[str, str]] = {}
     known: set[int] = set()  # plugins
-    write, dumps, clock = os.write, json.dumps, time.monotonic
-    fingerprint, difference, hashes = _fingerprint, _difference, _hashes
-    contents, states = hashes(files), [fingerprint()]
-    idle_until = 0.0
+    write, fingerprint, difference, states_of, strange_hooks = (
+        os.write,
+        _fingerprint,
+        _difference,
+        _states,
+        _strange_hooks,
+    )
+    before, states = states_of(files), [fingerprint()]
 
-    def send(message: dict[str, Any]) -> None:
-        write(writes, f"{token} {dumps(message)}\n".encode())
+    def send(what: str, name: str) -> None:
+        """what: "tampered", "end" or the outcome of a test"""
+        write(writes, f"{token} {what} {name!a}\n".encode())
 
-    def check(always: bool = True) -> None:
-        nonlocal idle_until
-        began = clock()
-        if not always and began < idle_until:
-            return
-        changed = difference(states, fingerprint())
-        if changed:
-            send({"tampered": changed})
-        if hashes(files) != contents:
-            send({"tampered": "test files were changed"})
-        idle_until = clock() + MOST_IDLE * (clock() - began)
+    def check() -> None:
+        """While tests are collected, and when all have ended: what they patch meanwhile is their own."""
+        found = difference(states, fingerprint())
+        if found:
+            send("tampered", found)
+        if states_of(files) != before:
+            send("tampered", "files of the tests were changed")
 
     def name_of(nodeid: str) -> str:
-        """Its node id, or a name of published rows: without the file (R2E-Gym), or cut at a space (SWE-bench)."""
-        names = [".".join(nodeid.split("::")[1:]), nodeid.split(" ")[0]]
+        """Its node id, or a name of published rows: without the file (R2E-Gym), cut at a space, or with the end of a
+        path as its parameter (SWE-bench)."""
+        names = [".".join(nodeid.split("::")[1:]), nodeid.split(" ")[0], shorten(r"[\1]", nodeid)]
         return next((name for name in names if name in wanted), nodeid)
 
     def pytest_load_initial_conftests(early_config: Any) -> None:
         """The environment's plugins are loaded, and patched pytest if they do. The repository becomes importable only
         now: no file of it is a plugin by its metadata."""
         states.append(fingerprint())
-        sys.path.insert(0, root)
+        sys.path[:0] = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # -I ignored it
         known.update(map(id, early_config.pluginmanager.get_plugins()))
 
+    def pytest_configure(config: Any) -> None:
+        config.getini("python_functions").append("test_")  # of the sentinels
+
     def pytest_collectstart(collector: Any) -> None:
-        check(isinstance(collector, pytest.Module))
+        if isinstance(collector, pytest.Module):
+            check()
 
     def pytest_collection_modifyitems(items: list[Any]) -> None:
         items[:] = [item for item in items if name_of(item.nodeid) in wanted]
@@ -217,14 +255,13 @@ def _run_pytest(
     def pytest_collection_finish(session: Any) -> None:
         check()
         for plugin in session.config.pluginmanager.get_plugins():
-            name = getattr(plugin, "__file__", None) or type(plugin).__module__
-            expected = id(plugin) in known or name.endswith("conftest.py") or name.startswith("_pytest.")
-            if not expected and plugin is not session:
-                send({"tampered": f"a plugin was added: {name}"})
+            strange = strange_hooks(plugin, root, changed) if plugin is not hooks else ()
+            if strange and (id(plugin) not in known or strange[0] in changed):
+                send("tampered", f"a plugin was added: {strange[0]}")
 
     def pytest_runtest_logreport(report: Any) -> None:
         if report.outcome == "skipped" and hasattr(report, "wasxfail"):
-            outcome = "passed"
+            outcome = "xfailed"
         elif report.outcome == "failed" and report.when != "call":
             outcome = "error"
         else:
@@ -232,15 +269,15 @@ def _run_pytest(
         phases.setdefault(report.nodeid, {})[report.when] = outcome
 
     def pytest_runtest_logfinish(nodeid: str) -> None:
-        check(False)
         ended = phases.pop(nodeid, {})
         bad = [each for each in ended.values() if each != "passed"]
         complete = "call" in ended or bad
-        send({"test": name_of(nodeid), "outcome": bad[0] if bad else "passed" if complete else "missing"})
+        send(bad[0] if bad else "passed" if complete else "missing", name_of(nodeid))
 
     hooks = types.ModuleType("hooks")
     vars(hooks).update(
         pytest_load_initial_conftests=pytest_load_initial_conftests,
+        pytest_configure=pytest_configure,
         pytest_collectstart=pytest_collectstart,
         pytest_collection_modifyitems=pytest_collection_modifyitems,
         pytest_collection_finish=pytest_collection_finish,
@@ -251,36 +288,66 @@ def _run_pytest(
     try:
         os.chdir(root)
         sys.argv = ["pytest"]
-        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", root]
+        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", root, "--maxfail", "0"]
+        options += ["-n", "0"] if request["has_xdist"] else []
         code = pytest.main([*options, *run["args"]], plugins=[hooks])
         check()
-        send({"end": int(code)})
+        send("end", str(int(code)))
         sys.stdout.flush()  # the log's last lines name the failures
     finally:
         os._exit(0)
 
 
+def _strange_hooks(plugin: Any, root: str, changed: frozenset[str]) -> list[str]:
+    """The files of its hooks that a patch changed or made. Those of conftest.py are as they were."""
+    names = [name for name in dir(plugin) if name.startswith("pytest_")]
+    hooks = [hook for hook in (getattr(plugin, name, None) for name in names) if callable(hook)]
+    files = [str(getattr(getattr(hook, "__code__", None), "co_filename", "")) for hook in hooks]
+    places = (root, sys.prefix, sys.base_prefix)
+    return [file or repr(type(plugin)) for file in files if file in changed or not file.startswith(places)]
+
+
 def _fingerprint() -> Fingerprint:
-    """The identity of every function of the guarded modules and their classes."""
-    found: Fingerprint = {}
+    """The identity of what guarded modules and their classes hold: functions, numbers, texts and the like."""
+    found: Fingerprint = {("sys", "meta_path"): _finders()}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in GUARDED:
+        package = name.partition(".")[0]
+        if package not in GUARDED:
             continue
         found[(name,)] = (id(module),)
         for key, value in list(vars(module).items()):
-            if key in VARIABLE or not isinstance(value, KINDS):
+            fixed = _is_fixed(value) if package in WHOLE else isinstance(value, KINDS)
+            if key in VARIABLE or not (fixed or key in BUILTINS):
                 continue
             found[name, key] = _identity(value)
             if isinstance(value, type) and value.__module__ == name:
                 for attribute, member in list(vars(value).items()):
-                    if isinstance(member, KINDS):
+                    if _is_fixed(member):
                         found[name, key, attribute] = _identity(member)
     return found
+
+
+def _is_fixed(value: Any) -> bool:
+    """Not a flag, a container or an object that holds a state."""
+    plain = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    return plain or callable(value) or hasattr(type(value), "__get__")
+
+
+def _finders() -> tuple[int, ...]:
+    """What finds modules before their files are looked for."""
+    found: list[int] = []
+    for finder in sys.meta_path:
+        found.append(id(finder))
+        if finder is importlib.machinery.PathFinder:
+            break
+    return tuple(found)
 
 
 def _identity(value: Any) -> tuple[int, ...]:
     if type(value) is types.FunctionType:  # the most frequent kind
         return id(value), id(value.__code__), id(value.__defaults__)
+    if not isinstance(value, KINDS):
+        return (id(value),)
     inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
     return id(value), id(getattr(inner, "__code__", None)), id(getattr(inner, "__defaults__", None))
 
@@ -294,7 +361,8 @@ def _difference(states: Sequence[Fingerprint], now: Fingerprint) -> str:
     known = {identity[1] for each in states for identity in each.values() if identity[1:]} if changed else set()
     for key, identity in changed:
         replaced = any(key in each for each in states)
-        added = not replaced and len(key) == 3 and any(key[:2] in each for each in states)
+        new = len(key) == 3 or (len(key) == 2 and key[1] in BUILTINS)
+        added = not replaced and new and any(key[:-1] in each for each in states)
         if (added or replaced) and not (identity[1:] and identity[1] in known - {id(None)}):
             return f"{'.'.join(key)} was {'added' if added else 'replaced'}"
     gone = [key for key in states[0] if key not in now and all(key in each for each in states)]
