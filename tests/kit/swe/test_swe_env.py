@@ -313,6 +313,32 @@ def test_the_editor(place: Place) -> None:
     assert all(each.startswith("Error") for each in seen[22:])
 
 
+def test_the_editor_keeps_line_ends_and_counts_lines_as_tools_do(place: Place) -> None:
+    def edit(command: str, path: str, **arguments: Any) -> Message:
+        return call(EDITOR, command=command, path=path, **arguments)
+
+    seen = place.answers(
+        call(
+            "bash",
+            command="printf 'a = 1\\n\\f\\nb = 2\\n' > feed; printf 'x\\r\\ny\\r\\nz\\r\\n' > dos; seq 200 > many",
+        ),
+        edit("view", "feed"),
+        edit("insert", "feed", insert_line=3, new_str="c = 3"),
+        edit("str_replace", "dos", old_str="x\ny", new_str="1\n2"),
+        edit("insert", "dos", insert_line=1, new_str="between"),
+        call("bash", command="cat -A dos feed"),
+        edit("str_replace", "many", old_str="199", new_str="199"),
+        edit("str_replace", "many", old_str="99", new_str="0"),
+        edit("view", "many", view_range=[1, -5]),
+        call("search", query="1", path="many"),
+    )
+    assert seen[1] == "     1\ta = 1\n     2\t\f\n     3\tb = 2" and "     4\tc = 3" in seen[2]
+    assert "     1\t1\n     2\t2\n     3\tz" in seen[3] and "     2\tbetween" in seen[4]
+    assert seen[5] == "1^M$\nbetween^M$\n2^M$\nz^M$\na = 1$\n^L$\nb = 2$\nc = 3$"
+    assert "nothing would change" in seen[6] and "occurs 2 times: in lines 99, 199" in seen[7]
+    assert "outside of the file" in seen[8] and seen[9].endswith("\n[only the first 100 are shown]")
+
+
 def test_one_edit_of_a_line_is_an_episode(place: Place) -> None:
     task = to_task(as_task_row({**place.row, "file": "calc/core.py"}), "calc#0")
 

@@ -681,7 +681,7 @@ IN_SRC = {name.replace("calc/", "src/calc/"): text for name, text in FILES.items
     [
         ({**FILES, "conftest.py": "pytest_plugins = 'calc.plugin'\n", "calc/plugin.py": FIXTURE}, TEST, {}),
         ({**FILES, "conftest.py": REGISTER, "calc/plugin.py": FIXTURE}, TEST, {}),
-        ({**FILES, "pytest.ini": "[pytest]\naddopts = -x\n"}, TEST, {}),
+        ({**FILES, "pytest.ini": "[pytest]\naddopts = -x --ff\n"}, TEST, {}),
         ({**FILES, "pytest.ini": "[pytest]\npython_functions = it_\n"}, NAMED_IT, {"fail_to_pass": ("it_adds",)}),
         (
             FILES,

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, git, patch, with_history, write
 from verl.errors import DataError
+from verl.kit.swe import image, remote, server, wire
 from verl.kit.swe.image import ImageStore, prepare_image
+from verl.kit.swe.runtime import RuntimeLostError
 from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks, restored_files
 from verl.kit.swe.tasks import test_files as files_of_tests
 
@@ -251,6 +254,33 @@ def test_two_images_that_arrive_together_make_room(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert len(list((tmp_path / "images").iterdir())) == 1
+
+
+def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server, too: its answer lets the client ask others."""
+    task = calc_task(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(image, "give_away", full)
+    with pytest.raises(OSError, match="No space"):
+        prepare_image(task, tmp_path / "images")
+    monkeypatch.setattr(image, "has_room", lambda _: False)
+    with pytest.raises(RuntimeLostError, match=r"the disk of .*images is full \(.*No space"):
+        prepare_image(task, tmp_path / "images")
+    assert list((tmp_path / "images").iterdir()) == []
+    monkeypatch.setattr(server, "give_away", full)
+    with pytest.raises(HTTPException) as caught:
+        server._unpack_image(
+            remote._pack(Path(str(task.repository and task.repository.path))), tmp_path / "x", tmp_path
+        )
+    assert (caught.value.status_code, "No space" in caught.value.detail) == (507, True)
+    with pytest.raises(HTTPException) as caught:
+        server._unpack_image(b"no tar", tmp_path / "x", tmp_path)
+    assert caught.value.status_code == wire.REFUSED
 
 
 def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from verl.errors import DataError
 from verl.kit.sandbox.fork_server import UNPRIVILEGED_UID
-from verl.kit.swe.runtime import TESTBED, Runtime, checked
+from verl.kit.sandbox.inside.disk import has_room
+from verl.kit.swe.runtime import TESTBED, Runtime, RuntimeLostError, checked
 from verl.kit.swe.tasks import Repository, SweTask
 from verl.system.watcher import remove_tree
 
@@ -90,27 +91,20 @@ class ImageStore:
 
 
 def prepare_image(task: SweTask, store: Path) -> Path:
-    """The folder of a task's repository, made if it does not exist. Raises DataError.
+    """The folder of a task's repository, made if it does not exist. Raises DataError, RuntimeLostError on a full disk.
 
     Folders are named by what they are made of; a git revision or a tar file does not change, a folder is read anew by
     every process.
     """
-    assert task.repository is not None
     store.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=store, prefix=".unfinished-") as unfinished:
         tree = Path(unfinished) / "tree"
-        tree.mkdir(mode=0o755)
-        _fill(tree, task.repository)
-        _remove_histories(tree)
-        _run(["git", "init", "-q", "-b", "main"], tree, "repository")
-        if task.bug_patch:
-            _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)
-        _remove_hidden(tree, task.hidden_tests)
-        _run(["git", "add", "-A", "-f"], tree, "repository")
-        _run(["git", "-c", "gc.auto=0", "commit", "-q", "--allow-empty", "-m", "base"], tree, "repository")
-        digest = _run(["git", "rev-parse", "HEAD"], tree, "repository").strip()
-        give_away(tree)
-        target = store / digest
+        try:
+            target = store / _make_image(tree, task)
+        except (DataError, OSError) as error:
+            if has_room(store):
+                raise
+            raise RuntimeLostError(f"the disk of {store} is full ({error})") from error
         if not target.exists():
             try:
                 tree.rename(target)
@@ -118,6 +112,22 @@ def prepare_image(task: SweTask, store: Path) -> Path:
                 if not target.exists():  # else made by another process meanwhile
                     raise
     return target
+
+
+def _make_image(tree: Path, task: SweTask) -> str:
+    """Returns its digest."""
+    assert task.repository is not None
+    tree.mkdir(mode=0o755)
+    _fill(tree, task.repository)
+    _remove_histories(tree)
+    _run(["git", "init", "-q", "-b", "main"], tree, "repository")
+    if task.bug_patch:
+        _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)
+    _remove_hidden(tree, task.hidden_tests)
+    _run(["git", "add", "-A", "-f"], tree, "repository")
+    _run(["git", "-c", "gc.auto=0", "commit", "-q", "--allow-empty", "-m", "base"], tree, "repository")
+    give_away(tree)
+    return _run(["git", "-c", "safe.directory=*", "rev-parse", "HEAD"], tree, "repository").strip()
 
 
 def image_key(task: SweTask) -> str:

@@ -107,7 +107,10 @@ class LocalRuntimes:
 
     async def start_from(self, image: Path, task: SweTask) -> LocalRuntime:
         """A runtime of the repository in this folder, whichever the task names."""
-        runtime = LocalRuntime(self, task, image)
+        try:
+            runtime = LocalRuntime(self, task, image)
+        except OSError as error:
+            raise RuntimeLostError(f"{self.episodes}: {error}") from error
         self._open.add(runtime)
         try:
             await runtime.open(self._pool)

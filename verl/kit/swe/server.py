@@ -314,16 +314,21 @@ async def _counted(found: Leased, work: Callable[[Leased], Awaitable[Any]]) -> A
 
 
 def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
-    """Raises HTTPException unless it is a tar file. folder: on the same disk, removed also after a kill"""
+    """Raises HTTPException unless it is a tar file, and if the disk is full, which another server's may not be.
+
+    folder: on the same disk, removed also after a kill
+    """
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         archive, tree = Path(unfinished, "image.tar"), Path(unfinished, "tree")
-        archive.write_bytes(packed)
         try:
+            archive.write_bytes(packed)
             with tarfile.open(archive) as tar:
                 tar.extractall(tree, filter="tar")
-        except (tarfile.TarError, OSError) as error:
+            give_away(tree)
+        except tarfile.TarError as error:
             raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
-        give_away(tree)
+        except OSError as error:
+            raise HTTPException(507, f"the image cannot be stored: {error}") from error
         if not target.exists():
             tree.rename(target)
 

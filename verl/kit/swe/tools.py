@@ -6,9 +6,11 @@ Names and behavior are those of OpenHands and SWE-agent, whose agents are traine
 from __future__ import annotations
 
 import posixpath
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from time import perf_counter
 from typing import Literal, TypeVar
 
@@ -23,9 +25,11 @@ MAX_MATCHES = 100
 SNIPPET_LINES = 4  # shown around an edit
 INTERRUPT = "C-c"  # as a command, while another one runs
 WAIT_OR_INTERRUPT = f"Send an empty command to wait for it, or {INTERRUPT} to interrupt it."
-LIST = f'[ -d "$0" ] && find "$0" -maxdepth 2 -not -path "$0/*/.*" -not -path "$0/.*" | sort | head -n {MAX_ENTRIES}'
+LIST = (
+    f'[ -d "$0" ] && find "$0" -maxdepth 2 -not -path "$0/*/.*" -not -path "$0/.*" | sort | head -n {MAX_ENTRIES + 1}'
+)
 READ = f'head -c {MAX_FILE_BYTES + 1} -- "$0"'
-SEARCH = f'grep -rnIE --exclude-dir=.git -e "$1" -- "$0" | cut -c 1-300 | head -n {MAX_MATCHES}'
+SEARCH = f'grep -rnIE --exclude-dir=.git -e "$1" -- "$0" | cut -c 1-300 | head -n {MAX_MATCHES + 1}'
 T = TypeVar("T")
 Edit = Literal["view", "create", "str_replace", "insert", "undo_edit"]
 
@@ -111,7 +115,7 @@ class AgentTools:
         done = await self._script(SEARCH, _path(path), _plain(query))
         if done.stderr and not done.stdout:
             raise ToolError(done.stderr.decode(errors="replace")[:500])
-        return done.stdout.decode(errors="replace") or "No line matches."
+        return _first(done.stdout, MAX_MATCHES) or "No line matches."
 
     async def finish(self, message: str = "") -> str:
         """End the session: the issue is solved, or you cannot get any further.
@@ -131,10 +135,11 @@ class AgentTools:
             text: the new line, with its indentation
         """
         path = _path(self._file)
-        lines = (await self._read(path)).splitlines()
+        lines = _lines(await self._read(path))
         if not 1 <= line <= len(lines):
             raise ToolError(f"`line` must be between 1 and {len(lines)}.")
-        lines[line - 1] = text
+        end = "\r" if lines[line - 1].endswith("\r") else ""
+        lines[line - 1] = f"{text}{end}"
         await self._write(path, "".join(f"{each}\n" for each in lines))
         self.finished = True
         return f"Line {line} is replaced."
@@ -165,8 +170,8 @@ class AgentTools:
     async def _view(self, path: str, view_range: list[int] | None) -> str:
         listed = await self._script(LIST, path)
         if listed.stdout:
-            return listed.stdout.decode(errors="replace")
-        lines = (await self._read(path)).splitlines()
+            return _first(listed.stdout, MAX_ENTRIES)
+        lines = _lines(await self._read(path))
         first, last = _range(view_range, len(lines))
         return _numbered(lines[first - 1 : last], first)
 
@@ -180,12 +185,14 @@ class AgentTools:
     async def _edit(self, path: str, change: Callable[[str], tuple[str, int]]) -> str:
         """change: the new text, and the number of the first changed line"""
         before = await self._read(path)
-        after, line = change(before)
-        await self._write(path, after)
+        own_end = "\r\n" if "\n" in before and before.count("\n") == before.count("\r\n") else "\n"
+        shown = before.replace(own_end, "\n")
+        after, line = change(shown)
+        await self._write(path, after if own_end == "\n" else after.replace("\r\n", "\n").replace("\n", own_end))
         self._undo[path].append(before)
         first = max(1, line - SNIPPET_LINES)
-        changed = len(after.splitlines()) - len(before.splitlines())
-        snippet = after.splitlines()[first - 1 : line + max(0, changed) + SNIPPET_LINES]
+        lines = _lines(after)
+        snippet = lines[first - 1 : line + max(0, len(lines) - len(_lines(shown))) + SNIPPET_LINES]
         return f"Edited {path}:\n{_numbered(snippet, first)}"
 
     async def _revert(self, path: str) -> str:
@@ -260,25 +267,49 @@ def _range(view_range: list[int] | None, length: int) -> tuple[int, int]:
         raise ToolError("`view_range` has two numbers: the first and the last line.")
     first, last = view_range
     last = length if last == -1 else min(last, length)
-    if not 1 <= first <= max(1, last):
+    if not 1 <= first <= max(1, last) or last < 0:
         raise ToolError(f"`view_range` {view_range} is outside of the file, which has {length} lines.")
     return first, last
 
 
+def _first(output: bytes, most: int) -> str:
+    """Its lines, at most so many."""
+    text = output.decode(errors="replace")
+    lines = _lines(text)
+    return text if len(lines) <= most else "\n".join([*lines[:most], f"[only the first {most} are shown]"])
+
+
+def _lines(text: str) -> list[str]:
+    """Without their ends. Form feeds and other marks at which `splitlines` breaks are part of a line."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def _numbered(lines: list[str], first: int) -> str:
-    return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
+    return "\n".join(f"{number:6}\t{line.removesuffix(chr(13))}" for number, line in enumerate(lines, first))
 
 
 def _replaced(text: str, old: str, new: str) -> tuple[str, int]:
     found = text.count(old) if old else 0
     if found != 1:
-        raise ToolError(f"`old_str` must occur exactly once in the file, but it occurs {found} times.")
+        raise ToolError(
+            f"`old_str` must occur exactly once in the file, but it occurs {found} times{_where(text, old)}."
+        )
+    if new == old:
+        raise ToolError("`new_str` is `old_str`: nothing would change.")
     before, _, after = text.partition(old)
     return f"{before}{new}{after}", before.count("\n") + 1
 
 
+def _where(text: str, old: str) -> str:
+    """The first lines at which it begins."""
+    begins = [text.count("\n", 0, found.start()) + 1 for found in islice(re.finditer(re.escape(old), text), 5)]
+    return f": in lines {', '.join(map(str, begins))}" if old and begins else ""
+
+
 def _inserted(text: str, line: int, new: str) -> tuple[str, int]:
-    lines = text.splitlines(keepends=True)
+    lines = [f"{each}\n" for each in _lines(text)]
+    if lines and not text.endswith("\n"):
+        lines[-1] = lines[-1][:-1]
     if not 0 <= line <= len(lines):
         raise ToolError(f"`insert_line` must be between 0 and {len(lines)}.")
     if line and not lines[line - 1].endswith("\n"):

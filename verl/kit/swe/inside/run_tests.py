@@ -288,7 +288,8 @@ def _run_pytest(
     try:
         os.chdir(root)
         sys.argv = ["pytest"]
-        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir", root, "--maxfail", "0"]
+        options = ["-o", f"cache_dir={tempfile.gettempdir()}/cache-{os.getpid()}", "--continue-on-collection-errors"]
+        options += ["--rootdir", root, "--maxfail", "0"]
         options += ["-n", "0"] if request["has_xdist"] else []
         code = pytest.main([*options, *run["args"]], plugins=[hooks])
         check()
