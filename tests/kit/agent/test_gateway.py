@@ -961,6 +961,47 @@ def test_a_stream_cut_in_the_middle(again: bool) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refused_request_has_the_same_error_with_a_stream(stream: bool) -> None:
+    """Programs that shorten their conversation catch it by its class."""
+
+    async def test() -> None:
+        hello: Any = [{"role": "user", "content": "Hello"}]
+        async with opened("one", longest=3) as door:
+            for _ in range(2):  # it may be sent again
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await door.openai().chat.completions.create(model="any", messages=hello, stream=stream)
+                assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(openai.BadRequestError):
+                await door.openai().responses.create(model="any", input="Hello", stream=stream)
+            with pytest.raises(anthropic.BadRequestError, match="context_length_exceeded"):
+                await door.anthropic().messages.create(model="any", messages=hello, max_tokens=9, stream=stream)
+            assert not door.policy.saw and not door.session.ledger.turns
+
+    run(test)
+
+
+def test_events_are_lines_for_any_client() -> None:
+    text = "a\u2028b\x85c\u2029d"
+    for path, api in APIS.items():
+        event = api.event({"type": "x", "text": text})
+        assert all(line.startswith(("data: ", "event: ")) for line in event.strip().splitlines()), path
+        assert json.loads(event.partition("data: ")[2])["text"] == text
+
+
+def test_errors_of_models_have_the_shape_of_their_sdk() -> None:
+    async def test() -> None:
+        async with opened("one") as door:
+            for client in (door.openai(), door.anthropic()):
+                client.api_key = "wrong"  # type: ignore[attr-defined]
+                with pytest.raises((openai.AuthenticationError, anthropic.AuthenticationError)) as refused:
+                    await client.models.list()  # type: ignore[attr-defined]
+                assert refused.value.body is not None
+            assert refused.value.body["type"] == "error"  # type: ignore[index]
+
+    run(test)
+
+
 def test_sampling_settings_are_replaced_and_counted() -> None:
     async def test() -> None:
         async with opened("one", "two") as door:

@@ -70,7 +70,7 @@ class Api:
     def event(self, content: Mapping[str, Any], kind: str = "") -> str:
         """The event of a stream. kind: its type, if the content has none"""
         head = f"event: {content.get('type', kind)}\n" if self.named else ""
-        return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
+        return f"{head}data: {json.dumps(content)}\n\n"  # in ASCII: many clients split lines at U+2028, too
 
 
 APIS: Mapping[str, Api] = {  # by path
@@ -189,7 +189,8 @@ class Gateway:
             try:
                 return await answer(self._session(request), request)
             except ApiError as error:
-                return JSONResponse(shape(error), error.status)
+                own = anthropic_error if _is_anthropic(request) else shape
+                return JSONResponse(own(error), error.status)
 
         return endpoint
 
@@ -212,7 +213,7 @@ async def _respond(api: Api, session: Session, request: Request) -> Response:
     retried = request.headers.get(_RETRY_HEADER, "0") != "0"
     exchange = session.exchange(api.read(body), request.url.path.encode() + b"\n" + raw, retried)
     if body.get("stream"):
-        return _stream(api, session, exchange, body)
+        return await _stream(api, session, exchange, body)
     return _Delivered(JSONResponse(api.whole(await session.response(exchange), body)), exchange)
 
 
@@ -229,9 +230,12 @@ async def _json(request: Request) -> tuple[bytes, dict[str, Any]]:
     return raw, body
 
 
-def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> StreamingResponse:
-    """Server-sent events. An error after the start of the stream is an event, too."""
+async def _stream(api: Api, session: Session, exchange: Exchange, body: Body) -> StreamingResponse:
+    """Server-sent events. A refused request is an error as without a stream; a later error is an event."""
     waiting = session.connected(exchange)
+    await exchange.decided.wait()
+    if exchange.work.done() and exchange.work.exception() is not None:
+        await waiting
 
     async def events() -> AsyncIterator[str]:
         try:

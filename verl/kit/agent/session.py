@@ -57,13 +57,17 @@ class Policy(Protocol):
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and the work on its response. waiting: connections that wait for it"""
+    """A request and the work on its response.
+
+    waiting: connections that wait for it; decided: set once the request is with the engine, or refused
+    """
 
     body: bytes
     request: ChatRequest
     work: asyncio.Task[ChatResponse] = field(init=False)
     draft: Draft | None = None
     waiting: int = 0
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
     delivered: bool = False
 
     @property
@@ -176,6 +180,8 @@ class Session:
         except Exception as error:
             self.fail(error)
             raise ApiError(503, "service_unavailable", str(error)) from error
+        finally:
+            exchange.decided.set()
 
     async def _recorded(self, exchange: Exchange) -> ChatResponse:
         request = exchange.request
@@ -189,7 +195,9 @@ class Session:
             else:
                 draft = self.ledger.place(request.messages, request.tools)
         try:
-            pieces = await self._sample(draft, request, sampling)
+            left = self._left(draft, request)
+            exchange.decided.set()
+            pieces = await self._sample(draft, request, sampling, left)
         except BaseException:
             self.ledger.release(draft)
             raise
@@ -232,13 +240,19 @@ class Session:
         problem = f"{tokens} leave no room for a response (data.max_prompt_length, data.max_response_length)"
         return ApiError(400, "context_length_exceeded", problem, request.conversation)
 
-    async def _sample(self, draft: Draft, request: ChatRequest, sampling: Sampling | None) -> list[Completion]:
-        """The policy's response: several pieces if the format pauses without a call."""
-        observations, length = self.policy.observations, len(draft.prompt_ids)
+    def _left(self, draft: Draft, request: ChatRequest) -> int:
+        """Tokens of the longest possible response. Raises ApiError."""
+        length = len(draft.prompt_ids)
         room = self.policy.room(draft.segment.prompt_length, length)
         if room < 1:
             raise self._too_long(f"{length} tokens", request)
-        left = room if request.max_tokens is None else min(room, request.max_tokens)
+        return room if request.max_tokens is None else min(room, request.max_tokens)
+
+    async def _sample(
+        self, draft: Draft, request: ChatRequest, sampling: Sampling | None, left: int
+    ) -> list[Completion]:
+        """The policy's response: several pieces if the format pauses without a call."""
+        observations = self.policy.observations
         pieces: list[Completion] = []
         sampled: tuple[int, ...] = ()
         while True:
