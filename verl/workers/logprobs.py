@@ -36,10 +36,11 @@ def token_logprobs(
     """([A] log p(target), [A] entropy or None) of softmax(hidden @ head^T / temperature), in float32 or better.
 
     fused: whether each pass over the logits is one Triton kernel (`loss_kernels.py`), which needs a GPU
-    kept_bytes: fused logits of at most this size are kept for the backward
+    kept_bytes: fused logits of at most this size are kept for the backward; none without one
     """
     apply: Any = _TokenLogprobs.apply
-    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused, kept_bytes)
+    kept = kept_bytes if torch.is_grad_enabled() else 0  # ctx.needs_input_grad does not tell
+    logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused, kept)
     return logprobs_A, entropy_A if with_entropy else None
 
 
@@ -64,7 +65,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_A = hidden_AE.new_empty(len(hidden_AE), dtype=dtype)
         entropy_A, normalizer_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
         size = len(hidden_AE) * len(head_VE) * hidden_AE.element_size()
-        keep = fused and any(ctx.needs_input_grad) and size <= kept_bytes
+        keep = fused and size <= kept_bytes
         ctx.logits_AV = hidden_AE @ head_VE.T if keep else None
         for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device, whole=keep):
             if fused:

@@ -33,7 +33,7 @@ from verl.kit.plan.liger_cost import (
 )
 from verl.tracking.flops import DecoderShape, forward_flops
 from verl.workers.fused import _NormWithSum
-from verl.workers.logprobs import max_kept_bytes
+from verl.workers.logprobs import LOGITS_AT_ONCE, max_kept_bytes
 from verl.workers.memory import GIB, PackShape, RankSettings, activations, shape_of
 from verl.workers.model import PackedPolicy
 
@@ -226,6 +226,14 @@ def test_kept_logits_are_not_computed_again() -> None:
     assert kept.forward.gemm_flops == again.forward.gemm_flops and kept.saved - again.saved == size
     assert kept.total.traffic == again.total.traffic
     assert max_kept_bytes(80 * GIB) >= 8000 * 151936 * 2 > max_kept_bytes(48 * GIB)
+
+
+def test_a_score_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of weights that are trained: they are computed in slices, of two tokens here."""
+    monkeypatch.setitem(LOGITS_AT_ONCE, "meta", 2 * 500)
+    policy = PackedPolicy(meta_model(SMALL, 5), kept_bytes=30 * 500 * 2)
+    assert all(each.requires_grad for each in policy.parameters())
+    assert count_score(policy, PACK) == score_pass(SMALL, PACK)
 
 
 def test_the_figures_of_qwen2_5_1_5b_hold() -> None:
