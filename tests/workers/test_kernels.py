@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tests.workers.test_fused import KINDS, assert_as_exact, outcome, small_model
+from verl.kit.plan import liger_cost
+from verl.kit.plan.cost import CostCounter
 from verl.workers import logprobs
-from verl.workers.fused import FusedModules, fuse
-from verl.workers.logprobs import token_logprobs
+from verl.workers.fused import FusedModules, _NormWithSum, fuse
+from verl.workers.logprobs import logit_gradient_, logit_statistics, token_logprobs
 
 pytestmark = [
     pytest.mark.gpuset,
@@ -31,6 +34,7 @@ pytestmark = [
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="accesses are recorded in Triton's interpreter")
 
 
 @pytest.fixture
@@ -119,3 +123,111 @@ def test_large_logits_and_a_certain_token_have_finite_gradients() -> None:
     ones = torch.ones(2, device=DEVICE)
     kernels.gradient(logits, target, normalizers, entropies, ones, ones, 0, 1.0)
     assert logits.tolist() == [[0.0] * 4, pytest.approx([-0.25, -0.25, 0.75, -0.25], abs=1e-6)]
+
+
+class Accesses:
+    """Bytes that kernels load and store in Triton's interpreter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._accessed: list[tuple[np.ndarray[Any, Any], int]] = []  # addresses, bytes at each
+        builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+        for name, place_of_mask in (("create_masked_load", 1), ("create_masked_store", 2)):
+            monkeypatch.setattr(builder, name, self._recorded(getattr(builder, name), place_of_mask))
+
+    def _recorded(self, access: Callable[..., Any], place_of_mask: int) -> Callable[..., Any]:
+        def recorded(builder: Any, pointers: Any, *args: Any) -> Any:
+            itemsize = pointers.get_element_ty().primitive_bitwidth // 8
+            self._accessed.append((pointers.data[args[place_of_mask - 1].data.astype(bool)], itemsize))
+            return access(builder, pointers, *args)
+
+        return recorded
+
+    def take(self, once: list[Tensor]) -> int:
+        """Since the last call. Tensors in `once` count at most once: a cache holds what every program reads of them."""
+        total, of_once = 0, [0] * len(once)
+        for addresses, itemsize in self._accessed:
+            inside = [(addresses >= each.data_ptr()) & (addresses < each.data_ptr() + each.nbytes) for each in once]
+            of_once = [so_far + itemsize * int(each.sum()) for so_far, each in zip(of_once, inside, strict=True)]
+            total += itemsize * int((~np.any([*inside, np.zeros(addresses.shape, bool)], axis=0)).sum())
+        self._accessed.clear()
+        return total + sum(min(read, each.nbytes) for read, each in zip(of_once, once, strict=True))
+
+
+class Moved(NamedTuple):
+    """A function of liger_kernel.ops, called as in `fused.py`."""
+
+    call: Callable[..., Any]  # with the module's functions first
+    shapes: list[tuple[int, ...]]
+    read_by_all: int = 0  # the last inputs, of which every program reads the same
+    beside: int = 0  # bytes that torch moves beside the backward's kernel
+    left_out: int = 0  # bytes of the inputs that each pass does not need
+
+
+TOKENS, WIDTH, ANGLES = (1, 6, 8), (8,), (1, 6, 4)
+MOVED = {
+    "norm": Moved(
+        lambda ops, hidden, weight: ops.LigerRMSNormFunction.apply(hidden, weight, 1e-6, 0.0, "llama", False),
+        [TOKENS, WIDTH],
+        read_by_all=1,
+        beside=4 * 6 * 8,  # zeros for the gradient
+    ),
+    "norm with sum": Moved(
+        lambda ops, hidden, weight: _NormWithSum.apply(ops, hidden, weight, 1e-6),  # type: ignore[no-untyped-call]
+        [TOKENS, WIDTH],
+        read_by_all=1,
+    ),
+    "gate * up": Moved(lambda ops, gate, up: ops.LigerSiLUMulFunction.apply(gate, up), [TOKENS, TOKENS]),
+    "rotary": Moved(
+        lambda ops, query, key, cos, sin: ops.LigerRopeFunction.apply(
+            query.transpose(1, 2), key.transpose(1, 2), cos.detach(), sin.detach()
+        ),
+        [(1, 6, 2, 4), (1, 6, 1, 4), ANGLES, ANGLES],
+        left_out=4 * 6 * 4,  # second halves of both angles, which repeat the first
+    ),
+}
+
+
+def traffic(counter: CostCounter, accesses: Accesses, device: str, once: list[Tensor]) -> float:
+    return accesses.take(once) if device == "cpu" else counter.cost().traffic
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("name", MOVED)
+def test_kernels_of_liger_load_and_store_what_is_counted(
+    name: str, liger: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accesses, case = Accesses(monkeypatch), MOVED[name]
+    found: dict[str, list[float]] = {}
+    for device, ops in (("meta", liger_cost), ("cpu", importlib.import_module("liger_kernel.ops"))):
+        inputs = [torch.ones(each, device=device).requires_grad_() for each in case.shapes]
+        once = inputs[len(inputs) - case.read_by_all :]
+        with CostCounter() as counter:
+            outputs = case.call(ops, *inputs)
+            found[device] = [traffic(counter, accesses, device, once)]
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            torch.autograd.grad(outputs, inputs[:2], [torch.empty_like(each) for each in outputs])
+            found[device].append(traffic(counter, accesses, device, once))
+    forward, backward = found["cpu"]
+    assert [forward + case.left_out, backward + case.beside + case.left_out] == found["meta"]
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("of_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_logprobs_load_and_store_what_is_counted(
+    dtype: torch.dtype, of_entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits once forward and twice backward, in 3 blocks per token, of which each reads the token's numbers."""
+    monkeypatch.setattr(pytest.importorskip("verl.workers.loss_kernels"), "_BLOCK", 16)
+    accesses, found = Accesses(monkeypatch), {}
+    for device in ("meta", "cpu"):
+        logits, target = torch.ones(5, 45, dtype=dtype, device=device), torch.arange(5).to(device)
+        columns = [torch.ones(5, device=device) for _ in range(4)]
+        with CostCounter() as counter:
+            logit_statistics(logits, target, 1.0)
+            forward = traffic(counter, accesses, device, [])
+            logit_gradient_(logits, target, *columns[:3], columns[3] if of_entropy else None, 0, 1.0)
+            found[device] = [forward, traffic(counter, accesses, device, [target, *columns])]
+    forward, backward = found["cpu"]
+    chosen, entropies = 5 * dtype.itemsize, 0 if of_entropy else 4 * 5  # read again, not read
+    assert [forward - chosen, backward + entropies] == found["meta"]
