@@ -31,7 +31,7 @@ from verl.batch.packed import PackedBatch
 from verl.config.load import load_config
 from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Lengths, Plan, find_hardware
-from verl.kit.plan.seconds import Rates, counted_seconds, sharding_traffic
+from verl.kit.plan.seconds import Rates, counted_seconds, scoring_traffic, sharding_traffic
 from verl.tracking.flops import Device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.workers.logprobs import max_kept_bytes
@@ -117,7 +117,8 @@ def peer_seconds(plan: Plan, model: PretrainedConfig, rows: tuple[int, int, int]
     update = rates.seconds(policy_pass(model, packed, checkpointing=True, fused=False, wrapper=FullLogits).total)
     update += sharding_traffic(plan.policy, plan.rank) / rates.traffic
     packs = PROMPTS * RESPONSES / rows[-1] / plan.config.num_ranks
-    return {**counted_seconds(plan, model), "score": 2 * packs * score, "update": packs * update}
+    gathering = scoring_traffic(plan.policy, plan.rank, packs) / rates.traffic
+    return {**counted_seconds(plan, model), "score": 2 * (packs * score + gathering), "update": packs * update}
 
 
 def pack_rows(model: PretrainedConfig) -> Iterator[tuple[str, PassCost]]:

@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.kit.plan.test_plan import plan_of
+from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
 from verl.rollout.speculation import MAX_DRAFT, DraftCounter
 from verl.rollout.vllm_engine import VLLMSettings, _start_vllm
 from verl.rollout.vllm_extension import WeightReceiver
@@ -50,7 +51,7 @@ def test_an_engine_on_an_h200(model: str, parallel: int, tmp_path: Path, monkeyp
     assert scheduler.enable_chunked_prefill and scheduler.async_scheduling
     assert cache.enable_prefix_caching and cache.gpu_memory_utilization == 0.8
     assert compilation.cudagraph_mode.name == "FULL_AND_PIECEWISE" and compilation.mode.name == "VLLM_COMPILE"
-    assert max(compilation.cudagraph_capture_sizes) == 512  # larger decoding batches are launched kernel by kernel
+    assert max(compilation.cudagraph_capture_sizes) == compilation.max_cudagraph_capture_size == 1024
     assert not config.model_config.enforce_eager and config.model_config.enable_sleep_mode
     assert config.model_config.logprobs_mode == "processed_logprobs"
     backend, extension = (
@@ -67,7 +68,16 @@ def test_limits_that_are_given_are_used(tmp_path: Path, monkeypatch: pytest.Monk
     config = built(tmp_path, monkeypatch, "qwen3-1.7b", max_num_seqs=64, max_num_batched_tokens=4096)
     scheduler = config.scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 4096)
-    assert max(config.compilation_config.cudagraph_capture_sizes) == 128
+    assert config.compilation_config.cudagraph_capture_sizes == [1, 2, 4, *range(8, 65, 8)]
+
+
+def test_many_sequences_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of a colocated engine whose cache holds them."""
+    limits = {"max_num_seqs": MANY_SEQUENCES, "max_num_batched_tokens": MANY_TOKENS}
+    config = built(tmp_path, monkeypatch, "qwen2.5-1.5b", **limits)
+    scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (MANY_SEQUENCES, MANY_TOKENS)
+    assert sizes[-4:] == [1280, 1536, 1792, MANY_SEQUENCES] and set(range(16, 513, 16)) < set(sizes)
 
 
 def test_drafts_cost_overlapped_scheduling_and_the_second_model_runner(

@@ -67,7 +67,7 @@ from verl.trainer.builders.workers import (
     start_engine,
     start_workers,
     warn_of_slow_dtype,
-    with_num_seqs,
+    with_limits,
 )
 from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
@@ -703,9 +703,13 @@ def test_many_sequences_are_the_default_of_engines_whose_cache_holds_them() -> N
     shape = ModelShape(1_000_000, 0, 0, 8, 512, 8, 512, 128, 2048, 1000, 2, False)
     ranks: Any = SimpleNamespace(call=lambda method: [shape if method is TrainingRank.policy_shape else 100 * 2**30])
     config = load_config(["rollout.n=4", "data.max_prompt_length=1024", "data.max_response_length=64"])
-    assert [with_num_seqs(config, ranks, share).rollout.max_num_seqs for share in (0.5, 0.02)] == [2048, None]
+    many, few = (with_limits(config, ranks, share).rollout for share in (0.5, 0.02))
+    assert (many.max_num_seqs, many.max_num_batched_tokens) == (2048, 32768)
+    assert (few.max_num_seqs, few.max_num_batched_tokens) == (None, None)
     given = replace(config, rollout=replace(config.rollout, max_num_seqs=64))
-    assert with_num_seqs(given, ranks, 0.5) is given
+    assert with_limits(given, ranks, 0.5) is given
+    tokens = replace(config, rollout=replace(config.rollout, max_num_batched_tokens=4096))
+    assert with_limits(tokens, ranks, 0.5).rollout.max_num_batched_tokens == 4096
 
 
 def test_a_batch_of_fewer_tokens_than_sequences_is_refused() -> None:

@@ -22,6 +22,7 @@ from verl.workers.attention import (
     VarlenPlan,
     by_segments,
     by_varlen,
+    causal_sequences,
     packed_attention,
     varlen_plan,
     window_mask,
@@ -185,10 +186,23 @@ def test_options_without_a_value_or_effect_are_none() -> None:
 
 
 def test_plan_by_hand() -> None:
-    plan = varlen_plan((Segment(0, 2), Segment(2, 5, 0), Segment(5, 6)), torch.device("cpu"))
-    assert plan.gathering.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
-    assert plan.gathering.copies.tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
-    assert plan.gathering.starts.tolist() == [0, 2, 4, 5, 6, 7]
-    assert plan.query_ends.tolist() == [0, 2, 5, 6]
-    assert plan.key_ends.tolist() == [0, 2, 7, 8]
-    assert (plan.longest_query, plan.longest_key) == (3, 5)
+    """The first response continues its prompt; the second has a copy of the prompt's keys."""
+    plan = varlen_plan((Segment(0, 2), Segment(2, 5, 0), Segment(5, 7, 0), Segment(7, 8)), torch.device("cpu"))
+    assert plan.gathering.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7]
+    assert plan.gathering.copies.tolist() == [0, 5, 1, 6, 2, 3, 4, 7, 8, 9]
+    assert plan.gathering.starts.tolist() == [0, 2, 4, 5, 6, 7, 8, 9]
+    assert plan.query_ends.tolist() == [0, 5, 7, 8]
+    assert plan.key_ends.tolist() == [0, 5, 9, 10]
+    assert (plan.longest_query, plan.longest_key) == (5, 5)
+
+
+def test_only_a_prompt_without_a_prefix_is_continued() -> None:
+    """A segment sees its prefix, not the prefix of that one, nor segments between them."""
+    chain = (Segment(0, 2), Segment(2, 5), Segment(5, 7, 0), Segment(7, 8, 2), Segment(8, 9, 2))
+    assert causal_sequences(chain) == [
+        ((), chain[0]),
+        ((), chain[1]),
+        ((chain[0],), chain[2]),
+        ((chain[2],), chain[3]),
+        ((chain[2],), chain[4]),
+    ]

@@ -1,4 +1,4 @@
-"""A colocated vLLM engine's share of its GPU, and the sequences that it decodes at once, where they are not set."""
+"""A colocated vLLM engine's share of its GPU, and its limits of a forward pass, where they are not set."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def engine_share(held: float, total: float) -> float:
     return min(ALONE, math.floor(100 * (total - held) / total) / 100)
 
 
+MANY_TOKENS = 32768  # per forward pass, with as many sequences: half of the passes of vLLM's default
 MANY_SEQUENCES = 2048  # vLLM's sampler holds several float32 copies of their logits: at 152,000 tokens 1.2 GB each
 _CACHE = 0.9  # assumed, of what weights leave: the rest is for activations and the sampler
 

@@ -378,6 +378,9 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
         if on_cpu and settings.kv_cache_gib is None:
             raise ConfigError("rollout.kv_cache_gib is required for a CPU engine: the memory of its KV cache")
         arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
+        if not on_cpu and not settings.speculation:
+            defaults = AsyncEngineArgs.get_batch_defaults(settings.tensor_parallel_size)[1]
+            arguments.cudagraph_capture_sizes = graph_sizes(settings.max_num_seqs or defaults[UsageContext.LLM_CLASS])
         try:
             with variables(_process_variables(settings, on_cpu, folder)):
                 # The offline-batch context has per-device defaults for sequences and tokens; AsyncLLM's own context has
@@ -412,6 +415,15 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": not settings.speculation,
         "use_tqdm_on_load": False,
     }
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences for which vLLM captures CUDA graphs: its own, which end at 512, and fewer up to the limit.
+
+    A batch without a graph is launched kernel by kernel. Of others the next larger graph is used.
+    """
+    own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    return [each for each in [*own, *range(768, max_num_seqs, 256)] if each < max_num_seqs] + [max_num_seqs]
 
 
 def is_eager(settings: VLLMSettings, on_cpu: bool) -> bool:

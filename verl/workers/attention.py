@@ -122,7 +122,7 @@ def window_size(window: int | None) -> tuple[int, int]:
 
 
 class Gathering(NamedTuple):
-    """The keys of each segment, its prefix's before its own, and where each packed token went among them."""
+    """The keys of each sequence, its prefix's before its own, and where each packed token went among them."""
 
     keys: Tensor  # [U] packed index of every gathered key
     copies: Tensor  # [U] indices of gathered keys, those of a token together, token by token
@@ -135,24 +135,35 @@ class Gathering(NamedTuple):
 
 
 class VarlenPlan(NamedTuple):
-    """Offsets of each segment's queries in the pack and of its keys among the gathered keys."""
+    """Offsets of each sequence's queries in the pack and of its keys among the gathered keys."""
 
     gathering: Gathering
-    query_ends: Tensor  # [S + 1] int32, cumulative
-    key_ends: Tensor  # [S + 1] int32, cumulative
+    query_ends: Tensor  # [sequences + 1] int32, cumulative
+    key_ends: Tensor  # [sequences + 1] int32, cumulative
     longest_query: int
     longest_key: int
+
+
+def causal_sequences(segments: Sequence[Segment]) -> list[tuple[tuple[Segment, ...], Segment]]:
+    """(prefix or nothing, tokens after it) of each sequence. A prompt and the response next to it are one sequence, so
+    that the prompt's keys are gathered for the other responses only."""
+    found: list[tuple[tuple[Segment, ...], Segment]] = []
+    for number, segment in enumerate(segments):
+        prefix = None if segment.prefix is None else segments[segment.prefix]
+        if prefix is not None and prefix.prefix is None and segment.prefix == number - 1:
+            found[-1] = ((), Segment(prefix.start, segment.end))
+        else:
+            found.append((() if prefix is None else (prefix,), segment))
+    return found
 
 
 @lru_cache(maxsize=2)  # shared by all layers of a pass
 def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPlan:
     """The plan of a pack, whose segments are contiguous."""
-    keys = []
-    for segment in segments:
-        before = () if segment.prefix is None else (segments[segment.prefix],)
-        keys.append(torch.cat([torch.arange(part.start, part.end) for part in (*before, segment)]))
+    sequences = causal_sequences(segments)
+    keys = [torch.cat([torch.arange(part.start, part.end) for part in (*before, own)]) for before, own in sequences]
     key_lengths = torch.tensor([len(each) for each in keys])
-    query_lengths = torch.tensor([segment.end - segment.start for segment in segments])
+    query_lengths = torch.tensor([own.end - own.start for _, own in sequences])
 
     def ends(lengths: Tensor) -> Tensor:
         return nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)

@@ -58,7 +58,7 @@ class PackShape:
 
     tokens: float
     trained: float
-    segments: float = 0  # responses with a shared prefix, each with its own copy of the prefix's keys and values
+    segments: float = 0  # responses with a shared prefix, each of which reads the prefix's keys and values
     prompt: float = 0
     response: float = 0
 
@@ -107,12 +107,12 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
     """Saved by one layer's attention: q, k, v, output, a float32 per query and head.
 
-    `by_varlen` saves the gathered k and v, prefixes repeated, and its output is the next linear layer's input.
+    `by_varlen` saves the gathered k and v, a prefix per response, and its output is the next linear layer's input.
     `by_segments` (on a CPU, or in float32) keeps k and v beside a copy of them per response with its prefix, and on CPU
     the mask of the kernel.
     """
     if c == _HALF and not on_cpu:
-        gathered = pack.tokens + pack.segments * pack.prompt
+        gathered = pack.segments * (pack.prompt + pack.response) or pack.tokens
         return pack.tokens * (shape.query * c + 4 * shape.heads) + 2 * gathered * shape.key * c
     seen = pack.segments * (pack.prompt + pack.response)
     copies = 2 * seen * shape.key * c

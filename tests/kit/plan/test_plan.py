@@ -340,6 +340,7 @@ def test_a_colocated_engine_decodes_many_sequences_if_they_fit_at_maximum_length
     shape = replace(SEVEN, parameters=1_000_000, layers=1, key=2)
     plans = [plan_of(each, shape=shape) for each in ([], ["rollout.placement=separate"], ["rollout.max_num_seqs=64"])]
     assert [plan.max_num_seqs for plan in plans] == [2048, 1024, 64]
+    assert [plan.max_num_batched_tokens for plan in plans] == [32768, 16384, 16384]
     config, needed = plans[0].config, 2048 * 1536 * 8 / 0.9 + 2_000_000
     assert [default_num_seqs(config, shape, needed + more) for more in (-1, 1)] == [None, 2048]
     fewer = load_config([*GROUPS_OF_FOUR, "rollout.max_num_batched_tokens=2047"])

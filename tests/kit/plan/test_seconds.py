@@ -9,16 +9,25 @@ import pytest
 from rich.console import Console
 from transformers import Phi3Config
 
-from tests.kit.plan.test_cost import SIZES, SMALL
+from tests.kit.plan.test_cost import QWEN_1_5B, SIZES, SMALL
 from tests.kit.plan.test_plan import SEVEN, model, plan_of
 from verl.config.load import load_config
 from verl.errors import ConfigError
-from verl.kit.plan.cost import Cost, pack_of_groups, policy_pass, score_pass
+from verl.kit.plan.cost import Cost, meta_model, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Lengths, build_plan, find_hardware
-from verl.kit.plan.seconds import Packing, Rates, counted_seconds, estimate_step, rollout_seconds, sharding_traffic
+from verl.kit.plan.seconds import (
+    Packing,
+    Rates,
+    counted_seconds,
+    estimate_step,
+    rollout_seconds,
+    scoring_traffic,
+    sharding_traffic,
+)
 from verl.kit.plan.show import time_table
 from verl.tracking.flops import DEVICES
-from verl.workers.memory import RankSettings
+from verl.workers.memory import RankSettings, shape_of
+from verl.workers.model import PackedPolicy
 
 __all__ = ["model"]
 ONE_UPDATE = ["algorithm.name=grpo", "algorithm.kl_placement=none", "actor.ppo_mini_batch_size=512"]
@@ -43,11 +52,13 @@ def test_packs_hold_whole_groups_up_to_their_limit_and_a_rank_its_share() -> Non
 
 def test_what_sharding_moves_by_hand() -> None:
     """Alone: gradients added to a float32 sum, 2 + 4 + 4; once an update, parameters cast 4 + 2 and copied twice
-    2 + 2, gradients copied and reduced, each 4 + 4. Of four ranks: cast (4 + 2) / 4, copied 8, gradients cast 2 + 4,
-    reduced (4 + 4) / 4, accumulated (4 + 4 + 4) / 4."""
+    2 + 2, gradients copied and reduced, each 4 + 4, but the first pack's sum is not read, 4. Of four ranks: cast
+    (4 + 2) / 4, copied 8, gradients cast 2 + 4, reduced (4 + 4) / 4, accumulated (4 + 4 + 4) / 4."""
     alone = RankSettings(compute=2, shards=1)
-    assert sharding_traffic(SEVEN, alone) == SEVEN.parameters * (10 + 6 + 8 + 16)
-    assert sharding_traffic(SEVEN, alone, packs=10) == SEVEN.parameters * (10 + 3)
+    assert sharding_traffic(SEVEN, alone) == SEVEN.parameters * (10 + 6 + 8 + 16 - 4)
+    assert sharding_traffic(SEVEN, alone, packs=10) == SEVEN.parameters * (10 + 2.6)
+    assert scoring_traffic(SEVEN, alone, packs=10) == SEVEN.parameters * (6 + 8)
+    assert scoring_traffic(SEVEN, RankSettings(compute=2, shards=4), packs=10) == SEVEN.parameters * 10 * (1.5 + 8)
     assert sharding_traffic(SEVEN, RankSettings(compute=2, shards=4)) == SEVEN.parameters * (1.5 + 8 + 6 + 2 + 3)
 
 
@@ -60,7 +71,9 @@ def test_passes_of_a_step_are_added_up() -> None:
     assert found["score"] == 0.0
     assert found["update"] == pytest.approx(64 * (rates.seconds(kept.total) + sharding))
     # the reference's pass, and that of the old log-probs for three of four mini-batches
-    assert more["score"] == pytest.approx(64 * 1.75 * rates.seconds(score_pass(SMALL, packed).forward))
+    gathering = scoring_traffic(SEVEN, recipe.rank, 64) / rates.traffic
+    score = 64 * rates.seconds(score_pass(SMALL, packed).forward) + gathering
+    assert more["score"] == pytest.approx(1.75 * score)
     assert counted_seconds(plan_of(["algorithm.kl_placement=loss"]), SMALL)["score"] == more["score"]
     # for all four, if groups do not fit into a pack: the penalty in the reward needs them before the update
     small = ["data.max_prompt_length=900", "data.max_response_length=250", "actor.max_tokens_per_pack=1899"]
@@ -111,3 +124,18 @@ def test_a_model_that_reads_its_data_is_refused_with_the_reason(tmp_path: Path) 
     plan = build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "h200"))
     with pytest.raises(ConfigError, match="the work of phi3 cannot be counted"):
         estimate_step(plan)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "goal", "expected"),
+    [
+        (ONE_UPDATE, 28.0, {"rollout": 7.04, "score": 0.0, "update": 18.03}),
+        (["algorithm.name=toolrl_grpo", "actor.ppo_mini_batch_size=128"], 38.0, {"score": 10.12, "update": 18.07}),
+    ],
+)
+def test_the_seconds_of_qwen2_5_1_5b_hold(recipe: list[str], goal: float, expected: dict[str, float]) -> None:
+    """512 * 4 responses on an H200. The tolerance is 1 %; the goal is the most that a change may cost."""
+    shape = shape_of(PackedPolicy(meta_model(QWEN_1_5B, 28)), QWEN_1_5B)
+    found = counted_seconds(plan_of([*recipe, "rollout.n=4"], shape=shape), QWEN_1_5B)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.01)
+    assert sum(found.values()) <= goal

@@ -4,7 +4,8 @@ The trainer's own modules and losses run on meta tensors, which have shapes and 
 they would on a GPU. Every kernel that torch would launch is counted:
 
     matrix multiplications   their FLOPs; their memory traffic is hidden behind them
-    attention                4 * query width * (pairs of a query and a key that it sees), 2.5 times that backward
+    attention                4 * query width * (pairs of a query and a key that it sees), 2.5 times that backward; if
+                             query heads share key heads, a kernel each sums the gradients of keys and values over them
     everything else          bytes read and written: all inputs and outputs once, or by TRAFFIC
 
 Memory is counted by storage, from its allocation to its release. Not counted: sharding (`sharding_traffic`), the
@@ -133,7 +134,8 @@ TRAFFIC: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "aten::zero_": lambda args, out: size(out),
     "aten::copy_": lambda args, out: size(args[1], out),
     "verl::logit_gradient_": lambda args, out: 2 * size(args[0]) + size(args[1:]),
-    "liger::rotary": lambda args, out: 2 * size(args[:2]) + size(args[2:]),
+    # of the angles, whose second half repeats the first, half is read
+    "liger::rotary": lambda args, out: 2 * size(args[:2]) + size(args[2:]) // 2,
     "liger::silu_mul_backward": lambda args, out: size(args[0]) + 2 * size(args[1:]),
     # torch computes maximum, differences, their exponentials in place, and the sum
     "aten::logsumexp": lambda args, out: 6 * size(args[0]),
@@ -180,9 +182,23 @@ class CostCounter(TorchDispatchMode):
             matrices = [each for each in args if isinstance(each, Tensor)]["addmm" in name :]
             self.gemm_flops += 2.0 * matrices[0].numel() * matrices[1].shape[-1]
         elif "varlen" in name or "flash" in name:
-            self.attention_flops += self._pair_flops * (_ATTENTION_BACKWARD if "backward" in name else 1.0)
+            backward = "backward" in name
+            self.attention_flops += self._pair_flops * (_ATTENTION_BACKWARD if backward else 1.0)
+            if backward:
+                self._sum_over_query_heads(name, *args[1:4])
         else:
             self.traffic[name] += TRAFFIC.get(name, _inputs_and_outputs)(args, out)
+
+    def _sum_over_query_heads(self, name: str, query_THD: Tensor, key_UKD: Tensor, value_UKD: Tensor) -> None:
+        """FlashAttention 2 writes gradients of keys and values for every query head, and then adds them up."""
+        heads, key_heads = query_THD.shape[1], key_UKD.shape[1]
+        if heads == key_heads:
+            return
+        grads = size(key_UKD, value_UKD)
+        per_head = grads * heads // key_heads
+        self.kernels[name] += 2
+        self.traffic[name] += per_head + grads
+        self.peak = max(self.peak, self.live + per_head)
 
     def _allocate(self, storage: torch.UntypedStorage) -> None:
         if storage in self._storages:

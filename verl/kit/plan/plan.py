@@ -28,7 +28,7 @@ from verl.data.report import RowReport
 from verl.errors import ConfigError
 from verl.kit.plan.parity import check_packs
 from verl.pretrained import read_model_config
-from verl.rollout.gpu_share import CONTEXT_GIB, engine_share
+from verl.rollout.gpu_share import CONTEXT_GIB, MANY_TOKENS, engine_share
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, find_memory, forward_flops
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
@@ -209,15 +209,19 @@ class Plan:
         rollout = self.config.rollout
         if rollout.name == "hf":
             return rollout.max_num_seqs or MAX_BATCH
-        many = None
-        if rollout.colocated and not self.hardware.on_cpu:
-            many = default_num_seqs(self.config, self.policy, self.gpu_share * self.hardware.memory_gib * GIB)
-        return rollout.max_num_seqs or many or self._batch_defaults[0]
+        return rollout.max_num_seqs or self._many or self._batch_defaults[0]
 
     @property
     def max_num_batched_tokens(self) -> int:
         """Tokens per forward pass of vLLM: likewise."""
-        return self.config.rollout.max_num_batched_tokens or self._batch_defaults[1]
+        many = self.config.rollout.max_num_seqs is None and self._many
+        return self.config.rollout.max_num_batched_tokens or (MANY_TOKENS if many else self._batch_defaults[1])
+
+    @property
+    def _many(self) -> int | None:
+        if self.hardware.on_cpu or not self.config.rollout.colocated:
+            return None
+        return default_num_seqs(self.config, self.policy, self.gpu_share * self.hardware.memory_gib * GIB)
 
     @property
     def _batch_defaults(self) -> tuple[int, int]:

@@ -76,18 +76,26 @@ class Packing:
         return cls(packs, groups, responses, prompt, response)
 
 
+def gathering_traffic(shape: ModelShape, settings: RankSettings) -> float:
+    """Bytes that FSDP moves on a rank to gather parameters: cast, and copied twice."""
+    return shape.parameters * ((MASTER + settings.compute) / settings.shards + 4 * settings.compute)
+
+
 def sharding_traffic(shape: ModelShape, settings: RankSettings, packs: float = 1.0) -> float:
     """Bytes that FSDP moves on a rank per pack, beside communication. packs: of an update
 
-    Parameters are cast and gathered, in two copies, gradients cast, reduced, and added to those of earlier packs. Where
-    nothing is sharded, only the last happens in every pack, the rest once an update.
+    Parameters are gathered, gradients cast, reduced, and added to those of earlier packs. Where nothing is sharded, only
+    the last happens in every pack, the rest once an update; the first pack's gradients are cast alone.
     """
-    c, shards = settings.compute, settings.shards
+    c, shards, gathering = settings.compute, settings.shards, gathering_traffic(shape, settings)
     if shards == 1:
-        return shape.parameters * (c + 2 * MASTER + 5 * (MASTER + c) / packs)
-    gathering = (MASTER + c) / shards + 4 * c
-    reducing = c + MASTER + 2 * MASTER / shards + 3 * MASTER / shards
-    return shape.parameters * (gathering + reducing)
+        return shape.parameters * (c + 2 * MASTER) + (gathering + shape.parameters * (4 - 1) * MASTER) / packs
+    return gathering + shape.parameters * (c + MASTER + 2 * MASTER / shards + 3 * MASTER / shards)
+
+
+def scoring_traffic(shape: ModelShape, settings: RankSettings, packs: float) -> float:
+    """Bytes that gathering moves in a pass without gradients over `packs`: once where nothing is sharded."""
+    return gathering_traffic(shape, settings) * (packs if settings.shards > 1 else 1.0)
 
 
 def estimate_step(plan: Plan) -> dict[str, float]:
@@ -126,16 +134,19 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     models = [(plan.policy, _mixed(of_policy, share))]
     if plan.critic and critic:
         models.append((plan.critic, _mixed(partial(critic_pass, critic, packed, fused=fused), share)))
-    scoring = rates.seconds(score_pass(policy, packed, fused).forward)
-    values = sum(rates.seconds(cost.forward) for _, cost in models[1:])
-    together = max(1.0, packing.packs / config.minibatches_per_step)
+    packs = packing.packs
+    scoring = packs * rates.seconds(score_pass(policy, packed, fused).forward)
+    scoring += scoring_traffic(plan.policy, plan.rank, packs) / rates.traffic
+    values = sum(packs * rates.seconds(cost.forward) for _, cost in models[1:])
+    values += sum(scoring_traffic(shape, plan.rank, packs) for shape, _ in models[1:]) / rates.traffic
+    together = max(1.0, packs / config.minibatches_per_step)
     sharding = sum(sharding_traffic(shape, plan.rank, together) for shape, _ in models) / rates.traffic
     update = sum(rates.seconds(cost.total) for _, cost in models) + sharding
     stepping = (_CLIPPING_BYTES + _ADAMW_BYTES) * sum(shape.parameters for shape, _ in models) / plan.rank.shards
     return {
         "rollout": rollout_seconds(plan, rates),
-        "score": packing.packs * (plan.score_passes * scoring + values),
-        "update": packing.packs * config.actor.ppo_epochs * update,
+        "score": plan.score_passes * scoring + values,
+        "update": packs * config.actor.ppo_epochs * update,
         "step": config.updates_per_step * stepping / rates.traffic,
         "weight_sync": (_SWITCH_S + 2 * _CACHE_S) * config.rollout.colocated,
         "other": _CONTROLLER_S * config.data.train_batch_size * config.rollout.n,

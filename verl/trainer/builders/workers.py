@@ -19,7 +19,7 @@ from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, Ro
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.gpu_share import ALONE, CONTEXT_GIB, MANY_SEQUENCES, engine_share, many_fit
+from verl.rollout.gpu_share import ALONE, CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
 from verl.single_controller.group import Method, WorkerContext, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.system.daemon import run_async, run_in_daemon_thread
@@ -204,7 +204,7 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     on_gpus = device == "cuda" and config.rollout.name == "vllm"
     share = share_beside(config, trainer) if on_gpus and colocated else None
     if share is not None:
-        config = with_num_seqs(config, trainer, share)
+        config = with_limits(config, trainer, share)
     compiled = device == "cpu" and compiling_pays(config, total_steps)
     make = partial(start_engine, config, device, share=share, compiled=compiled)
     if colocated:
@@ -242,12 +242,15 @@ def share_beside(config: Config, trainer: RayGroup) -> float:
     return share
 
 
-def with_num_seqs(config: Config, trainer: RayGroup, share: float) -> Config:
-    """With rollout.max_num_seqs where it has a default for a share of the ranks' GPUs."""
+def with_limits(config: Config, trainer: RayGroup, share: float) -> Config:
+    """With rollout.max_num_seqs and max_num_batched_tokens where they have defaults for a share of the ranks' GPUs."""
     if config.rollout.max_num_seqs is not None:
         return config
     shape, total = trainer.call(TrainingRank.policy_shape)[0], min(trainer.call(TrainingRank.device_bytes))
-    return replace(config, rollout=replace(config.rollout, max_num_seqs=default_num_seqs(config, shape, share * total)))
+    if (sequences := default_num_seqs(config, shape, share * total)) is None:
+        return config
+    tokens = config.rollout.max_num_batched_tokens or MANY_TOKENS
+    return replace(config, rollout=replace(config.rollout, max_num_seqs=sequences, max_num_batched_tokens=tokens))
 
 
 def default_num_seqs(config: Config, shape: ModelShape, share_bytes: float) -> int | None:
