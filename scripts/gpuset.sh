@@ -18,6 +18,15 @@ if ! "$VERL_PYTHON" -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null;
     export LD_LIBRARY_PATH="$VERL_VENV/stub${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 fi
 
+# flash-attn's Python, without its extension and in a folder of its own, for tests/gpuset/test_flash_attn.py.
+if [[ ! -d "$VERL_VENV/flash-attn" ]]; then
+    rm -rf "$VERL_VENV/flash-attn.unfinished"
+    FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$VERL_PYTHON" -m pip install --quiet \
+        --no-deps --no-build-isolation --no-cache-dir --target "$VERL_VENV/flash-attn.unfinished" \
+        --requirement scripts/requirements/flash.txt
+    mv "$VERL_VENV/flash-attn.unfinished" "$VERL_VENV/flash-attn"
+fi
+
 if (($#)); then exec "$VERL_PYTHON" -m pytest "$@"; fi
 "$VERL_PYTHON" -m pytest -m "not slow and not gpu and not gpuset and not browser and not chaos" \
     tests/algorithms tests/batch tests/checkpoint tests/workers tests/transfer tests/trainer/test_train_step.py \

@@ -12,11 +12,13 @@ from xml.etree import ElementTree
 
 from piece import ROOT, start
 
+FILES = ("tests/test_gpu.py", "tests/workers/test_kernels.py")
+
 if __name__ == "__main__":
     piece, _ = start(__doc__)
     report = piece.out / "junit.xml"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_gpu.py", f"--junitxml={report}"],
+        [sys.executable, "-m", "pytest", "-m", "gpu", *FILES, f"--junitxml={report}"],
         cwd=ROOT,
         check=False,
     )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from local import PLAIN_GRPO, made_up_groups, minibatch_of
 from piece import PROMPT, RESPONSE, RESPONSES, Piece, seconds, shape, start, wait
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
@@ -75,17 +76,19 @@ def real_pack(groups: int, lengths: tuple[int, int, int], vocabulary: int) -> Pa
 
 
 def by_class(piece: Piece, work: partial[object]) -> dict[str, float]:
-    """Milliseconds of the device by class, and the number of kernels."""
+    """Milliseconds of the device by class, and the number of kernels, without the calls that launch them."""
     on_gpu = piece.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
         work()
     spent: Counter[str] = Counter()
-    events = found.key_averages()
+    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [event for event in found.key_averages() if event.device_type == where]
     for event in events:
         name = next(name for name, pattern in CLASSES.items() if re.search(pattern, event.key, re.IGNORECASE))
         spent[name] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000
     figures = {f"an update of one pack, {name}: ms": spent[name] for name in CLASSES}
-    return {**figures, "an update of one pack: kernels": float(sum(event.count for event in events))}
+    kernels = sum(event.count for event in events if not re.search(CLASSES["copies"], event.key, re.IGNORECASE))
+    return {**figures, "an update of one pack: kernels": float(kernels)}
 
 
 def measure(piece: Piece, size: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_kernels_of_a_gpu_are_given_the_window_and_the_key_heads_as_they_are(
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_flash_attn_that_does_not_match_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('flash_attn_2_cuda.so: undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(attention, "_HAS_FLASH_ATTN", True)
+    with pytest.raises(ConfigError, match=r"cannot be imported .*undefined symbol.* Build it against torch 2\."):
+        by_varlen(*random_inputs(torch.float32), PACK, 0.3)
+
+
 def test_the_installed_torch_takes_fewer_key_heads() -> None:
     """Shapes and the checks in Python of torch's own kernel, forward and backward: all that runs without a GPU."""
     plan = varlen_plan(PACK, torch.device("cpu"))
@@ -149,6 +158,21 @@ def test_the_installed_torch_takes_fewer_key_heads() -> None:
         grads = torch.autograd.grad(output, (query, *others), torch.empty_like(output))
     assert output.shape == query.shape
     assert [each.shape for each in grads] == [query.shape, *(each.shape for each in others)]
+
+
+def test_full_precision_on_a_gpu_has_as_many_key_heads_as_query_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fused kernel for it takes fewer; on a CPU they stay as they are."""
+    heads: list[tuple[int, ...]] = []
+
+    def recorded(*qkv: Tensor, attn_mask: Any, **_: Any) -> Tensor:
+        heads.append(tuple(each.shape[1] for each in qkv))
+        return qkv[0]
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)
+    for device, expected in (("meta", HEADS), ("cpu", KEY_HEADS)):
+        by_segments(*(each.to(device) for each in random_inputs(torch.float32)), PACK, 0.3)
+        assert heads == [(HEADS, expected, expected)] * len(PACK)
+        heads.clear()
 
 
 def test_windows_by_hand() -> None:

@@ -212,6 +212,21 @@ def test_a_module_that_computes_something_else_keeps_its_forward(formulas: list[
     assert_as_exact(outcome(model), outcome(changed), 1e-5)
 
 
+class GatedNorm(nn.Module):
+    """A norm with a further argument, as Qwen3.5 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:
+        return hidden * gate
+
+
+def test_a_module_with_further_arguments_keeps_its_forward(formulas: list[str]) -> None:
+    assert fuse(nn.Sequential(GatedNorm())) == FusedModules(0, 0, 0, 0)
+
+
 def test_kernels_that_are_required_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """model.fused_kernels=liger, on a CPU or without the package."""
     with pytest.raises(ConfigError, match="fused_kernels=liger needs a GPU"):

@@ -1,6 +1,6 @@
 """Triton kernels on small shapes against float64, forward and backward: this project's and liger-kernel's.
 
-Without a GPU Triton's interpreter runs them:
+Run on a GPU with -m gpu. Without one Triton's interpreter runs them:
 
     TRITON_INTERPRET=1 python -m pytest -m gpuset tests/workers/test_kernels.py
 """
@@ -28,6 +28,7 @@ from verl.workers.logprobs import logit_gradient_, logit_statistics, token_logpr
 
 pytestmark = [
     pytest.mark.gpuset,
+    pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
     ),

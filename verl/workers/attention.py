@@ -87,8 +87,11 @@ def by_segments(
 ) -> Tensor:
     """One call per segment; the keys of its prefix are concatenated in front of its own.
 
-    The pack is split once: slicing would allocate a gradient as long as the pack for every segment.
+    The pack is split once: slicing would allocate a gradient as long as the pack for every segment. On a GPU keys and
+    values are repeated for all query heads: no fused kernel for full precision takes fewer, and scores would be kept.
     """
+    if query.device.type != "cpu" and query.shape[1] != key.shape[1]:
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
     lengths = [segment.end - segment.start for segment in segments]
     queries, own_keys, own_values = (each.split(lengths, dim=2) for each in (query, key, value))
     outputs = []
@@ -198,10 +201,19 @@ def flash_attention(
     scale: float | None,
     window: tuple[int, int],
 ) -> Tensor:
-    """All segments by the package flash-attn where it is installed, else by torch's own kernel."""
+    """All segments by the package flash-attn where it is installed, else by torch's own kernel.
+
+    Raises ConfigError if the package cannot be imported, as a build for another torch.
+    """
     options: dict[str, Any]
     if _HAS_FLASH_ATTN:
-        attend = importlib.import_module("flash_attn").flash_attn_varlen_func
+        try:
+            attend = importlib.import_module("flash_attn").flash_attn_varlen_func
+        except ImportError as error:
+            raise ConfigError(
+                f"flash-attn is installed but cannot be imported ({error}). Build it against torch "
+                f"{torch.__version__}, or uninstall it: training then uses torch's own kernel"
+            ) from error
         options = {"softmax_scale": scale, "causal": True}
     else:
         attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn

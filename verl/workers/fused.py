@@ -229,7 +229,8 @@ def is_rms_norm(module: nn.Module) -> bool:
     hidden, weight = (each.bfloat16() for each in _random((3, 8), (8,)))
     wide = hidden.float()
     normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).bfloat16()
-    return torch.equal(functional_call(module, {"weight": weight}, (hidden,)), weight * normalized)
+    found = _called(module, {"weight": weight}, hidden)
+    return found is not None and torch.equal(found, weight * normalized)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -242,7 +243,17 @@ def is_gated_mlp(module: nn.Module) -> bool:
     weights = {name: given.get(name, torch.zeros(())) for name, _ in module.named_parameters()}
     bias = {name.removesuffix("_proj.bias"): each for name, each in weights.items() if name.endswith("bias")}
     product = silu(linear(hidden, gate, bias.get("gate"))) * linear(hidden, up, bias.get("up"))
-    return torch.allclose(functional_call(module, weights, (hidden,)), linear(product, down, bias.get("down")))
+    found = _called(module, weights, hidden)
+    return found is not None and torch.allclose(found, linear(product, down, bias.get("down")))
+
+
+def _called(module: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor | None:
+    """None if the module needs further arguments, or returns more."""
+    try:
+        found = functional_call(module, dict(weights), (hidden,))
+    except TypeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def calls_rotary(module: nn.Module) -> bool:

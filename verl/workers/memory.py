@@ -108,16 +108,16 @@ def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> floa
     """Saved by one layer's attention: q, k, v, output, a float32 per query and head.
 
     `by_varlen` saves the gathered k and v, a prefix per response, and its output is the next linear layer's input.
-    `by_segments` (on a CPU, or in float32) keeps k and v beside a copy of them per response with its prefix, and on CPU
-    the mask of the kernel.
+    `by_segments` (on a CPU, or in float32) keeps k and v beside a copy of them per response with its prefix, on a GPU
+    for every query head, and on CPU the mask of the kernel.
     """
     if c == _HALF and not on_cpu:
         gathered = pack.segments * (pack.prompt + pack.response) or pack.tokens
         return pack.tokens * (shape.query * c + 4 * shape.heads) + 2 * gathered * shape.key * c
-    seen = pack.segments * (pack.prompt + pack.response)
-    copies = 2 * seen * shape.key * c
+    seen, width = pack.segments * (pack.prompt + pack.response), shape.key if on_cpu else shape.query
+    copies = 2 * seen * width * c
     masks = seen * pack.response * c * on_cpu
-    return pack.tokens * (2 * (shape.query + shape.key) * c + 4 * shape.heads) + copies + masks
+    return pack.tokens * (2 * (shape.query + width) * c + 4 * shape.heads) + copies + masks
 
 
 def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings, selects: bool = False) -> float:

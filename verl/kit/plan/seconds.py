@@ -84,8 +84,8 @@ def gathering_traffic(shape: ModelShape, settings: RankSettings) -> float:
 def sharding_traffic(shape: ModelShape, settings: RankSettings, packs: float = 1.0) -> float:
     """Bytes that FSDP moves on a rank per pack, beside communication. packs: of an update
 
-    Parameters are gathered, gradients cast, reduced, and added to those of earlier packs. Where nothing is sharded, only
-    the last happens in every pack, the rest once an update; the first pack's gradients are cast alone.
+    Parameters are gathered, gradients cast, reduced, and added to those of earlier packs. Where nothing is sharded,
+    only the last happens in every pack, the rest once an update; the first pack's gradients are cast alone.
     """
     c, shards, gathering = settings.compute, settings.shards, gathering_traffic(shape, settings)
     if shards == 1:
