@@ -4,7 +4,7 @@
 #   bash bench/gpu/first_hour.sh [PIECE ...]      the pieces that have no result yet, or these
 #   bash bench/gpu/first_hour.sh rehearse         all of them on a CPU with tiny sizes, into OUT/rehearsal
 #   bash bench/gpu/first_hour.sh table            the results into docs/benchmarks.md
-# OUT: folder of the results, default outputs/first_hour. MODEL: a model folder for the canary; default: random weights.
+# OUT: folder of the results, default outputs/first_hour. MODEL: a model folder for drafts and canary; default: random.
 # PYTHON: the interpreter. A piece that fails or runs out of time has no result, and is tried again by the next call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -13,7 +13,7 @@ python="${PYTHON:-python}"
 out="${OUT:-outputs/first_hour}"
 here=bench/gpu
 rehearse=()
-pieces=(tests kernels decode pack canary step-0.5B step-1.5B ours-64 trl-64)
+pieces=(tests kernels decode pack drafts canary step-0.5B step-1.5B ours-64 trl-64)
 export PYTHONPATH="$PWD:$PWD/bench${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 run() {  # PIECE: what it measures
@@ -22,6 +22,7 @@ run() {  # PIECE: what it measures
         kernels) piece exactness.py ;;                                       # attention and loss beside float64
         decode) piece decode.py --size 1.5B ;;                             # seeds, sleep, wake-up, weight sync
         pack) piece pack.py --size 1.5B ;;                                 # kernel classes beside the count; offload
+        drafts) piece drafts.py --size 1.5B ${MODEL:+--model "$MODEL"} ;;  # prompt lookup: accepted, log-probs
         canary) piece train_step.py --size 1.5B --prompts 64 ${MODEL:+--model "$MODEL"} ;;
         step-0.5B) piece train_step.py --size 0.5B --prompts 512 ;;        # phases, MFU, memory beside the plan
         step-1.5B) piece train_step.py --size 1.5B --prompts 512 ;;
@@ -40,6 +41,15 @@ case "${1:-}" in
     table) exec "$python" "$here/table.py" "$out" ;;
     rehearse) shift; rehearse=(--rehearse) ;;
 esac
+
+"$python" - <<'PYTHON'
+from importlib.util import find_spec
+
+names = "torch triton transformers accelerate numpy pandas pyarrow safetensors tensorboard pytest vllm requests aiohttp "
+names += "uvloop prometheus_client einops numba ray msgpack hydra liger_kernel datasets trl hypothesis"
+if missing := [name for name in names.split() if find_spec(name) is None]:
+    print(f"not installed, so that pieces may fail: {', '.join(missing)}")
+PYTHON
 
 chosen=("$@")
 (($#)) || chosen=("${pieces[@]}")

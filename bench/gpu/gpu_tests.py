@@ -17,11 +17,14 @@ FILES = ("tests/test_gpu.py", "tests/workers/test_kernels.py")
 if __name__ == "__main__":
     piece, _ = start(__doc__)
     report = piece.out / "junit.xml"
+    report.unlink(missing_ok=True)  # of an earlier call
     subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", *FILES, f"--junitxml={report}"],
         cwd=ROOT,
         check=False,
     )
+    if not report.exists():
+        raise SystemExit("pytest did not run")
     cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes = {each: next((child.tag for child in each if child.tag != "system-out"), "passed") for each in cases}
     counts = Counter(outcomes.values())

@@ -20,9 +20,12 @@ packages=(vllm==0.24.0 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0
     cachetools==8.0.0 cbor2==6.2.1 msgspec==0.22.0 pyzmq==27.3.0 openai==2.54.0 jiter==0.19.0 distro==1.9.0
     sniffio==1.3.1 openai-harmony==0.0.8 fastapi==0.136.3 starlette==1.10.0 partial-json-parser==0.2.1.1.post7
     pybase64==1.5.1 llguidance==1.7.6 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 setproctitle==1.3.8 blake3==1.0.11
-    compressed-tensors==0.17.0 loguru==0.7.3 depyf==0.20.0 astor==0.8.1 dill==0.4.1 uvicorn==0.54.0)
+    compressed-tensors==0.17.0 loguru==0.7.3 depyf==0.20.0 astor==0.8.1 dill==0.4.1 uvicorn==0.54.0 uvloop==0.23.0
+    prometheus-client==0.26.0 einops==0.8.2 numba==0.65.0 llvmlite==0.47.0 requests==2.34.2 urllib3==2.8.0
+    certifi==2026.10.19.post1 charset-normalizer==3.5.3 idna==3.20 aiohttp==3.14.5 aiohappyeyeballs==2.7.1
+    aiosignal==1.4.0 frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 attrs==26.1.0)
 # What the trainer and its tests import, and what the benchmarks compare with.
-packages+=(ray==2.60.0 hydra-core==1.3.8 omegaconf==2.3.1 jsonschema==4.26.0 referencing==0.37.0 rpds-py==2026.9.1
+packages+=(ray==2.60.0 msgpack==1.2.4 hydra-core==1.3.8 omegaconf==2.3.1 jsonschema==4.26.0 referencing==0.37.0 rpds-py==2026.9.1
     jsonschema-specifications==2025.9.1 docstring-parser==0.18.0 cloudpickle==3.1.2 rich==15.0.0 markdown-it-py==4.3.0
     mdurl==0.1.2 pygments==2.21.0 scipy==1.17.1 math-verify==0.9.0 latex2sympy2-extended==1.11.0 psutil==7.2.2
     hypothesis==6.170.15 sortedcontainers==2.4.0 liger-kernel==0.8.5 datasets==5.2.0 multiprocess==0.70.19

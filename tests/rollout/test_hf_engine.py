@@ -39,11 +39,15 @@ def generate(engine: HFEngine, prompts: Sequence[Sequence[int]], *samplings: Sam
 
 
 def trainer_logprobs(
-    policy: PackedPolicy, prompt: Sequence[int], response: Sequence[int], temperature: float
+    policy: PackedPolicy,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float,
+    device: str = "cpu",
 ) -> list[float]:
     completion = Completion(response, (0.0,) * len(response), FinishReason.STOP, 0)
     batch = batch_of([sample_from_completion(prompt, completion)])
-    packed = pack(make_units(batch, False, 1000), batch)
+    packed = pack(make_units(batch, False, 10_000), batch).to(torch.device(device))
     with torch.no_grad():
         logprobs: list[float] = policy(packed, temperature, False).logprobs.tolist()
     return logprobs
