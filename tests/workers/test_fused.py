@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import sys
 from types import SimpleNamespace
@@ -232,12 +233,18 @@ def test_kernels_that_are_required_and_missing_are_refused(monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="fused_kernels=liger needs a GPU"):
         fused_kernels(ModelConfig(fused_kernels="liger"), "cpu")
     assert fused_kernels(ModelConfig(fused_kernels="liger"), "cuda") == "liger"
-    found: list[Any] = [None]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0])
+    versions: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: versions[-1:] or None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions[-1])
     assert not is_wanted("auto")
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+    with pytest.raises(ConfigError, match="pip install 'liger-kernel"):
         is_wanted("liger")
-    found[0] = object()
+    versions.append("0.8.5")
     assert [is_wanted(setting) for setting in ("auto", "liger", "none")] == [True, True, False]
+    for untested in ("0.5.2", "0.9.0"):
+        versions.append(untested)
+        assert [is_wanted(setting) for setting in ("auto", "none")] == [False, False]
+        with pytest.raises(ConfigError, match=f"liger-kernel {untested} is installed"):
+            is_wanted("liger")
     with pytest.raises(ConfigError, match=r"model\.fused_kernels"):
         ModelConfig(fused_kernels="all")

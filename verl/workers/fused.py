@@ -22,13 +22,17 @@ Saved for the backward per element: a norm's input (c), both factors of an MLP (
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import linear, silu
@@ -37,6 +41,8 @@ from verl.errors import ConfigError
 from verl.workers.joint_linear import joint_linear
 from verl.workers.pre_norm import Branch, PreNormLayer, is_pre_norm_layer
 
+_TESTED = SpecifierSet(">=0.8.5,<0.9")  # some of the functions called are internal to liger-kernel
+_log = logging.getLogger(__name__)
 _STAGES = 2  # of the norms' kernels, as liger-kernel launches them
 _ROTARY = "apply_rotary_pos_emb"  # the global function that attention modules of transformers call
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -54,11 +60,18 @@ class FusedModules(NamedTuple):
 
 
 def is_wanted(setting: str) -> bool:
-    """Whether to fuse, by model.fused_kernels. Raises ConfigError if liger-kernel is required but not installed."""
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    if setting == "liger" and not installed:
-        raise ConfigError("model.fused_kernels=liger, but liger-kernel is not installed: pip install liger-kernel")
-    return installed and setting != "none"
+    """Whether to fuse, by model.fused_kernels: not with an untested release, whose kernels may compute something else.
+
+    Raises ConfigError if liger-kernel is required and there is no tested one.
+    """
+    found = importlib.metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
+    tested = found is not None and Version(found) in _TESTED
+    if setting == "liger" and not tested:
+        what = "is not installed" if found is None else f"{found} is installed, and {_TESTED} is tested"
+        raise ConfigError(f"model.fused_kernels=liger, but liger-kernel {what}: pip install 'liger-kernel{_TESTED}'")
+    if found is not None and not tested and setting == "auto":
+        _log.warning("liger-kernel %s is not used: tested is %s", found, _TESTED)
+    return tested and setting != "none"
 
 
 def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
