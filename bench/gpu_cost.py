@@ -32,6 +32,7 @@ from verl.config.load import load_config
 from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Lengths, Plan, find_hardware
 from verl.kit.plan.seconds import Rates, counted_seconds, scoring_traffic, sharding_traffic
+from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
 from verl.tracking.flops import Device
 from verl.trainer.builders.algorithm import build_algorithm
 from verl.workers.logprobs import max_kept_bytes
@@ -226,6 +227,8 @@ def choice_rows(model: PretrainedConfig, gpu: str) -> Iterator[tuple[str, dict[s
     yield "no checkpointing", count()
     settings["model.fused_kernels"] = "auto"
     yield "fused kernels", count()
+    settings |= {"rollout.max_num_seqs": MANY_SEQUENCES, "rollout.max_num_batched_tokens": MANY_TOKENS}
+    yield "2,048 sequences decoded concurrently, 32,768 tokens per forward pass", count()
 
 
 def print_choices(rows: dict[str, dict[str, float]]) -> None:

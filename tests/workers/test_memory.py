@@ -20,7 +20,16 @@ from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import FSDPEngine
-from verl.workers.memory import ModelShape, PackShape, RankSettings, activations, layers_to_checkpoint, shape_of
+from verl.workers.memory import (
+    USED_SHARE,
+    ModelShape,
+    PackShape,
+    RankSettings,
+    activations,
+    layers_to_checkpoint,
+    shape_of,
+    updating,
+)
 from verl.workers.model import PackedCritic, PackedPolicy, checkpoint_layers, decoder_layers
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -53,6 +62,20 @@ def test_the_last_layer_keeps_the_trained_positions_alone_by_hand(checkpointed: 
     angles, and of trained tokens 60 + 20."""
     shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False)
     assert activations(shape, PackShape(100, 25), RankSettings(2, 1, checkpointed)) == saved
+
+
+def test_short_responses_have_more_copies_of_the_prompts_keys() -> None:
+    """500 tokens are 10 groups of a prompt of 10 tokens and 4 responses of 10: 40 sequences of 20 keys. With responses
+    of one token they are 35.7 groups: 142.9 sequences of 11 keys. 4 layers keep keys and values of width 10, in bf16,
+    and a trained token 10 * 2 bytes."""
+    shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False, selects=False)
+    settings, pack = RankSettings(2, 1), PackShape.of(500, 10, 10, 4, shared=True)
+    more = activations(shape, pack.shortest, settings) - activations(shape, pack, settings)
+    assert more == pytest.approx(4 * 2 * 10 * 2 * (4 * 500 / 14 * 11 - 40 * 20) - 10 * 2 * (400 - 4 * 500 / 14))
+    room = sum(updating(shape, pack, settings).values()) / USED_SHARE
+    assert layers_to_checkpoint(shape, pack, settings, room + 1, 0) == 1  # only the pack itself fits as it is
+    plain = PackShape.of(500, 10, 10, 4, shared=False)
+    assert plain.shortest is plain
 
 
 def test_if_nothing_suffices_all_layers_are_recomputed() -> None:

@@ -69,6 +69,14 @@ class PackShape:
         segments = responses * tokens / group
         return cls(tokens, segments * response, segments if together else 0, prompt, response)
 
+    @property
+    def shortest(self) -> PackShape:
+        """As many tokens with responses of one token: fewer are trained, and prompts have more copies of their keys."""
+        if not self.segments:
+            return self
+        responses = self.segments * self.prompt / (self.tokens - self.segments * self.response)
+        return PackShape.of(self.tokens, self.prompt, 1, responses, shared=True)
+
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
@@ -208,14 +216,16 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
 def layers_to_checkpoint(
     shape: ModelShape, pack: PackShape, settings: RankSettings, device_bytes: float, held_bytes: float
 ) -> int:
-    """The fewest layers to recompute so that an update fits on a GPU; all of them if nothing suffices.
+    """The fewest layers to recompute so that an update fits on a GPU, whatever the length of the responses; all of them
+    if nothing suffices.
 
     held_bytes: of the GPU, by parameters and optimizer states
     """
     room = USED_SHARE * device_bytes - held_bytes
 
     def needed(layers: int) -> float:
-        return sum(updating(shape, pack, replace(settings, checkpointed=layers)).values())
+        again = replace(settings, checkpointed=layers)
+        return max(sum(updating(shape, each, again).values()) for each in (pack, pack.shortest))
 
     return next((layers for layers in range(shape.layers) if needed(layers) <= room), shape.layers)
 
