@@ -28,7 +28,6 @@ run() {  # PIECE: what it measures
         step-1.5B) piece train_step.py --size 1.5B --prompts 512 ;;
         ours-64) piece train_step.py --size 1.5B --prompts 64 ;;           # beside the next
         trl-64) piece trl_step.py --size 1.5B --prompts 64 ;;
-        *) echo "unknown piece $1; choose from: ${pieces[*]}" >&2; exit 2 ;;
     esac
 }
 
@@ -42,17 +41,20 @@ case "${1:-}" in
     rehearse) shift; rehearse=(--rehearse) ;;
 esac
 
-"$python" - <<'PYTHON'
-from importlib.util import find_spec
-
-names = "torch triton transformers accelerate numpy pandas pyarrow safetensors tensorboard pytest vllm requests aiohttp "
-names += "uvloop prometheus_client einops numba ray msgpack hydra liger_kernel datasets trl hypothesis"
-if missing := [name for name in names.split() if find_spec(name) is None]:
-    print(f"not installed, so that pieces may fail: {', '.join(missing)}")
-PYTHON
-
 chosen=("$@")
 (($#)) || chosen=("${pieces[@]}")
+for name in "${chosen[@]}"; do
+    if [[ " ${pieces[*]} " != *" $name "* ]]; then
+        echo "unknown piece $name; choose from: ${pieces[*]}" >&2
+        exit 2
+    fi
+done
+if ((${#rehearse[@]} == 0)); then  # half a minute, against pieces that all end with the same missing package
+    "$python" -c "import vllm.v1.engine.async_llm, vllm.v1.worker.gpu_worker, ray, pytest, pandas, tensorboard" || {
+        echo "a package is missing or broken; bash $here/first_hour.sh stage packs all of them" >&2
+        exit 2
+    }
+fi
 results="$out${rehearse:+/rehearsal}"
 missing=()
 for name in "${chosen[@]}"; do

@@ -23,7 +23,7 @@ packages=(vllm==0.24.0 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0
     compressed-tensors==0.17.0 loguru==0.7.3 depyf==0.20.0 astor==0.8.1 dill==0.4.1 uvicorn==0.54.0 uvloop==0.23.0
     prometheus-client==0.26.0 einops==0.8.2 numba==0.65.0 llvmlite==0.47.0 requests==2.34.2 urllib3==2.8.0
     certifi==2026.10.19.post1 charset-normalizer==3.5.3 idna==3.20 aiohttp==3.14.5 aiohappyeyeballs==2.7.1
-    aiosignal==1.4.0 frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 attrs==26.1.0)
+    aiosignal==1.4.0 frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 yarl==1.25.1 attrs==26.1.0 py-cpuinfo==9.0.0)
 # What the trainer and its tests import, and what the benchmarks compare with.
 packages+=(ray==2.60.0 msgpack==1.2.4 hydra-core==1.3.8 omegaconf==2.3.1 jsonschema==4.26.0 referencing==0.37.0 rpds-py==2026.9.1
     jsonschema-specifications==2025.9.1 docstring-parser==0.18.0 cloudpickle==3.1.2 rich==15.0.0 markdown-it-py==4.3.0

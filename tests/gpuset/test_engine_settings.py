@@ -77,6 +77,7 @@ def test_many_sequences_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = built(tmp_path, monkeypatch, "qwen2.5-1.5b", **limits)
     scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (MANY_SEQUENCES, MANY_TOKENS)
+    assert config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 8  # of 32 with graphs of up to 512
     assert sizes[-4:] == [1280, 1536, 1792, MANY_SEQUENCES] and set(range(16, 513, 16)) < set(sizes)
 
 

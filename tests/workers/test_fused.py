@@ -66,7 +66,7 @@ def small_model(kind: type[PretrainedConfig]) -> PreTrainedModel:
 def outcome(model: PreTrainedModel) -> list[Tensor]:
     """Logits, and the gradients of all weights."""
     logits = model(torch.arange(9)[None], use_cache=False).logits
-    weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
+    weight = torch.randn(logits.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(logits)
     return [logits, *torch.autograd.grad((logits * weight).sum(), list(model.parameters()))]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -131,6 +132,13 @@ def test_a_rank_recomputes_what_its_gpu_requires_and_nothing_on_a_cpu(
         chosen.append(choice(**gpu))
         assert chosen[-1] == layers_to_checkpoint(shape, PackShape(4000, 1000), settings, total, sum(states))
     assert chosen[0] == LAYERS and chosen[-1] == 0 and len(set(chosen)) > 2
+
+    def of_another_rank(most: Tensor, operation: Any) -> None:
+        assert operation is dist.ReduceOp.MAX
+        most.fill_(LAYERS)
+
+    monkeypatch.setattr(dist, "all_reduce", of_another_rank)
+    assert choice(**gpu) == LAYERS  # all ranks recompute what the fullest GPU requires
 
 
 def test_other_settings_are_refused() -> None:

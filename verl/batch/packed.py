@@ -48,10 +48,11 @@ class PackedBatch:
     sampled_weight: float = 0.0
 
     def to(self, device: torch.device) -> PackedBatch:
-        """On a GPU through pinned memory: the host goes on while earlier packs are computed and this one is copied."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
-        if device.type == "cuda":
-            tensors = {name: each.pin_memory() for name, each in tensors.items()}
-        moved: dict[str, Any] = {name: each.to(device, non_blocking=True) for name, each in tensors.items()}
-        return replace(self, **moved)
+        there: dict[str, Any] = {name: moved(each, device) for name, each in given.items() if isinstance(each, Tensor)}
+        return replace(self, **there)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """To a GPU through pinned memory: the host goes on while earlier packs are computed and this tensor is copied."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

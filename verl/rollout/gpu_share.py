@@ -16,7 +16,9 @@ def engine_share(held: float, total: float) -> float:
     return min(ALONE, math.floor(100 * (total - held) / total) / 100)
 
 
-MANY_TOKENS = 32768  # per forward pass, with as many sequences: half of the passes of vLLM's default
+# Tokens per forward pass, with as many sequences: half as many passes of prefill as by vLLM's default, each of which is
+# assumed to take 5 ms beside its work. vLLM takes their activations from the KV cache.
+MANY_TOKENS = 32768
 MANY_SEQUENCES = 2048  # vLLM's sampler holds several float32 copies of their logits: at 152,000 tokens 1.2 GB each
 _CACHE = 0.9  # assumed, of what weights leave: the rest is for activations and the sampler
 

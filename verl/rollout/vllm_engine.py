@@ -49,6 +49,7 @@ _ORDERLY_END_S = 10.0  # for vLLM's core to exit after it has aborted its reques
 END_S = 3.0  # grace period at shutdown; afterwards the processes only collect Python garbage and are killed
 LOG_TAIL = 15  # lines of vLLM's log quoted in an error
 GIB = 1024**3
+_GRAPH, _SPLITS = 512, 32  # vLLM's own: sequences of its largest CUDA graph, splits of a key sequence in it
 SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # maximum length of a socket path; what vLLM appends to its folder
 
 _starting = threading.Lock()  # vLLM is configured by environment variables, which are process-wide
@@ -380,7 +381,12 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
         arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
         if not on_cpu and not settings.speculation:
             defaults = AsyncEngineArgs.get_batch_defaults(settings.tensor_parallel_size)[1]
-            arguments.cudagraph_capture_sizes = graph_sizes(settings.max_num_seqs or defaults[UsageContext.LLM_CLASS])
+            sizes = graph_sizes(settings.max_num_seqs or defaults[UsageContext.LLM_CLASS])
+            arguments.cudagraph_capture_sizes = sizes
+            # FlashAttention 3 allocates a result per split for the largest graph: as much as by vLLM's own graphs.
+            arguments.attention_config.flash_attn_max_num_splits_for_cuda_graph = (
+                _SPLITS * _GRAPH // max(_GRAPH, *sizes)
+            )
         try:
             with variables(_process_variables(settings, on_cpu, folder)):
                 # The offline-batch context has per-device defaults for sequences and tokens; AsyncLLM's own context has
@@ -422,8 +428,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
     A batch without a graph is launched kernel by kernel. Of others the next larger graph is used.
     """
-    own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    return [each for each in [*own, *range(768, max_num_seqs, 256)] if each < max_num_seqs] + [max_num_seqs]
+    own = [1, 2, 4, *range(8, 256, 8), *range(256, _GRAPH + 1, 16)]
+    return [each for each in [*own, *range(_GRAPH + 256, max_num_seqs, 256)] if each < max_num_seqs] + [max_num_seqs]
 
 
 def is_eager(settings: VLLMSettings, on_cpu: bool) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from verl.batch.packed import Segment
+from verl.batch.packed import Segment, moved
 from verl.errors import ConfigError
 
 PACKED = "verl_packed"
@@ -134,7 +134,7 @@ class Gathering(NamedTuple):
     @classmethod
     def of(cls, keys: Tensor, device: torch.device) -> Self:
         numbers = keys.bincount()
-        return cls(*(each.to(device) for each in (keys, keys.argsort(stable=True), numbers.cumsum(0) - numbers)))
+        return cls(*(moved(each, device) for each in (keys, keys.argsort(stable=True), numbers.cumsum(0) - numbers)))
 
 
 class VarlenPlan(NamedTuple):
@@ -169,7 +169,7 @@ def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPl
     query_lengths = torch.tensor([own.end - own.start for _, own in sequences])
 
     def ends(lengths: Tensor) -> Tensor:
-        return nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+        return moved(nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), device)
 
     longest = int(query_lengths.max()), int(key_lengths.max())
     return VarlenPlan(Gathering.of(torch.cat(keys), device), ends(query_lengths), ends(key_lengths), *longest)

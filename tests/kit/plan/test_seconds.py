@@ -13,6 +13,7 @@ from tests.kit.plan.test_cost import QWEN_1_5B, SIZES, SMALL
 from tests.kit.plan.test_plan import SEVEN, model, plan_of
 from verl.config.load import load_config
 from verl.errors import ConfigError
+from verl.kit.plan import seconds
 from verl.kit.plan.cost import Cost, meta_model, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Lengths, build_plan, find_hardware
 from verl.kit.plan.seconds import (
@@ -37,6 +38,26 @@ def test_speeds_are_shares_of_the_data_sheet() -> None:
     h200 = Rates.of(DEVICES["H200"])
     assert (h200.gemm, h200.attention, h200.traffic, h200.decode) == pytest.approx((620e12, 190e12, 3.3e12, 4.3e12))
     assert Rates(10.0, 5.0, 2.0, 1.0).seconds(Cost(9, 30.0, 20.0, 8.0)) == 3 + 4 + 4
+
+
+def test_assumed_speeds_and_times_stay_as_they_are() -> None:
+    """Estimates before and after a change are comparable only with the same."""
+    assumed = {
+        name: value for name, value in vars(seconds).items() if name.isupper() and isinstance(value, float | int)
+    }
+    assert assumed.pop("_GEMM") * 989 == pytest.approx(620) and assumed.pop("_ATTENTION") * 989 == pytest.approx(190)
+    assert assumed.pop("_TRAFFIC") * 4.8 == pytest.approx(3.3) and assumed.pop("_DECODE") * 4.8 == pytest.approx(4.3)
+    assert assumed == {
+        "MASTER": 4,
+        "_SAMPLER_BYTES": 51,
+        "_DECODE_GAP_S": 0.3e-3,
+        "_PREFILL_S": 5e-3,
+        "_SWITCH_S": 2.0,
+        "_CACHE_S": 0.2,
+        "_CONTROLLER_S": 0.14e-3,
+        "_CLIPPING_BYTES": 12,
+        "_ADAMW_BYTES": 28,
+    }
 
 
 def test_packs_hold_whole_groups_up_to_their_limit_and_a_rank_its_share() -> None:
