@@ -63,7 +63,7 @@ class PackShape:
     response: float = 0
 
     @classmethod
-    def of(cls, tokens: float, prompt: float, response: float, responses: int, shared: bool) -> PackShape:
+    def of(cls, tokens: float, prompt: float, response: float, responses: float, shared: bool) -> PackShape:
         together = shared and responses > 1
         group = prompt + responses * response if together else responses * (prompt + response)
         segments = responses * tokens / group
