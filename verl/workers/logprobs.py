@@ -39,7 +39,7 @@ def token_logprobs(
     kept_bytes: fused logits of at most this size are kept for the backward; none without one
     """
     apply: Any = _TokenLogprobs.apply
-    kept = kept_bytes if torch.is_grad_enabled() else 0  # ctx.needs_input_grad does not tell
+    kept = kept_bytes if torch.is_grad_enabled() else 0  # needs_input_grad is also set without a backward
     logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused, kept)
     return logprobs_A, entropy_A if with_entropy else None
 
