@@ -66,10 +66,12 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy_A, normalizer_A = torch.zeros_like(logprobs_A), torch.empty_like(logprobs_A)
         size = len(hidden_AE) * len(head_VE) * hidden_AE.element_size()
         keep = fused and size <= kept_bytes
-        ctx.logits_AV = hidden_AE @ head_VE.T if keep else None
-        for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device, whole=keep):
+        # In the slices of a score, whose matrix products round in the same way.
+        ctx.logits_AV = hidden_AE.new_empty(len(hidden_AE), len(head_VE)) if keep else None
+        for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device):
             if fused:
-                logits_CV = hidden_AE[rows] @ head_VE.T if ctx.logits_AV is None else ctx.logits_AV
+                kept_CV = None if ctx.logits_AV is None else ctx.logits_AV[rows]
+                logits_CV = torch.mm(hidden_AE[rows], head_VE.T, out=kept_CV)
                 found = logit_statistics(logits_CV, target_A[rows], temperature)
                 logprobs_A[rows], normalizer_A[rows], entropy_A[rows] = found
                 continue
@@ -163,7 +165,7 @@ def logit_gradient_(
     importlib.import_module("verl.workers.loss_kernels").gradient(logits, *columns, first, temperature)
 
 
-def _slices(length: int, width: int, device: torch.device, whole: bool) -> list[slice]:
+def _slices(length: int, width: int, device: torch.device, whole: bool = False) -> list[slice]:
     """Slices of `length` such that slice * `width` is at most LOGITS_AT_ONCE; whole: a single one"""
     size = length if whole else LOGITS_AT_ONCE[device.type] // max(1, width)
     size = max(1, size)
