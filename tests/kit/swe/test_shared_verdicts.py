@@ -38,7 +38,8 @@ class Scorer:
 def test_equal_patches_of_one_task_share_a_verdict(task: SweTask) -> None:
     async def main() -> None:
         shared, score = SharedVerdicts(), Scorer(*(3 * [PatchOutcome.RESOLVED]))
-        pairs = [(task, "a"), (task, "b"), (replace(task, id="other"), "a"), (task, "a"), (task, "b")]
+        other = replace(task, fail_to_pass=("tests/test_calc.py::other",))  # with the same id
+        pairs = [(task, "a"), (task, "b"), (other, "a"), (task, "a"), (task, "b")]
         waiting = [asyncio.create_task(shared.get(each, patch, score)) for each, patch in pairs]
         await asyncio.sleep(0)
         assert score.calls == 3

@@ -434,9 +434,11 @@ def test_a_bad_row_is_refused_before_the_start(place: Place) -> None:
         {"max_scoring": 0},
         {"urls": ["ftp://x"]},
         {"soft_timeout_s": 120},
+        {"command_timeout_s": 0},
+        {"prepared": "/none"},
         {"prompt": "/none.txt"},
         {"require_cgroup": True, "urls": ["http://127.0.0.1:1"]},
-        {"prepared": "folder", "deployment": {"python": sys.executable, "type": "docker"}},
+        {"prepared": "/tmp", "deployment": {"python": sys.executable, "type": "docker"}},
     ):
         with pytest.raises(ConfigError):
             build_env_factory("swe", options)

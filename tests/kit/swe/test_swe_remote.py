@@ -27,6 +27,7 @@ from verl.errors import ConfigError, DataError
 from verl.kit.serving.endpoints import Endpoint
 from verl.kit.serving.health import HealthWatch
 from verl.kit.swe import remote, wire
+from verl.kit.swe.image import prepare_image
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import CommandFailedError, CommandStatus, Runtime, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.scoring import PatchOutcome, collect_patch, score_patch
@@ -88,6 +89,12 @@ async def main(port, folder):
     await runtime.upload(UploadRequest(source_path=str(source / "sub" / "data.bin"), target_path="/tmp/one.bin"))
     done = await runtime.execute(Command(command=["sha1sum", "/tmp/up/sub/data.bin", "/tmp/one.bin"]))
     assert done.stdout.count("4916d6bdb7f78e6803698cab32d1586ea457dfc8") == 2, done
+    try:
+        await runtime.read_file(ReadFileRequest(path="/tmp/one.bin"))
+        raise SystemExit("no ValueError")
+    except ValueError as error:
+        assert "/tmp/one.bin" in str(error), error
+    assert (await runtime.read_file(ReadFileRequest(path="/tmp/a/b.txt"))).content == "text"
     done = await runtime.execute(Command(command="echo out; echo err >&2; exit 4", shell=True))
     assert (done.stdout, done.stderr, done.exit_code) == ("out\\n", "err\\n", 4)
     await runtime.close_session(CloseBashSessionRequest())
@@ -297,10 +304,12 @@ def test_waiting_for_a_runtime_is_no_time_of_the_policy_and_ends_with_what_to_do
 
 
 @pytest.mark.long
-def test_a_repository_is_sent_once_and_one_that_is_too_large_is_not_tried_elsewhere(tmp_path: Path) -> None:
+def test_a_repository_is_made_and_sent_once_and_one_that_is_too_large_is_not_tried_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main(url: str) -> None:
         pool = RemoteRuntimes([url, url], tmp_path / "store")
-        sent, put = [], pool._put_image
+        sent, prepared, put = [], [], pool._put_image
 
         async def counted(server: Endpoint, image: Path, most_mib: int) -> None:
             sent.append(server.url)
@@ -308,11 +317,12 @@ def test_a_repository_is_sent_once_and_one_that_is_too_large_is_not_tried_elsewh
 
         pool._put_image = counted  # type: ignore[method-assign]
         task = calc_task(tmp_path)
+        monkeypatch.setattr(remote, "prepare_image", lambda *given: prepared.append(1) or prepare_image(*given))
         for runtime in await asyncio.gather(*(pool.start(task) for _ in range(4))):
             with pytest.raises(DataError, match=r"too large for.*more than 1 MiB; --max-body-mib"):
                 await runtime.write("/tmp/file", bytes(50 << 20))
             await runtime.close()
-        assert len(sent) == 1
+        assert len(sent) == len(prepared) == 1
         large = calc_task(tmp_path / "large")
         (tmp_path / "large" / "calc" / "data.bin").write_bytes(os.urandom(2 << 20))
         with pytest.raises(DataError, match=r"too large for.*: 4\.\d MiB; it accepts 1 MiB.*--max-body-mib"):

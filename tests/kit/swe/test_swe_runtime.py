@@ -153,6 +153,9 @@ def test_files_travel_and_snapshots_restore_them(tmp_path: Path, overlay: bool) 
                 await runtime.write("/usr/x", b"")
             name = await runtime.snapshot()
             await runtime.run("rm -r calc; echo changed > README.md; echo kept > /tmp/file; x=1")
+            with pytest.raises(CommandFailedError, match="No such file"):
+                await runtime.restore("99")
+            assert await output(runtime, "echo [$x]") == "[1]"  # nothing has ended
             await runtime.restore(name)
             assert await output(runtime, "ls; cat README.md; ls /tmp; echo [$x]") == (
                 "README.md\ncalc\nnew\ntests\nA calculator.\n[]"

@@ -346,6 +346,26 @@ def test_a_cheat_scores_zero(place: Place, name: str) -> None:
     assert place.gold.score.total == 1.0
 
 
+def test_the_process_that_reports_is_out_of_reach(place: Place) -> None:
+    """Its memory, and its files."""
+    reach = """def name():
+    return "calc"
+
+def add(a, b):
+    import os
+    for name in ("maps", "environ"):
+        open(f"/proc/{os.getppid()}/{name}").read()
+    os.listdir(f"/proc/{os.getppid()}/fd")
+    return a + b
+"""
+    for each, outcome in (
+        (reach, PatchOutcome.UNRESOLVED),
+        (reach.replace("getppid", "getpid"), PatchOutcome.RESOLVED),
+    ):
+        verdict = place.score(patch({"calc/core.py": each}))
+        assert verdict.outcome is outcome, verdict.detail
+
+
 def test_a_failure_that_a_patch_expects_is_one(place: Place) -> None:
     verdict = place.score(patch({"calc/core.py": XFAIL}))
     assert (verdict.outcome, verdict.fail_to_pass, verdict.pass_to_pass) == (PatchOutcome.UNRESOLVED, 0.0, 0.5)
@@ -702,6 +722,26 @@ def test_what_a_repository_does_itself_is_no_cheat(
     verdict = place.score(diff(before, fixed), task)
     assert verdict.outcome is PatchOutcome.RESOLVED, verdict.detail
     assert place.score(diff(before, {**before, "README.md": ""}), task).outcome is PatchOutcome.UNRESOLVED
+
+
+def test_settings_that_the_fix_changes_are_the_fixs(place: Place, tmp_path: Path) -> None:
+    """The agent's patch cannot have them."""
+    before = {**FILES, "conftest.py": "", "pyproject.toml": "[tool.other]\n"}
+    fixture = "import pytest\n\n\n@pytest.fixture\ndef three():\n    return 3\n"
+    fixed = {**before, "calc/core.py": FIX, "conftest.py": fixture}
+    task = replace(
+        place.task,
+        repository=Repository(str(write(tmp_path / "calc", before))),
+        gold_patch=diff(before, fixed),
+        hidden_tests={
+            "tests/test_calc.py": "from calc import add\n\n\ndef test_add(three):\n    assert add(1, 2) == three\n"
+        },
+        fail_to_pass=("tests/test_calc.py::test_add",),
+        pass_to_pass=(),
+    )
+    for changes in ({"calc/core.py": FIX}, {"calc/core.py": FIX, "conftest.py": REPORT}, {"conftest.py": fixture}):
+        verdict = place.score(diff(before, {**before, **changes}), task)
+        assert verdict.score.total == float("calc/core.py" in changes), verdict.detail
 
 
 def test_a_plugin_of_the_conftest_that_a_patch_changes_is_a_cheat(place: Place, tmp_path: Path) -> None:

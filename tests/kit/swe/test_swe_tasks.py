@@ -57,7 +57,7 @@ def test_rows_of_a_remote_runtime_name_their_image() -> None:
     bench = read_swe_task(BENCH, remote=True)
     assert bench.fail_to_pass == ("tests/test_calc.py::test_add",)
     assert bench.pass_to_pass == ("tests/test_name.py::test_name",)
-    assert (bench.base_commit, bench.test_patch, bench.gold_patch) == ("a" * 40, "the tests", "the fix")
+    assert (bench.base_commit, bench.test_patch, bench.gold_patch) == ("a" * 40, "the tests\n", "the fix\n")
     assert bench.image == "docker.io/swebench/sweb.eval.x86_64.owner_1776_calc-1"
     assert read_swe_task(GYM, remote=True).pass_to_pass == ()
     smith = read_swe_task(SMITH, remote=True)
@@ -278,9 +278,11 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
             remote._pack(Path(str(task.repository and task.repository.path))), tmp_path / "x", tmp_path
         )
     assert (caught.value.status_code, "No space" in caught.value.detail) == (507, True)
-    with pytest.raises(HTTPException) as caught:
-        server._unpack_image(b"no tar", tmp_path / "x", tmp_path)
-    assert caught.value.status_code == wire.REFUSED
+    monkeypatch.setattr(server, "give_away", lambda _: None)
+    for packed in (b"no tar", remote._pack(tmp_path / "images")):
+        with pytest.raises(HTTPException) as caught:
+            server._unpack_image(packed, tmp_path / "x", tmp_path)
+        assert caught.value.status_code == wire.REFUSED
 
 
 def test_a_repository_that_cannot_be_read_is_a_data_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -255,6 +256,10 @@ class SweFactory(EnvFactory):
                 f"environment 'swe': soft_timeout_s={soft_timeout_s:g} must be above 0 and below command_timeout_s, "
                 "without `deployment` (servers of SWE-ReX have no soft time-outs)"
             )
+        if not 0 < command_timeout_s < math.inf:
+            raise ConfigError(f"environment 'swe': command_timeout_s={command_timeout_s:g} must be above 0")
+        if prepared and not Path(prepared).is_dir():
+            raise ConfigError(f"environment 'swe': prepared={prepared} is no folder")
         if require_cgroup and (urls or deployment):
             raise ConfigError(
                 "environment 'swe': sandbox.isolation=strict (require_cgroup) needs runtimes on this machine: no urls "

@@ -233,10 +233,10 @@ class LocalRuntime(FilesByPrograms):
     async def restore(self, name: str) -> None:
         if not name.isdecimal():
             raise CommandFailedError(f"there is no snapshot {name!r}")
+        await self.supervisor.ask("restore", name=name)
         for shell in self._shells.values():
             shell.forget()
         self._shells.clear()
-        await self.supervisor.ask("restore", name=name)
 
     async def close(self) -> None:
         if not self._closed:
@@ -378,7 +378,9 @@ class SupervisorLink:
             self.excess = message["excess"]
         elif "lost" in message:
             self._lose(message["lost"])
-        elif message.get("id") in self._answers and not self._answers[message["id"]].done():
+        if "pid" in message:  # its number may be that of a program that has ended
+            self._ends.pop(message["pid"], None)
+        if message.get("id") in self._answers and not self._answers[message["id"]].done():
             self._answers[message["id"]].set_result(message)
 
     def _lose(self, problem: str) -> None:

@@ -12,11 +12,11 @@ import math
 import secrets
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -58,6 +58,7 @@ WRAPPED = """
 in=$0; d=$(mktemp -d); "$@" <"$in" >"$d/o" 2>"$d/e"; code=$?
 base64 "$d/o"; base64 "$d/e" >&2; rm -rf "$d"; [ "$in" = /dev/null ] || rm -f "$in"; exit $code
 """
+K = TypeVar("K", bound=Hashable)
 log = logging.getLogger(__name__)
 
 
@@ -79,6 +80,7 @@ class RemoteRuntimes(EndpointPool):
         super().__init__("runtime server", urls, HINT, health_timeout_s, "/is_alive", "/is_alive")
         self._owned, self._patience_s = OwnedFolder(store), patience_s
         self._prepared: dict[str, Path] = {}
+        self._preparing: dict[str, asyncio.Task[None]] = {}
         self._sending: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._open: set[RemoteRuntime] = set()
         if token := service_token():
@@ -178,11 +180,7 @@ class RemoteRuntimes(EndpointPool):
 
     async def _send_image(self, server: Endpoint, image: Path, most_mib: int) -> None:
         """Once for all starts that miss it at a time."""
-        key = (server.url, image.name)
-        if key not in self._sending:
-            sending = self._sending[key] = asyncio.create_task(self._put_image(server, image, most_mib))
-            sending.add_done_callback(lambda done: self._sending.pop(key) and (done.cancelled() or done.exception()))
-        await asyncio.shield(self._sending[key])
+        await _shared(self._sending, (server.url, image.name), lambda: self._put_image(server, image, most_mib))
 
     async def _put_image(self, server: Endpoint, image: Path, most_mib: int) -> None:
         packed = await asyncio.to_thread(_pack, image)
@@ -195,11 +193,14 @@ class RemoteRuntimes(EndpointPool):
     async def _image(self, task: SweTask) -> Path:
         """Nothing may be awaited between its return and its use."""
         key = image_key(task)
-        if key not in self._prepared or not self._prepared[key].is_dir():
-            image = self._prepared[key] = await asyncio.to_thread(prepare_image, task, self._images.folder)
-            with self._images.used(image.name):
-                await self._images.make_room(image.name)
+        while key not in self._prepared or not self._prepared[key].is_dir():
+            await _shared(self._preparing, key, lambda: self._prepare(key, task))
         return self._prepared[key]
+
+    async def _prepare(self, key: str, task: SweTask) -> None:
+        image = self._prepared[key] = await asyncio.to_thread(prepare_image, task, self._images.folder)
+        with self._images.used(image.name):
+            await self._images.make_room(image.name)
 
 
 class RemoteRuntime(FilesByPrograms):
@@ -349,6 +350,14 @@ class RemoteRuntime(FilesByPrograms):
             self._lost = f"{self._server.url} answered {answer.status_code}: {answer.text[:300]}"
             raise RuntimeLostError(self._lost)
         return dict(answer.json() or {})
+
+
+async def _shared(tasks: dict[K, asyncio.Task[None]], key: K, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Wait for the task with this key, which the first caller starts."""
+    if key not in tasks:
+        made = tasks[key] = asyncio.create_task(work())
+        made.add_done_callback(lambda done: tasks.pop(key) and (done.cancelled() or done.exception()))
+    await asyncio.shield(tasks[key])
 
 
 async def _answer(server: Endpoint, ask: Callable[[], Awaitable[httpx2.Response]]) -> httpx2.Response:

@@ -35,7 +35,14 @@ from verl.kit.swe.runtime import (
     Runtimes,
     checked,
 )
-from verl.kit.swe.tasks import SweTask, missing_test_files, placed_files, restored_files, test_files
+from verl.kit.swe.tasks import (
+    SweTask,
+    missing_test_files,
+    placed_files,
+    protected_by_fix,
+    restored_files,
+    test_files,
+)
 from verl.types import Score
 
 MAX_PATCH_BYTES = 16 << 20
@@ -69,7 +76,8 @@ code=$?; rm -rf $rest; exit $code
 APPLY = f"""
 export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent
 ulimit -S -t {APPLY_CPU_S}; ulimit -S -v $1
-git apply --whitespace=nowarn ${{2:+"--exclude=$2/*"}} "$0" 2>"$0.log"
+interpreter=$2; shift 2
+git apply --whitespace=nowarn ${{interpreter:+"--exclude=$interpreter/*"}} "$@" "$0" 2>"$0.log"
 code=$?; tail -c 400 "$0.log" >&2; exit $code
 """
 NOT_BY_ITSELF = (None, 126, 127, 137, 143)  # out of time, did not start, or was killed
@@ -110,12 +118,12 @@ class SharedVerdicts:
     """Equal patches of one task are scored once. A time-out or a missing report, which load can cause, is not kept."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], PatchVerdict] = {}
-        self._scoring: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        self._kept: dict[tuple[str, ...], PatchVerdict] = {}
+        self._scoring: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, task: SweTask, patch: str, score: Callable[[], Awaitable[PatchVerdict]]) -> PatchVerdict:
         """Wait for the episode that scores this patch, if there is one; else call `score`, which may raise."""
-        key = (task.id, hashlib.sha256(patch.encode()).hexdigest())
+        key = tuple(hashlib.sha256(text.encode(errors="replace")).hexdigest() for text in (repr(task), patch))
         lock = self._scoring.setdefault(key, asyncio.Lock())
         async with paused():
             await lock.acquire()
@@ -189,12 +197,12 @@ async def _score(runtimes: Runtimes, task: SweTask, patch: str, compiled: Path |
         await runtime.close()
 
 
-async def _apply(runtime: Runtime, task: SweTask, patch: bytes) -> str:
+async def _apply(runtime: Runtime, task: SweTask, patch: bytes, *options: str) -> str:
     """Why git refuses the patch; empty if it does not. Raises RuntimeLostError if git did not end by itself."""
     name = f"/tmp/{secrets.token_hex(8)}.diff"
     await runtime.write(name, patch)
     memory_kib = max(LEAST_APPLY_MIB, min(task.limits.memory_mib, task.limits.file_mib) // 2) << 10
-    done = await runtime.execute(["/bin/sh", "-c", APPLY, name, str(memory_kib), task.own_interpreter])
+    done = await runtime.execute(["/bin/sh", "-c", APPLY, name, str(memory_kib), task.own_interpreter, *options])
     problem = done.stderr.decode(errors="replace").strip()
     if done.exit_code in NOT_BY_ITSELF:
         raise RuntimeLostError(f"{task.id}: git apply did not end by itself ({done.exit_code}): {problem}")
@@ -215,6 +223,10 @@ async def _restore(runtime: Runtime, task: SweTask) -> tuple[list[str], list[str
         )
     await checked(runtime, ["xargs", "-0", "rm", "-rf", "--"], _listed([*names, *task.hidden_tests]))
     await checked(runtime, ["/bin/sh", "-c", SET_BACK], _listed(name for name in names if name in known))
+    if settings := protected_by_fix(task):  # which the fix may need, and the agent's patch cannot have
+        options = [f"--include={name}" for name in settings]
+        if problem := await _apply(runtime, task, task.gold_patch.encode(), *options):
+            raise RuntimeLostError(f"the fix of {task.id} does not apply to {', '.join(settings)}: {problem}")
     for name, text in task.hidden_tests.items():
         await runtime.write(f"{TESTBED}/{name}", text.encode())
     if task.test_patch and (problem := await _apply(runtime, task, task.test_patch.encode())):

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 from weakref import WeakValueDictionary
 
 from fastapi import Body, FastAPI, File, Form, HTTPException, Request, UploadFile
+from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 
 from verl.errors import ConfigError, DataError
@@ -238,7 +239,10 @@ def make_app(leases: Leases) -> FastAPI:
         return {"is_alive": True, "message": ""}
 
     @app.put("/image/{digest}")
-    async def image(digest: str, packed: Annotated[bytes, Body(media_type=wire.TAR)]) -> dict[str, str]:
+    async def image(
+        digest: Annotated[str, PathParameter(pattern="^[0-9a-f]{40}$")],
+        packed: Annotated[bytes, Body(media_type=wire.TAR)],
+    ) -> dict[str, str]:
         await asyncio.to_thread(_unpack_image, packed, leases.images.folder / digest, leases.runtimes.episodes)
         await leases.images.make_room(digest)
         return {}
@@ -278,7 +282,10 @@ def make_app(leases: Leases) -> FastAPI:
     @app.post("/read_file")
     async def read_file(request: Request, body: wire.ReadFile) -> dict[str, str]:
         data: bytes = await once(request, lambda found: found.runtime.read(body.path))
-        return {"content": data.decode(body.encoding or "utf-8", body.errors or "strict")}
+        try:
+            return {"content": data.decode(body.encoding or "utf-8", body.errors or "strict")}
+        except (UnicodeError, LookupError) as error:
+            raise Failure("builtins.ValueError", f"{body.path}: {error}") from error
 
     @app.post("/write_file")
     async def write_file(request: Request, body: wire.WriteFile) -> dict[str, str]:
@@ -324,7 +331,10 @@ def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
             archive.write_bytes(packed)
             with tarfile.open(archive) as tar:
                 tar.extractall(tree, filter="tar")
+            (tree / ".git").stat()  # without which no runtime starts
             give_away(tree)
+        except FileNotFoundError as error:
+            raise HTTPException(wire.REFUSED, "the image has no .git") from error
         except tarfile.TarError as error:
             raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
         except OSError as error:

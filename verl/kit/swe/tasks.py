@@ -195,6 +195,16 @@ def restored_files(task: SweTask, changed: Iterable[str]) -> list[str]:
     return [name for name in changed if name in decided or _matches(name, task.protected) or is_of_tests(name)]
 
 
+def protected_by_fix(task: SweTask) -> list[str]:
+    """The protected files that its own fix changes: verdicts have the fix's."""
+    placed = set(placed_files(task))
+    return [
+        name
+        for name in dict.fromkeys(_patched_files(task.gold_patch))
+        if _matches(name, task.protected) and name not in placed
+    ]
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a path, or its end after a slash, matches a pattern."""
     return any(fnmatch(name, pattern) or fnmatch(name, f"*/{pattern}") for pattern in patterns)
@@ -210,7 +220,7 @@ def _of_swe(row: Mapping[str, Any]) -> SweTask:
     """Columns of SWE-bench and SWE-Gym, and of SWE-smith, whose `patch` is the bug."""
     instance, statement = _text(row, "instance_id"), _text(row, "problem_statement")
     fail, passing = (_names(row, name) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    patch = str(row.get("patch") or "")
+    patch = _diff(row, "patch")
     is_bug = "image_name" in row and "base_commit" not in row
     return SweTask(
         id=instance,
@@ -220,11 +230,17 @@ def _of_swe(row: Mapping[str, Any]) -> SweTask:
         base_commit=str(row.get("base_commit") or ""),
         image=str(row.get("image_name") or row.get("docker_image") or _published_image(row)),
         python=BENCH_PYTHON,
-        test_patch=str(row.get("test_patch") or ""),
+        test_patch=_diff(row, "test_patch"),
         bug_patch=patch if is_bug else "",
         test_timeout_s=TEST_TIMEOUT_S if "repository" in row else BENCH_TIMEOUT_S,
         gold_patch="" if is_bug else patch,
     )
+
+
+def _diff(row: Mapping[str, Any], name: str) -> str:
+    """A patch, whose last line may have lost its end."""
+    text = str(row.get(name) or "")
+    return text if not text or text.endswith("\n") else f"{text}\n"
 
 
 def _published_image(row: Mapping[str, Any]) -> str:

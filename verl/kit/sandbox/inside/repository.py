@@ -125,6 +125,7 @@ class Supervisor:
         return {"name": name}
 
     def _do_restore(self, request: dict[str, Any], _: list[int]) -> dict[str, Any]:
+        (SNAPSHOTS / request["name"]).lstat()  # raises if there is none
         self._end_all()
         for target in MOUNTS.values():
             kernel.unmount(target)
