@@ -120,6 +120,22 @@ def test_a_revision_has_all_files_of_its_commit(tmp_path: Path) -> None:
     assert (image / "outside").readlink() == Path("/usr/lib") and not (image / "later.py").exists()
 
 
+def test_a_revision_of_a_folder_has_its_files_as_they_were_committed(tmp_path: Path) -> None:
+    source = with_history(tmp_path / "calc")
+    git(source, "config", "core.autocrlf", "true")
+    image = prepare_image(calc_task(tmp_path, repository=Repository(str(source / "calc"), "HEAD")), tmp_path / "images")
+    assert {path.name for path in image.iterdir()} == {".git", *(path.name for path in (source / "calc").iterdir())}
+    assert (image / "core.py").read_bytes() == (source / "calc" / "core.py").read_bytes()
+
+
+def test_what_r2e_gym_withholds_is_in_no_image(tmp_path: Path) -> None:
+    withheld = {"r2e_tests/test_1.py": f"{TEST} ", "run_tests.sh": "", "parsed_commit.json": "the fix"}
+    write(tmp_path / "calc__abc", FILES | withheld)
+    image = prepare_image(read_swe_task(R2E, tmp_path), tmp_path / "images")
+    assert not withheld.keys() & {str(path.relative_to(image)) for path in image.rglob("*")}
+    assert (image / "calc" / "core.py").exists()
+
+
 @pytest.mark.parametrize("revision", ["-o/tmp/written", "--help", "HEAD:calc", "absent"])
 def test_a_revision_is_a_commit(tmp_path: Path, revision: str) -> None:
     source = with_history(tmp_path / "calc")

@@ -14,7 +14,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def _make_image(tree: Path, task: SweTask) -> str:
     _run(["git", "init", "-q", "-b", "main"], tree, "repository")
     if task.bug_patch:
         _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)
-    _remove_hidden(tree, task.hidden_tests)
+    _remove_hidden(tree, task)
     _run(["git", "add", "-A", "-f"], tree, "repository")
     _run(["git", "-c", "gc.auto=0", "commit", "-q", "--allow-empty", "-m", "base"], tree, "repository")
     give_away(tree)
@@ -132,8 +132,8 @@ def _make_image(tree: Path, task: SweTask) -> str:
 
 def image_key(task: SweTask) -> str:
     """Equal for tasks whose images are equal, if folders have not changed."""
-    hidden = sorted(task.hidden_tests.items())
-    parts = [task.repository and (task.repository.path, task.repository.revision), task.bug_patch, hidden]
+    source = task.repository and (task.repository.path, task.repository.revision)
+    parts = [source, task.bug_patch, sorted(task.hidden_tests.items()), task.withheld]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -170,17 +170,18 @@ def _fill(tree: Path, repository: Repository) -> None:
 
 
 def _check_out(tree: Path, source: Path, revision: str) -> None:
-    """All files of a commit; `git archive` would leave out those with the attribute export-ignore."""
+    """The files of a commit below the folder; `git archive` would leave out those with the attribute export-ignore."""
     git = ["git", "-C", str(source), "-c", "safe.directory=*", "rev-parse"]
     try:
         commit = _run([*git, "--verify", "--end-of-options", f"{revision}^{{commit}}"], tree, "repository")
     except DataError as error:
         problem = f"{source} at {revision}: {error.problem}"
         raise DataError(problem, "a git repository with this revision", field="repository") from error
-    folder = _run([*git, "--absolute-git-dir"], tree, "repository")
-    git = ["git", f"--git-dir={folder.strip()}", f"--work-tree={tree}"]
+    folder = _run([*git, "--absolute-git-dir"], tree, "repository").strip()
+    prefix = _run([*git, "--show-prefix"], tree, "repository").strip()
+    git = ["git", f"--git-dir={folder}", f"--work-tree={tree}", "-c", "core.autocrlf=false", "-c", "core.eol=lf"]
     index = {"GIT_INDEX_FILE": str(tree.with_name("index"))}
-    _run([*git, "read-tree", commit.strip()], tree, "repository", **index)
+    _run([*git, "read-tree", f"{commit.strip()}:{prefix}"], tree, "repository", **index)
     _run([*git, "checkout-index", "--all"], tree, "repository", **index)
 
 
@@ -200,9 +201,14 @@ def _size(folder: Path) -> int:
     return sum(Path(each, name).lstat().st_blocks << 9 for each, _, files in os.walk(folder) for name in files)
 
 
-def _remove_hidden(tree: Path, hidden: Mapping[str, str]) -> None:
-    """Hidden tests that the repository has; older versions of them stay."""
-    for name, text in hidden.items():
+def _remove_hidden(tree: Path, task: SweTask) -> None:
+    """What is withheld, and hidden tests that the repository has; older versions of them stay."""
+    for path in (tree / name for name in task.withheld):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for name, text in task.hidden_tests.items():
         path = tree / name
         if path.is_file() and path.read_bytes() == text.encode():
             path.unlink()

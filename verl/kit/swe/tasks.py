@@ -31,7 +31,11 @@ TEST_FILES = ("test_*", "*_test.py", "tests.py")  # of the tests in other folder
 FUNCTION = r"[A-Za-z_]\w*(\.\w+)*"  # a test without its file
 OWN_TEXTS = ("environment", "file", "setup", "bug_patch")  # columns of our rows
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
-R2E_SETUP = f"rm -rf /{R2E_TESTS} {TESTBED}/{R2E_TESTS} {TESTBED}/run_tests.sh\n"  # its images have them
+R2E_WITHHELD = (  # as its own loader withholds them; some hold the fix
+    R2E_TESTS, "run_tests.sh", "syn_issue.json", "expected_test_output.json", "execution_result.json",
+    "parsed_commit.json", "modified_files.json", "modified_entities.json",
+)  # fmt: skip
+R2E_SETUP = f"rm -rf /{R2E_TESTS} {' '.join(f'{TESTBED}/{name}' for name in R2E_WITHHELD)}\n"  # of its images
 BENCH_IMAGES = "docker.io/swebench/sweb.eval.x86_64."  # SWE-bench's images, by instance
 GYM_IMAGES = "docker.io/xingyaoww/sweb.eval.x86_64."  # SWE-Gym's
 GYM_REPOSITORIES = {
@@ -62,6 +66,7 @@ class SweTask:
     setup:        shell commands after the start of a runtime
     fail_to_pass, pass_to_pass: pytest's node ids, which must all pass after the fix; or, for all, names without files
     hidden_tests: path in the repository -> content; the policy never sees them
+    withheld:     other files and folders of the repository that the policy must not see
     test_patch:   the same as a diff
     bug_patch:    applied to the repository first
     image_tests:  hidden tests that the image holds, removed where the policy works
@@ -84,6 +89,7 @@ class SweTask:
     file: str = ""
     setup: str = ""
     hidden_tests: Mapping[str, str] = field(default_factory=dict)
+    withheld: tuple[str, ...] = ()
     test_patch: str = ""
     bug_patch: str = ""
     image_tests: tuple[str, ...] = ()
@@ -265,6 +271,7 @@ def _of_r2e(row: Mapping[str, Any]) -> SweTask:
         image=_text(row, "docker_image"),
         python=f"{TESTBED}/.venv/bin/python",
         hidden_tests={f"{R2E_TESTS}/{Path(name).name}": code for name, code in tests.items()},
+        withheld=R2E_WITHHELD,
     )
 
 
