@@ -225,14 +225,15 @@ def test_the_shell_keeps_its_state_and_shows_how_a_command_ended(place: Place) -
         call("bash", command="echo before; sleep 60"),
         call("bash", command="exit 1"),
         call("bash", command="echo 1\0 $x"),
+        call("bash", command="echo here; sh -c 'kill -SEGV $$'"),
         call("bash"),
         call("python", code="1"),
     )
     assert seen[0] == "" and seen[1] == "7\n/tmp\n[exit code 3]"
     assert seen[2] == "before\n[stopped after 5 s]"
     assert "[killed: the shell has ended]" in seen[3] and "[a new shell" in seen[3]
-    assert seen[4] == "1"
-    assert "command" in seen[5] and "there is no function 'python'" in seen[6]
+    assert seen[4] == "1" and seen[5] == "here\n[exit code 139: SIGSEGV]"
+    assert "command" in seen[6] and "there is no function 'python'" in seen[7]
 
 
 def test_after_a_soft_time_out_the_agent_waits_or_interrupts(place: Place) -> None:
@@ -263,7 +264,7 @@ def test_after_a_soft_time_out_the_agent_waits_or_interrupts(place: Place) -> No
     running = "[still running. Send an empty command to wait for it, or C-c to interrupt it.]"
     assert seen[0] == f"one\n{running}" and "still running" in seen[1] and "three" not in seen[1]
     assert seen[2] == "two" and "No command is running" in seen[3]
-    assert seen[4:7] == [f"a\n{running}", "[exit code 130]", "7"]
+    assert seen[4:7] == [f"a\n{running}", "[exit code 130: SIGINT]", "7"]
     assert seen[7:10] == [running] * 3 and seen[10] == "[stopped after 4 s]" and seen[11] == "again"
     statuses = [result.tool_uses[0].status for result in played]
     assert statuses[1] is statuses[3] is ToolStatus.USER_ERROR and statuses[10] is ToolStatus.TIMEOUT

@@ -14,8 +14,9 @@ import pytest
 from scripts.data.validation import diff
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import BUG, FILES, FIX, GOLD, TEST, calc_task, git, patch, pytest_environment, write
+from verl.kit.swe import scoring
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
-from verl.kit.swe.runtime import Completed, RuntimeLimits, RuntimeLostError
+from verl.kit.swe.runtime import CommandFailedError, Completed, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, PatchVerdict, collect_patch, make_sentinels, score_patch
 from verl.kit.swe.tasks import Repository, SweTask
 
@@ -817,6 +818,19 @@ def test_names_of_functions_are_looked_up_in_the_test_patch(place: Place) -> Non
     )
     assert place.score(GOLD, task).outcome is PatchOutcome.RESOLVED
     assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
+
+
+def test_a_machine_that_is_too_slow_to_collect_a_patch_is_at_fault(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the agent left ends git by its CPU time: no fault."""
+    monkeypatch.setattr(scoring, "COLLECT", "exit 152")
+    with pytest.raises(CommandFailedError, match="git: 152"):
+        place.session("true")
+    monkeypatch.setattr(scoring, "COLLECT", "sleep 60")
+    monkeypatch.setattr(scoring, "COLLECT_S", 0.5)
+    with pytest.raises(RuntimeLostError, match=r"calc: its patch was not collected within 0\.5 s"):
+        place.session("true")
 
 
 def test_collecting_survives_unreadable_files(place: Place) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -49,7 +50,8 @@ MAX_PATCH_BYTES = 16 << 20
 LEAST_APPLY_MIB = 128  # of memory for git, which reads all of a patch
 MOST_KEPT = 4096  # verdicts on patches that may come again
 SLACK_S = 60.0  # for starting the interpreter, beyond the limits of its runs
-APPLY_CPU_S = 60
+APPLY_CPU_S, COLLECT_CPU_S = 60, 120
+COLLECT_S = 600.0  # beyond which the machine is at fault: what the agent left ends by its CPU time
 TRUSTED = f"""
 rest=$(mktemp -d); mkdir $rest/objects
 export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJECT_DIRECTORY=$rest/objects
@@ -58,6 +60,7 @@ trusted="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.autocrl
 """
 # $0 is the folder of the interpreter, if the repository holds it.
 COLLECT = f"""{TRUSTED}
+ulimit -S -t {COLLECT_CPU_S}
 $trusted read-tree HEAD && $trusted add -A --ignore-errors -- . ${{0:+":(exclude)$0"}} 2>/dev/null
 $trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames HEAD -- . "$@" \\
   >$rest/diff
@@ -153,13 +156,21 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
     """The changes of the work tree: binary files and modes included, protected files and tests excluded.
 
     Neither commits of the session, its git settings nor its .git folder matter. Latin-1 text stands for the bytes. Of a
-    task folder all of the working folder is taken.
+    task folder all of the working folder is taken. Raises RuntimeLostError; CommandFailedError if git cannot read it.
     """
     if task.harbor is not None:
         return (await pack(runtime, task.harbor, task.limits)).decode("latin-1")
     excluded = [f":(exclude,glob)**/{pattern}" for pattern in task.protected]
     excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
-    return (await checked(runtime, ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded])).decode("latin-1")
+    async with paused():
+        began = perf_counter()
+        command = ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded]
+        done = await runtime.execute(command, timeout_s=COLLECT_S)
+    if done.exit_code is None and perf_counter() - began >= COLLECT_S:
+        raise RuntimeLostError(f"{task.id}: its patch was not collected within {COLLECT_S:g} s")
+    if done.exit_code != 0:
+        raise CommandFailedError(f"git: {done.stderr.decode(errors='replace')[-500:] or done.exit_code}")
+    return done.stdout.decode("latin-1")
 
 
 async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: Path | None = None) -> PatchVerdict:

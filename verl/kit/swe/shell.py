@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ ONE_COMMAND = (
 )
 INTERRUPT_S = 2.0  # until an interrupted command is killed with its shell
 START_S = 20.0
+# Bash's own, without a terminal, after a program that a signal ended.
+NOISE = re.compile(r"^bash: \[\d+: \d+ \(\d+\)\] tcsetattr: Inappropriate ioctl for device\n", re.MULTILINE)
 CHUNK = 1 << 16
 MAX_CHUNKS = 64  # drained after a command: a background process may write without end
 
@@ -168,7 +171,7 @@ class RuntimeShell:
     def _made(
         self, code: int | None, status: CommandStatus, reason: str = "", *, restarted: bool = False
     ) -> CommandResult:
-        return CommandResult(self._collected.text(), code, status, self._cwd, reason, restarted)
+        return CommandResult(NOISE.sub("", self._collected.text()), code, status, self._cwd, reason, restarted)
 
     def _take_output(self) -> bool:
         with contextlib.suppress(BlockingIOError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,7 +232,7 @@ class AgentTools:
 def _shown(result: CommandResult) -> str:
     notes = [result.output.rstrip()]
     if result.exit_code:
-        notes.append(f"[exit code {result.exit_code}]")
+        notes.append(f"[exit code {result.exit_code}{_signal(result.exit_code - 128)}]")
     if result.status is CommandStatus.RUNNING:
         notes.append(f"[still running. {WAIT_OR_INTERRUPT}]")
     if result.status is CommandStatus.KILLED:
@@ -239,6 +240,11 @@ def _shown(result: CommandResult) -> str:
     if result.shell_restarted:
         notes.append("[a new shell is used from now on: variables are lost]")
     return "\n".join(note for note in notes if note)
+
+
+def _signal(number: int) -> str:
+    """Its name, as of the exit code of a program that it ended."""
+    return f": {signal.Signals(number).name}" if number in set(signal.Signals) else ""
 
 
 def _plain(text: str) -> str:
