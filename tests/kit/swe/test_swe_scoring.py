@@ -613,12 +613,13 @@ def test_a_helper_of_the_tests_is_set_back(place: Place, tmp_path: Path, changes
 
 def test_no_patch_changes_the_interpreter_of_the_repository(place: Place, tmp_path: Path) -> None:
     """R2E-Gym's is in /testbed/.venv: such parts of a patch are dropped, others count."""
-    python = '#!/bin/sh\nexec /environment/bin/python "$@"\n'
-    before = {**FILES, ".venv/bin/python": python, ".venv/lib/x.py": "1\n"}
-    folder = write(tmp_path / "calc", before)
-    (folder / ".venv/bin/python").chmod(0o755)
+    folder = write(tmp_path / "calc", FILES)
+    Path(pytest_environment(tmp_path)).rename(folder / ".venv")
+    settings = (folder / ".venv/pyvenv.cfg").read_text()
+    before = {**FILES, ".venv/pyvenv.cfg": settings, ".venv/lib/x.py": "1\n"}
+    write(folder, before)
     task = replace(place.task, repository=Repository(str(folder)), python="/testbed/.venv/bin/python")
-    cheat = {".venv/bin/python": "#!/bin/sh\nexit 1\n", ".venv/lib/x.py": "2\n", ".venv/new/x.pth": "3\n"}
+    cheat = {".venv/pyvenv.cfg": "home = /tmp\n", ".venv/lib/x.py": "2\n", ".venv/new/x.pth": "3\n"}
     assert place.score(diff(before, {**before, **cheat}), task).outcome is PatchOutcome.UNRESOLVED
     assert place.score(diff(before, {**before, **cheat, "calc/core.py": FIX}), task).outcome is PatchOutcome.RESOLVED
     made = place.session("sed -i s/1/2/ .venv/lib/x.py; touch .venv/y; sed -i 's/a - b/a + b/' calc/core.py", task)

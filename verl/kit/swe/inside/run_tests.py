@@ -60,7 +60,8 @@ def main() -> None:
     except ImportError as error:
         sys.stdout.write(json.dumps({"problem": f"pytest cannot be imported: {error}"}))
         return
-    if str(pytest.__file__).startswith(request["root"]):
+    own, place = f"{sys.prefix}{os.sep}", str(pytest.__file__)  # an interpreter in the repository is no part of patches
+    if place.startswith(request["root"]) and not place.startswith(own):
         sys.stdout.write(json.dumps({"problem": "pytest is the repository's, which a patch can change"}))
         return
     # Compiled files in the repository are ignored, and those that a run leaves.
