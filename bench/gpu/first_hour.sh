@@ -49,9 +49,12 @@ for name in "${chosen[@]}"; do
         exit 2
     fi
 done
-if ((${#rehearse[@]} == 0)); then  # half a minute, against pieces that all end with the same missing package
+alone=" kernels pack "  # need neither vLLM nor Ray
+for name in "${chosen[@]}"; do [[ "$alone" == *" $name "* ]] || engines=true; done
+if ((${#rehearse[@]} == 0)) && [[ -n "${engines:-}" ]]; then  # against pieces that all end with the same missing package
     "$python" -c "import vllm.v1.engine.async_llm, vllm.v1.worker.gpu_worker, ray, pytest, pandas, tensorboard" || {
-        echo "a package is missing or broken; bash $here/first_hour.sh stage packs all of them" >&2
+        echo "a package is missing or broken; bash $here/first_hour.sh stage packs all of them, and" \
+            "bash $here/first_hour.sh kernels pack runs without vLLM and Ray" >&2
         exit 2
     }
 fi

@@ -353,6 +353,12 @@ def test_the_kl_controller_is_made_where_a_target_is_set() -> None:
         )
 
 
+@pytest.mark.parametrize(("placement", "shares"), [("colocated", True), ("separate", False)])
+def test_ranks_free_cached_memory_for_engines_on_their_gpus_alone(placement: str, shares: bool) -> None:
+    config = load_config(["model.path=unused", f"rollout.placement={placement}"])
+    assert rank_spec(config, build_algorithm(config.algorithm, 64, 0), "cpu", total_steps=1).shares_device is shares
+
+
 def test_what_ranks_build_follows_the_algorithm(tmp_path: Path) -> None:
     config = load_config([*run_words(tmp_path, tmp_path, "hf", 10), "algorithm.name=ppo", "critic.path=other"])
     spec = rank_spec(config, build_algorithm(config.algorithm, 64, 0), "cpu", total_steps=10)

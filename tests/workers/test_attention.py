@@ -29,6 +29,7 @@ from verl.workers.attention import (
     window_mask,
     window_size,
 )
+from verl.workers.fused import _WithParts
 
 PACK = (Segment(0, 7), Segment(7, 10, 0), Segment(10, 15, 0), Segment(15, 19), Segment(19, 20, 3))
 HEADS, KEY_HEADS, SIZE = 4, 2, 16
@@ -193,6 +194,28 @@ def test_windows_by_hand() -> None:
 def test_what_packs_do_not_compute_is_refused_by_name(option: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"Module needs {named}: training supports only causal attention"):
         packed_attention(nn.Module(), *random_inputs(torch.float32), None, 0.3, segments=PACK, **option)
+
+
+def test_a_refusal_names_the_models_own_module() -> None:
+    """Also if its parts are replaced."""
+    with pytest.raises(ConfigError, match=r"^Linear needs softcap=50\.0"):
+        packed_attention(
+            _WithParts(nn.Linear(1, 1), {}),  # type: ignore[arg-type]
+            *random_inputs(torch.float32),
+            None,
+            0.3,
+            segments=PACK,
+            softcap=50.0,
+        )
+
+
+def test_plans_move_to_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packs do: the host does not wait for the device."""
+    calls: list[str] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (calls.append("pinned"), tensor)[1])
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: (calls.append(f"{non_blocking}"), tensor)[1])
+    varlen_plan.__wrapped__(PACK, torch.device("cuda"))
+    assert calls == ["pinned", "True"] * 5
 
 
 def test_attention_to_later_tokens_is_refused() -> None:

@@ -65,12 +65,17 @@ def packed_attention(
     if refused:
         shown = (f"{name}={each}" if isinstance(each, _PLAIN) else name for name, each in refused.items())
         raise ConfigError(
-            f"{type(module).__name__} needs {', '.join(shown)}: training supports only causal attention, with or "
+            f"{_kind(module)} needs {', '.join(shown)}: training supports only causal attention, with or "
             "without a sliding window (docs/training.md)"
         )
     half = query.dtype in (torch.bfloat16, torch.float16)
     compute = by_varlen if query.device.type != "cpu" and half else by_segments
     return compute(query, key, value, tuple(segments), scaling, sliding_window), None
+
+
+def _kind(module: Any) -> str:
+    """The class of the model's own module, also of one whose parts are replaced (`fused.py`)."""
+    return type(getattr(module, "replaces_parts_of", module)).__name__
 
 
 def register() -> None:

@@ -69,8 +69,8 @@ def is_wanted(setting: str) -> bool:
     if setting == "liger" and not tested:
         what = "is not installed" if found is None else f"{found} is installed, and {_TESTED} is tested"
         raise ConfigError(f"model.fused_kernels=liger, but liger-kernel {what}: pip install 'liger-kernel{_TESTED}'")
-    if found is not None and not tested and setting == "auto":
-        _log.warning("liger-kernel %s is not used: tested is %s", found, _TESTED)
+    if not tested and setting == "auto":
+        _log.warning("liger-kernel is not used: %s; tested is %s", found or "not installed", _TESTED)
     return tested and setting != "none"
 
 
@@ -211,10 +211,10 @@ class _WithParts:
     """A module some of whose parts are replaced."""
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self._module, self._parts = module, parts
+        self.replaces_parts_of, self._parts = module, parts
 
     def __getattr__(self, name: str) -> Any:
-        return self._parts.get(name) or getattr(self._module, name)
+        return self._parts.get(name) or getattr(self.replaces_parts_of, name)
 
 
 def _computed(part: nn.Module, expected: Tensor, found: Tensor, hidden: Tensor) -> Any:

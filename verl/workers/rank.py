@@ -168,7 +168,7 @@ class TrainingRank:
             spec.compute_dtype.itemsize,
             self.policy.engine.num_shards,
             fused=with_kernels,
-            kept_bytes=max_kept_bytes(total) if with_kernels else 0,
+            kept_bytes=max_kept_bytes(total) if spec.fused_kernels != "none" else 0,
         )
         numbers = [layers_to_checkpoint(each, spec.largest_pack, settings, total, held) for each in shapes]
         most = torch.tensor(max(numbers))
