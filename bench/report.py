@@ -63,7 +63,8 @@ def enlarged(run: Path, folder: Path, steps: int, rollouts: int) -> None:
     writer = SampleFiles(folder, str)
     for number, path in enumerate(samples, 1):
         writer.write(number, _counted(read_samples(path), rollouts))
-    samples = [path.rename(folder / path.name.replace("step", "made")) for path in (folder / "samples").iterdir()]
+    made = sorted((folder / "samples").iterdir())  # each beside the transcript of its step
+    samples = [path.rename(folder / path.name.replace("step", "made")) for path in made]
     for step in range(1, steps + 1):
         os.link(long[step % len(long)], folder / "transcripts" / f"step-{step:06d}.jsonl")
         shutil.copy(samples[step % len(samples)], folder / "samples" / f"step-{step:06d}.npz")

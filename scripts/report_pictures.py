@@ -19,9 +19,7 @@ from typing import Any
 from PIL import Image
 
 _LAST = "found.step = String(Math.max(...meta().step)); found.kept = true;"
-_CHOOSE = (
-    "[...document.querySelectorAll('.item')].find((item) => !/ 4 /.test(item.textContent.split('tokens')[0]))?.click()"
-)
+_CHOOSE = "[...document.querySelectorAll('.item')].find((item) => !item.textContent.includes('· 4 ·'))?.click()"
 _SHADE = "const e = document.querySelector('.shade'); e.value = 'entropy'; e.dispatchEvent(new Event('change'))"
 _TIP = (
     "document.querySelector('.tokens').scrollIntoView({ block: 'center' });"
@@ -64,12 +62,25 @@ def browser(phone: bool) -> Any:
     return driver
 
 
+def _run(driver: Any, script: str) -> None:
+    """Run a script, again until it finds its elements: a busy machine shows them late."""
+    from selenium.common.exceptions import JavascriptException
+
+    for _ in range(50):
+        try:
+            driver.execute_script(script)
+            return
+        except JavascriptException:
+            time.sleep(0.2)
+    driver.execute_script(script)
+
+
 def draw(driver: Any, name: str, theme: str, path: Path) -> None:
     page, before, after = _PICTURES[name]
     driver.execute_script(f"{before}; setTheme('{theme}'); report.shown = null; location.hash = ''")
     time.sleep(0.5)
     for script in (f"location.hash = '{page}'", *after):
-        driver.execute_script(script)
+        _run(driver, script)
         time.sleep(1.0)  # curves are drawn and chunks are read
     image = Image.open(BytesIO(driver.get_screenshot_as_png()))
     colors = image.convert("RGB").quantize(

@@ -179,6 +179,8 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
         assert verdict(read_run(tmp_path))[2].startswith(looked)
     write_jsonl(tmp_path / "metrics.jsonl", rows[:3])
     assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "mine/loss": 1.0}])
+    assert verdict(read_run(tmp_path))[0] == "No reward is logged."
 
 
 def test_a_run_without_rewards_is_judged_by_its_loss(tmp_path: Path) -> None:
@@ -565,6 +567,9 @@ def test_a_step_between_the_page_and_its_stream_is_an_event(tmp_path: Path) -> N
                 patch.setattr(serve, "render", slow)
                 seen = embedded(_answer(server.server_port, "/", "localhost")[1], "data")["live"]
             assert _first_event(server.server_port, seen) == f"event: changed\nid: {server.version()}"
+            before = server.version()
+            append_jsonl(folder / "collapses.jsonl", {"step": 14, "alarms": ["one"]})
+            assert _first_event(server.server_port, before) == f"event: changed\nid: {server.version()}"
             before = server.version()
             (folder / "logs").mkdir()
             (folder / "logs" / "crash-20260101-120000.txt").write_text("RuntimeError: no memory left\n")
