@@ -77,8 +77,9 @@ def _run(driver: Any, script: str) -> None:
 
 def draw(driver: Any, name: str, theme: str, path: Path) -> None:
     page, before, after = _PICTURES[name]
-    driver.execute_script(f"{before}; setTheme('{theme}'); report.shown = null; location.hash = ''")
+    driver.execute_script(f"setTheme('{theme}'); report.shown = null; location.hash = ''")
     time.sleep(0.5)
+    driver.execute_script(before)
     for script in (f"location.hash = '{page}'", *after):
         _run(driver, script)
         time.sleep(1.0)  # curves are drawn and chunks are read
