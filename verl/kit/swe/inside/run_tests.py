@@ -70,9 +70,10 @@ def main() -> None:
     gc.freeze()  # forks neither traverse nor copy what is loaded
     _set_dumpable(0)
     first, *rest = request["runs"]
-    runs = [_run(request, first, pytest)]
+    original = _fingerprint()  # the same in forks
+    runs = [_run(request, first, pytest, original)]
     if all(runs[0]["outcomes"].get(name) == "passed" for name in first["tests"]):
-        runs += [_run(request, run, pytest) for run in rest]
+        runs += [_run(request, run, pytest, original) for run in rest]
     sys.stdout.write(json.dumps({"runs": runs}))
 
 
@@ -92,7 +93,7 @@ def _set_dumpable(value: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, value, 0, 0, 0)
 
 
-def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any) -> dict[str, Any]:
+def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any, original: Fingerprint) -> dict[str, Any]:
     """One run in a fork; its outcomes count only if it ended regularly in time."""
     reads, writes = os.pipe()
     token = os.urandom(16).hex()
@@ -105,7 +106,7 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any) -> dict[str,
     pid = os.fork()
     if pid == 0:
         os.close(reads)
-        _run_pytest(request, files, run, pytest, writes, token, log.fileno())
+        _run_pytest(request, files, run, pytest, original, writes, token, log.fileno())
     os.close(writes)
     data, code = _wait(pid, reads, run["timeout_s"])
     reported: dict[str, list[str]] = {"end": [], "tampered": []}
@@ -193,7 +194,14 @@ def _expects_failures(root: str, name: str, files: Sequence[str]) -> bool:
 
 
 def _run_pytest(
-    request: dict[str, Any], files: list[str], run: dict[str, Any], pytest: Any, writes: int, token: str, log: int
+    request: dict[str, Any],
+    files: list[str],
+    run: dict[str, Any],
+    pytest: Any,
+    original: Fingerprint,
+    writes: int,
+    token: str,
+    log: int,
 ) -> None:
     """Run pytest in this fork, with hooks that report. Never returns.
 
@@ -209,24 +217,27 @@ def _run_pytest(
     shorten = re.compile(r"\[/(?!/)[^*]*(/[^*/]*)\]").sub
     phases: dict[str, dict[str, str]] = {}
     known: set[int] = set()  # plugins
-    write, fingerprint, difference, states_of, strange_hooks = (
+    write, fingerprint, difference, strange_hooks, states_of = (
         os.write,
         _fingerprint,
         _difference,
-        _states,
         _strange_hooks,
+        _states,
     )
-    before, states = states_of(files), [fingerprint()]
+    before, states = states_of(files), [original]
 
     def send(what: str, name: str) -> None:
         """what: "tampered", "end" or the outcome of a test"""
         write(writes, f"{token} {what} {name!a}\n".encode())
 
     def check() -> None:
-        """While tests are collected, and when all have ended: what they patch meanwhile is their own."""
+        """When all tests are collected, and when all have ended: what they patch meanwhile is their own."""
         found = difference(states, fingerprint())
         if found:
             send("tampered", found)
+        check_files()
+
+    def check_files() -> None:
         if states_of(files) != before:
             send("tampered", "files of the tests were changed")
 
@@ -248,7 +259,7 @@ def _run_pytest(
 
     def pytest_collectstart(collector: Any) -> None:
         if isinstance(collector, pytest.Module):
-            check()
+            check_files()
 
     def pytest_collection_modifyitems(items: list[Any]) -> None:
         items[:] = [item for item in items if name_of(item.nodeid) in wanted]
@@ -257,8 +268,9 @@ def _run_pytest(
         check()
         for plugin in session.config.pluginmanager.get_plugins():
             strange = strange_hooks(plugin, root, changed) if plugin is not hooks else ()
-            if strange and (id(plugin) not in known or strange[0] in changed):
-                send("tampered", f"a plugin was added: {strange[0]}")
+            added = [file for file in strange if id(plugin) not in known or file in changed]
+            if added:
+                send("tampered", f"a plugin was added: {added[0]}")
 
     def pytest_runtest_logreport(report: Any) -> None:
         if report.outcome == "skipped" and hasattr(report, "wasxfail"):
@@ -301,12 +313,19 @@ def _run_pytest(
 
 
 def _strange_hooks(plugin: Any, root: str, changed: frozenset[str]) -> list[str]:
-    """The files of its hooks that a patch changed or made. Those of conftest.py are as they were."""
+    """The files of its hooks, but for those of installed packages and of the repository without the patch.
+
+    A wrapper of the standard library hides whose code it calls.
+    """
     names = [name for name in dir(plugin) if name.startswith("pytest_")]
     hooks = [hook for hook in (getattr(plugin, name, None) for name in names) if callable(hook)]
     files = [str(getattr(getattr(hook, "__code__", None), "co_filename", "")) for hook in hooks]
-    places = (root, sys.prefix, sys.base_prefix)
-    return [file or repr(type(plugin)) for file in files if file in changed or not file.startswith(places)]
+
+    def is_fine(file: str) -> bool:
+        installed = file.startswith((sys.prefix, sys.base_prefix)) and "-packages" in file
+        return installed or (file.startswith(root) and file not in changed)
+
+    return [file or repr(type(plugin)) for file in files if not is_fine(file)]
 
 
 def _fingerprint() -> Fingerprint:
@@ -359,6 +378,8 @@ def _difference(states: Sequence[Fingerprint], now: Fingerprint) -> str:
 
     By a function of pytest itself is fine: it has such patches, and a sentinel notices their abuse.
     """
+    if now in states:
+        return ""
     changed = [(key, identity) for key, identity in now.items() if all(each.get(key) != identity for each in states)]
     known = {identity[1] for each in states for identity in each.values() if identity[1:]} if changed else set()
     for key, identity in changed:
