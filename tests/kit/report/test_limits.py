@@ -66,12 +66,15 @@ def _mixed(folder: Path) -> None:
 
 
 def _tokens(folder: Path) -> None:
-    """Samples of 4,000 tokens."""
+    """Samples of 4,000 tokens, of the rollouts at their lines."""
     files = SampleFiles(folder, lambda ids: f" {noise(ids[0] % 40)}")
     values = np.random.default_rng(0)
     for step in range(1, 13):
         kept = read_samples(samples_path(folder, step))
+        rollouts = read_jsonl(folder / "transcripts" / f"step-{step:06d}.jsonl")
         for sample in kept.samples:
+            for name in ("task_id", "index"):
+                object.__setattr__(sample, name, rollouts[sample.line or 0][name])
             names = ("token_ids", "mask", "versions")
             for name in names:
                 object.__setattr__(sample, name, np.resize(getattr(sample, name), 4000))

@@ -44,7 +44,9 @@ def ran(tmp_path: Path) -> Path:
 
 def run_with(folder: Path, **settings: Any) -> Path:
     save_report_run(folder, steps=2)
-    (folder / "config.yaml").write_text(json.dumps({"reward": {"name": "rlla"}, **settings}))
+    (folder / "config.yaml").write_text(
+        json.dumps({"reward": {"name": "rlla"}, "algorithm": {"name": "grpo"}, **settings})
+    )
     return folder
 
 
