@@ -499,9 +499,12 @@ class RayGroup:
 
 
 def _lost_node(node: str) -> str | None:
-    """None for one that is in the cluster. Ray takes some seconds to notice the loss of one."""
+    """None for one that is in the cluster. Ray lists a lost one for some seconds more, so its raylet is asked, too."""
     info = next(each for each in ray.nodes() if each["NodeID"] == node)  # type: ignore[no-untyped-call]
-    return None if info["Alive"] else f"its node {node[:8]} at {info['NodeManagerAddress']} has left the cluster"
+    host = info["NodeManagerAddress"]
+    if info["Alive"] and _refusal(host, info["NodeManagerPort"]) is None:
+        return None
+    return f"its node {node[:8]} at {host} has left the cluster"
 
 
 def _statuses_at(place: str, node: str, pids: Sequence[int], nodes: dict[str, Any]) -> dict[int, str]:
@@ -531,13 +534,20 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except (OSError, OverflowError) as error:
+    if (error := _refusal(host.strip("[]"), int(port))) is not None:
         raise ConfigError(
             f"RAY_ADDRESS={address} is unreachable ({error}); "
             "start a cluster there with `ray start --head`, or unset RAY_ADDRESS to train on this machine only"
         ) from error
+
+
+def _refusal(host: str, port: int) -> Exception | None:
+    """Why nothing listens at this address, or None."""
+    try:
+        socket.create_connection((host, port), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        return error
+    return None
 
 
 def log_tails(problem: str) -> str:

@@ -202,14 +202,17 @@ class TrainingRun:
         Raises CollapseError if the run must stop.
         """
         message = "\n".join(str(alarm) for alarm in alarms)
-        if self.settings.on_collapse == "warn":
+        step, action = self.trainer.step, self.settings.on_collapse
+        path = None if action == "warn" else self.store.latest(hashes=True)
+        if action == "rollback" and (path is None or self.rollbacks == MAX_ROLLBACKS):
+            action = "stop"
+        back_to = path.name if path is not None and action == "rollback" else None
+        report = {"step": step, "action": action, "alarms": message.splitlines(), "back_to": back_to}
+        append_jsonl(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
+        if action == "warn":
             _log.warning("%s", message)
             return False
-        step, path = self.trainer.step, self.store.latest(hashes=True)
-        retry = path is not None and self.settings.on_collapse == "rollback" and self.rollbacks < MAX_ROLLBACKS
-        report = {"step": step, "alarms": message.splitlines(), "back_to": path.name if path and retry else None}
-        append_jsonl(self.folder / "collapses.jsonl", {**report, "metrics": finite(metrics)})
-        if path is None or not retry:
+        if path is None or action == "stop":
             self.trackers.log(step, metrics)
             tried = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""
             rest = "there is no checkpoint yet" if path is None else f"the last good checkpoint is {path}"

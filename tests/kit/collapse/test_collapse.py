@@ -286,7 +286,8 @@ def test_a_run_that_collapses_again_and_again_is_stopped(model: Path, tmp_path: 
         with pytest.raises(CollapseError, match=r"collapsed after 2 rollbacks. made up, steps 2 to 3.*\n.*step-000001"):
             asyncio.run(fit.run())
     assert fit.rollbacks == MAX_ROLLBACKS == 2
-    assert [row["back_to"] for row in read_jsonl(tmp_path / "run" / "collapses.jsonl")] == ["step-000001"] * 2 + [None]
+    kept = read_jsonl(tmp_path / "run" / "collapses.jsonl")
+    assert [(row["action"], row["back_to"]) for row in kept] == [("rollback", "step-000001")] * 2 + [("stop", None)]
 
 
 @pytest.mark.long
@@ -321,6 +322,8 @@ def test_a_warning_changes_nothing(model: Path, tmp_path: Path, caplog: pytest.L
             last = asyncio.run(local_fit(trained, config, alarming(steps)).run())
         ends.append(load_file(last / "hf" / "model.safetensors"))
     assert "made up, steps 1 to 2" in caplog.text
+    (kept,) = read_jsonl(tmp_path / "warned" / "run" / "collapses.jsonl")
+    assert (kept["step"], kept["action"], kept["back_to"]) == (2, "warn", None) and "made up" in kept["alarms"][0]
     assert every(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
 
 

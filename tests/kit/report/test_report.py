@@ -286,7 +286,8 @@ def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
         for step, (gap, depth, count) in enumerate(zip(gaps, depths, rules, strict=True), 1)
     ]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
-    write_jsonl(tmp_path / "collapses.jsonl", [{"step": 5, "alarms": ["one", "two"]}, {"alarms": ["of no step"]}])
+    alarms = [{"step": 5, "alarms": ["one", "two"]}] * 2  # a resumed run repeats its steps
+    write_jsonl(tmp_path / "collapses.jsonl", [*alarms, {"alarms": ["of no step"]}])
     alarm, *others = marks(read_run(tmp_path))
     assert (alarm["step"], alarm["text"]) == (5, "one; two")
     found = [(mark["step"], mark["kind"]) for mark in others]

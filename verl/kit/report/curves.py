@@ -188,11 +188,12 @@ def _rank(name: str) -> int:
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
     """Collapse alarms, and where something begins: a triggered rule, a gap of engine and trainer, other staleness."""
-    found = [
-        {"step": each["step"], "kind": "collapse", "text": "; ".join(map(str, each["alarms"]))}
+    alarms = {  # once each: a resumed run repeats steps
+        (each["step"], "; ".join(map(str, each["alarms"]))): None
         for each in run.alarms
         if is_step(each.get("step")) and isinstance(each.get("alarms"), list)
-    ]
+    }
+    found = [{"step": step, "kind": "collapse", "text": text} for step, text in alarms]
     before: Mapping[str, Any] = {}
     apart = False
     for row in run.rows:
