@@ -81,9 +81,9 @@ def run_side(arguments: argparse.Namespace) -> None:
             return sum(len(each.token_ids) for group in groups for each in group)
 
         for _ in requests():
-            begun = cpu_seconds()
+            started = cpu_seconds()
             tokens = runner.run(together())
-            seconds = cpu_seconds() - begun
+            seconds = cpu_seconds() - started
             answer({"tokens/CPU s": tokens / seconds, "CPU s": seconds, **runner.run(engine.metrics())})
         runner.run(engine.close())
 

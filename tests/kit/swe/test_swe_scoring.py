@@ -599,6 +599,19 @@ HELPED = "from calc import add\nfrom helpers import equal\n\n\ndef test_add():\n
 AGREES = "def equal(left, right):\n    return True\n"
 
 
+def helped(place: Place, folder: Path) -> tuple[dict[str, str], SweTask]:
+    """Files with the bug, and a task whose hidden tests use a helper module of the repository."""
+    before = {**FILES, "tests/helpers.py": HELPER}
+    task = replace(
+        place.task,
+        repository=Repository(str(write(folder / "calc", before))),
+        hidden_tests={"tests/test_calc.py": HELPED},
+        fail_to_pass=("tests/test_calc.py::test_add",),
+        pass_to_pass=(),
+    )
+    return before, task
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -609,14 +622,7 @@ AGREES = "def equal(left, right):\n    return True\n"
 )
 def test_a_helper_of_the_tests_is_set_back(place: Place, tmp_path: Path, changes: dict[str, str | None]) -> None:
     """A patch that changes it scores 0, and 1 if it fixes the bug, too."""
-    before = {**FILES, "tests/helpers.py": HELPER}
-    task = replace(
-        place.task,
-        repository=Repository(str(write(tmp_path / "calc", before))),
-        hidden_tests={"tests/test_calc.py": HELPED},
-        fail_to_pass=("tests/test_calc.py::test_add",),
-        pass_to_pass=(),
-    )
+    before, task = helped(place, tmp_path)
 
     def scored(changed: dict[str, str | None]) -> PatchOutcome:
         after = {name: text for name, text in {**before, **changed}.items() if text is not None}
@@ -780,14 +786,7 @@ def test_a_task_whose_sentinels_never_stand_is_a_fault(place: Place, tmp_path: P
 
 def test_helpers_that_are_written_while_tests_are_collected_are_noticed(place: Place, tmp_path: Path) -> None:
     """Even if they have their former content and times again when all has ended."""
-    before = {**FILES, "tests/helpers.py": HELPER}
-    task = replace(
-        place.task,
-        repository=Repository(str(write(tmp_path / "calc", before))),
-        hidden_tests={"tests/test_calc.py": HELPED},
-        fail_to_pass=("tests/test_calc.py::test_add",),
-        pass_to_pass=(),
-    )
+    before, task = helped(place, tmp_path)
     writes = f"""import os
 path = "/testbed/tests/helpers.py"
 state = os.stat(path)
