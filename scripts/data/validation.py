@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import RuntimeLostError, Runtimes
+from verl.kit.swe.runtime import Runtimes, TaskFaultError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
 from verl.kit.swe.tasks import SweTask, read_swe_task
 
@@ -85,7 +85,7 @@ async def validate_row(
     """The row without its flaky tests, and what is wrong with it. Raises DataError."""
     try:
         found = await validate(runtimes, read_swe_task(row), compiled)
-    except RuntimeLostError as error:
+    except TaskFaultError as error:
         return dict(row), Validation((error.problem,))
     if not found.flaky:
         return dict(row), found

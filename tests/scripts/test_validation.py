@@ -14,7 +14,7 @@ from scripts.data.validation import Journal, Validation, validate, validate_all,
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import calc_task, pytest_environment, run
 from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import RuntimeLostError
+from verl.kit.swe.runtime import RuntimeLostError, TaskFaultError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
 from verl.kit.swe.tasks import SweTask
 
@@ -87,11 +87,15 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, fixed: str, bro
 
 def test_a_task_that_cannot_be_judged_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     async def score(*_: object) -> PatchVerdict:
-        raise RuntimeLostError("calc counts as tampered without any patch, too")
+        raise error
 
     monkeypatch.setattr(validation, "score_patch", score)
+    error: RuntimeLostError = TaskFaultError("calc counts as tampered without any patch, too")
     kept, found = asyncio.run(validate_row(None, ROW))  # type: ignore[arg-type]
     assert kept == ROW and found.problems == ("calc counts as tampered without any patch, too",)
+    error = RuntimeLostError("the disk is full")  # of the machine: the command ends, and the row is tried again
+    with pytest.raises(RuntimeLostError, match="the disk is full"):
+        asyncio.run(validate_row(None, ROW))  # type: ignore[arg-type]
 
 
 def test_a_session_without_changes_must_leave_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:

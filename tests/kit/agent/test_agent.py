@@ -252,6 +252,10 @@ def test_an_episode_whose_last_response_is_cut_is_one_at_the_limit() -> None:
 
     (found,) = episodes(AgentFactory(agent=f"{PROGRAMS}:streamed"), Cut(), TASK, max_tokens=20)
     assert isinstance(found, Trajectory) and found.stop_reason is StopReason.LENGTH
+    factory = AgentFactory(agent=f"{PROGRAMS}:no_reward", reward_at_limit=-1.0)
+    (found,) = episodes(factory, Cut(), TASK, max_tokens=20)
+    assert isinstance(found, Trajectory)
+    assert asyncio.run(DirectScorer(build_reward("env")).score(found, TASK, 0)) == Score(-1.0, {})
     found = one("streamed", TextEngine("one"))
     assert isinstance(found, Trajectory) and found.stop_reason is StopReason.STOP
 
@@ -277,6 +281,7 @@ def test_an_episode_at_a_limit_has_the_reward_of_the_option(name: str, options: 
         (lambda: AgentFactory(command="no_such_program -x"), "there is no program 'no_such_program'"),
         (lambda: AgentFactory(agent="nowhere.py:run"), "there is no file"),
         (lambda: AgentFactory(command="ls", reward_at_limit=float("nan")), "reward_at_limit: nan is not a reward"),
+        (lambda: AgentFactory(command="ls", reward_at_limit=0.0, runtime=True), "reward_at_limit has no effect"),
         (lambda: AgentFactory(agent=str(PROGRAMS)), "must be file.py:function"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:run", python="/nowhere/python"), "is not an interpreter"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:absent"), "absent"),

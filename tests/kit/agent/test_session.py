@@ -318,6 +318,22 @@ def test_a_shortened_conversation_is_at_no_limit_and_a_response_of_all_that_fits
     run(test)
 
 
+def test_a_response_that_was_asked_for_before_a_limit_does_not_lift_it() -> None:
+    async def test() -> None:
+        go_on = asyncio.Event()
+        made, _ = session("one", "two", longest=60, wait=lambda: go_on.wait())  # type: ignore[return-value]
+        before = asyncio.ensure_future(ask(made, HELLO))
+        await asyncio.sleep(0.01)
+        with pytest.raises(ApiError, match="no room"):
+            await ask(made, user("word " * 100))
+        go_on.set()
+        assert (await before).content == "one" and made.limit is StopReason.LENGTH
+        await ask(made, user("a"))
+        assert made.limit is None
+
+    run(test)
+
+
 def test_a_call_is_read_only_where_tools_are_offered() -> None:
     async def test() -> None:
         made, _ = session(CALL, "<tool_call>\nnothing", CALL)

@@ -14,7 +14,7 @@ from tests.kit.swe.repositories import run, write
 from tests.kit.swe.test_swe_remote import TOKEN, runtime_server
 from verl.data.tasks import to_task
 from verl.errors import DataError
-from verl.kit.swe.harbor import solve
+from verl.kit.swe.harbor import MAX_PACKED_MIB, solve
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import CommandFailedError, RuntimeLimits, Runtimes
@@ -168,6 +168,8 @@ def test_the_solution_scores_1_and_nothing_done_0(tmp_path: Path) -> None:
             small = replace(task, limits=RuntimeLimits(file_mib=1))
             with pytest.raises(CommandFailedError, match="the working folder has more than 1024 KiB"):
                 await verdict(runtimes, small, "head -c 1500K /dev/zero > x")
+            with pytest.raises(CommandFailedError, match=f"packs to more than {MAX_PACKED_MIB} MiB"):
+                await verdict(runtimes, task, f"head -c {MAX_PACKED_MIB + 1}M /dev/urandom > x")
         finally:
             await runtimes.close()
 

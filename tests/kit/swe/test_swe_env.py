@@ -332,7 +332,10 @@ def test_the_editor_keeps_line_ends_and_counts_lines_as_tools_do(place: Place) -
         edit("str_replace", "many", old_str="99", new_str="0"),
         edit("view", "many", view_range=[1, -5]),
         call("search", query="1", path="many"),
+        edit("str_replace", "dos", old_str="2\r\nz", new_str="3\r\nz"),
+        call("bash", command="cat -A dos"),
     )
+    assert seen[11] == "1^M$\nbetween^M$\n3^M$\nz^M$"
     assert seen[1] == "     1\ta = 1\n     2\t\f\n     3\tb = 2" and "     4\tc = 3" in seen[2]
     assert "     1\t1\n     2\t2\n     3\tz" in seen[3] and "     2\tbetween" in seen[4]
     assert seen[5] == "1^M$\nbetween^M$\n2^M$\nz^M$\na = 1$\n^L$\nb = 2$\nc = 3$"

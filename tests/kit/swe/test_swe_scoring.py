@@ -835,13 +835,30 @@ def test_names_of_functions_are_looked_up_in_the_test_patch(place: Place) -> Non
     assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
 
 
+def test_hidden_tests_may_set_the_length_of_messages(place: Place) -> None:
+    """Also where they cannot be imported without the fix."""
+    text = "import unittest.util\nfrom calc.core import sub\n\nunittest.util._MAX_LENGTH = 1000\n"
+    text += "unittest.TestCase.maxDiff = None\nunittest.TestCase._diffThreshold = 9\n\n\n"
+    text += "def test_sub():\n    assert sub(3, 1) == 2\n"
+    task = replace(
+        place.task,
+        hidden_tests={"tests/test_sub.py": text},
+        fail_to_pass=("tests/test_sub.py::test_sub",),
+        pass_to_pass=(),
+    )
+    verdict = place.score(patch({"calc/core.py": f"{BUG}\n\ndef sub(a, b):\n    return a - b\n"}), task)
+    assert verdict.outcome is PatchOutcome.RESOLVED, verdict.detail
+    assert place.score(patch({"README.md": "changed\n"}), task).outcome is PatchOutcome.UNRESOLVED
+
+
 def test_a_machine_that_is_too_slow_to_collect_a_patch_is_at_fault(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the agent left ends git by its CPU time: no fault."""
-    monkeypatch.setattr(scoring, "COLLECT", "exit 152")
-    with pytest.raises(CommandFailedError, match="git: 152"):
-        place.session("true")
+    killed = scoring.COLLECT.replace("$trusted add -A", "/bin/sh -c 'kill -s XCPU $$' add -A")
+    monkeypatch.setattr(scoring, "COLLECT", killed)
+    with pytest.raises(CommandFailedError, match=r"the patch cannot be collected: .*git add was killed"):
+        place.session("sed -i 's/a - b/a + b/' calc/core.py")
     monkeypatch.setattr(scoring, "COLLECT", "sleep 60")
     monkeypatch.setattr(scoring, "COLLECT_S", 0.5)
     with pytest.raises(RuntimeLostError, match=r"calc: its patch was not collected within 0\.5 s"):

@@ -103,6 +103,12 @@ def test_the_base_commit_is_the_revision_of_a_git_repository(tmp_path: Path) -> 
     assert read_swe_task({**GYM, "repository": str(source)}).repository == Repository(str(source), "a" * 40)
     named = {"path": str(source), "revision": "HEAD"}
     assert read_swe_task({**GYM, "repository": named}).repository == Repository(str(source), "HEAD")
+    bare = tmp_path / "calc.git"
+    git(tmp_path, "clone", "-q", "--bare", str(source), str(bare))
+    assert read_swe_task({**GYM, "repository": str(bare)}).repository == Repository(str(bare), "a" * 40)
+    head = git(source, "rev-parse", "HEAD").strip()
+    image = prepare_image(calc_task(tmp_path, repository=Repository(str(bare), head)), tmp_path / "images")
+    assert (image / "calc" / "core.py").read_text() == BUG and not (image / "objects").exists()
     folder = write(tmp_path / "folder", FILES)
     assert read_swe_task({**GYM, "repository": str(folder)}).repository == Repository(str(folder))
 

@@ -75,6 +75,10 @@ class AgentFactory(EnvFactory):
         if pull and (agent or command or python or sandbox):
             unused = "env.agent, env.command, env.python and env.options.sandbox"
             raise ConfigError(f"env.options.pull=true: agents elsewhere replace {unused}")
+        if reward_at_limit is not None and runtime:
+            raise ConfigError(
+                "env.options.reward_at_limit has no effect with env.options.runtime: tests judge every task"
+            )
         if readable and not sandbox:
             raise ConfigError("env.options.readable needs env.options.sandbox=true")
         if sandbox and url is not None:
@@ -185,7 +189,7 @@ class AgentEnv(ProgramEnv):
         finally:
             await session.close()
             self._factory.note_overridden(session.overridden)
-        self._at_limit = session.limit is not None
+        self._at_limit = session.limit is not None or session.cut
         return session.limit or (StopReason.LENGTH if session.cut else StopReason.STOP)
 
     async def judge(self) -> Score | None:
@@ -234,7 +238,7 @@ class AgentEnv(ProgramEnv):
             try:
                 await program
             except ProgramFailedError as error:
-                if session.limit is None and session.score is None:
+                if session.limit is None and not session.cut and session.score is None:
                     raise ServiceDownError("the agent", str(error)) from error
                 return
             self._score = _one_reward(session.score, read_reward_file(folder))

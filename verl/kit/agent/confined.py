@@ -35,7 +35,7 @@ class Confinement:
         for path in readable:
             if not Path(path).exists():
                 raise ConfigError(f"env.options.readable: there is no {path!r}")
-        self._readable = [str(Path(path).resolve()) for path in readable]
+        self._readable = [str(each) for path in map(Path, readable) for each in (path.absolute(), path.resolve())]
         self._folder = tempfile.TemporaryDirectory(prefix="gateway-", dir=os.environ.get("TMPDIR"))
         self.socket = Path(self._folder.name, "socket")  # where the gateway listens, too
 

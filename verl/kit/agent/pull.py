@@ -57,10 +57,11 @@ class PullLauncher:
         """No-op: agents may come at any time."""
 
     async def close(self) -> None:
-        """Send away the agents that wait. Every run ends its own lease."""
+        """Answer the agents that wait. Every run ends its own lease."""
         self._closed = True
         for each in self._waits:
-            each.reschedule(0)
+            if not each.expired():
+                each.reschedule(0)
 
     async def run(self, folder: Path, variables: Mapping[str, str], waiting: Waiting, /) -> None:
         task = json.loads((folder / TASK).read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from verl.envs.tools.runner import MAX_CHARS
 from verl.errors import ConfigError, DataError, EpisodeLostError
 from verl.formats.prompt import PromptTemplate, load_template
 from verl.kit.swe.deployments import runtimes_at
-from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError
+from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLostError, TaskFaultError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, SharedVerdicts, collect_patch, score_patch
 from verl.kit.swe.slots import OrderedSlots
 from verl.kit.swe.tasks import SweTask, read_swe_task
@@ -191,10 +191,12 @@ class SweEnv(Env):
             return await self._scored(patch)
 
     async def _scored(self, patch: str) -> PatchVerdict:
-        """Raises RuntimeLostError if every runtime is lost."""
+        """Raises RuntimeLostError if every runtime is lost, or the task is at fault."""
         for left in reversed(range(SCORINGS)):
             try:
                 return await score_patch(self._owner.runtimes, self._task, patch)
+            except TaskFaultError:
+                raise
             except RuntimeLostError as error:
                 if not left:
                     raise

@@ -36,12 +36,16 @@ mkdir -p {workdir}
 for name in tests solution logs; do rm -rf /$name; mkdir -p {linked}/$name; ln -s {linked}/$name /$name; done
 set +e
 """
-MAX_PACKED_BYTES = 256 << 20  # of a working folder
-# Ignored files, empty folders, modes and histories count, which a patch of git does not have. $0: limit of disk in KiB.
+MAX_PACKED_MIB = 90  # of a working folder: in base64 as much as a program may print (runtime.MAX_OUTPUT_MIB)
+# Ignored files, empty folders, modes and histories count, which a patch of git does not have. $0: limit of disk in KiB,
+# empty for none.
 PACK = f"""
-[ "$(du -sk . | cut -f 1)" -le "$0" ] || {{ echo "the working folder has more than $0 KiB" >&2; exit 1; }}
-tar -czSf - . | head -c {MAX_PACKED_BYTES + 1}
-code=${{PIPESTATUS[0]}}; [ $code -le 1 ] || [ $code -eq 141 ]  # 1: a file changed meanwhile; 141: too large
+[ -z "$0" ] || [ "$(du -sk . | cut -f 1)" -le "$0" ] ||
+  {{ echo "the working folder has more than $0 KiB" >&2; exit 1; }}
+tar -czSf - . 2>/dev/null | {{ head -c {MAX_PACKED_MIB << 20}; [ "$(head -c 1 | wc -c)" = 0 ]; }}
+codes=("${{PIPESTATUS[@]}}")
+[ ${{codes[1]}} = 0 ] || {{ echo "the working folder packs to more than {MAX_PACKED_MIB} MiB" >&2; exit 1; }}
+[ ${{codes[0]}} -le 1 ] || {{ echo "tar ended with ${{codes[0]}}" >&2; exit 1; }}  # 1: a file changed meanwhile
 """
 UNPACK = "find . -mindepth 1 -delete && tar -xzpf -"
 TEST = "chmod +x /tests/test.sh && exec /bin/bash -c /tests/test.sh"  # by its first line, else in bash
@@ -128,12 +132,9 @@ async def solve(runtime: Runtime, task: HarborTask) -> None:
         raise CommandFailedError(f"{task.folder}: solve.sh: {done.stderr.decode(errors='replace')[-500:]}")
 
 
-async def pack(runtime: Runtime, task: HarborTask, limits: RuntimeLimits) -> bytes:
-    """All that the working folder holds. Raises CommandFailedError, also if it is too large."""
-    packed = await checked(runtime, ["/bin/bash", "-c", PACK, str(limits.file_mib << 10)], cwd=task.workdir)
-    if len(packed) > MAX_PACKED_BYTES:
-        raise CommandFailedError(f"the working folder packs to more than {MAX_PACKED_BYTES >> 20} MiB")
-    return packed
+def pack_command(limits: RuntimeLimits, in_image: bool) -> list[str]:
+    """Prints all that the working folder holds, and fails if that is too much. A container's disk has its own limit."""
+    return ["/bin/bash", "-c", PACK, "" if in_image else str(limits.file_mib << 10)]
 
 
 async def unpack(runtime: Runtime, task: HarborTask, packed: bytes) -> None:

@@ -36,6 +36,7 @@ from verl.kit.swe.runtime import (
     Completed,
     FilesByPrograms,
     RuntimeLostError,
+    TaskFaultError,
 )
 from verl.kit.swe.shell import RuntimeShell
 from verl.kit.swe.tasks import SweTask
@@ -136,7 +137,7 @@ async def set_up(runtime: Any, task: SweTask) -> None:
     """Run the commands of a task's setup. Raises RuntimeLostError: a failure is not the policy's."""
     done = await runtime.run(task.setup)
     if done.exit_code != 0:
-        raise RuntimeLostError(f"the setup of {task.id} failed ({done.status}, {done.exit_code}): {done.output[-500:]}")
+        raise TaskFaultError(f"the setup of {task.id} failed ({done.status}, {done.exit_code}): {done.output[-500:]}")
 
 
 class LocalRuntime(FilesByPrograms):

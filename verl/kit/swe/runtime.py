@@ -87,6 +87,10 @@ class RuntimeLostError(ServiceDownError):
         return type(self), (self.problem,)
 
 
+class TaskFaultError(RuntimeLostError):
+    """The task is at fault, not the machine: every runtime of it ends like this one."""
+
+
 class CommandFailedError(VerlError):
     """An operation failed in a runtime that works: a missing file, no space, a busy session."""
 

@@ -25,7 +25,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from verl.envs.clock import paused
-from verl.kit.swe.harbor import LATE, HarborTask, pack, run_verifier, unpack
+from verl.kit.swe.harbor import LATE, HarborTask, pack_command, run_verifier, unpack
 from verl.kit.swe.runtime import (
     BASE_GIT,
     TESTBED,
@@ -34,6 +34,7 @@ from verl.kit.swe.runtime import (
     Runtime,
     RuntimeLostError,
     Runtimes,
+    TaskFaultError,
     checked,
 )
 from verl.kit.swe.tasks import (
@@ -62,6 +63,7 @@ trusted="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.autocrl
 COLLECT = f"""{TRUSTED}
 ulimit -S -t {COLLECT_CPU_S}
 $trusted read-tree HEAD && $trusted add -A --ignore-errors -- . ${{0:+":(exclude)$0"}} 2>/dev/null
+code=$?; [ $code -le 128 ] || {{ echo "git add was killed" >&2; rm -rf $rest; exit $code; }}
 $trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames HEAD -- . "$@" \\
   >$rest/diff
 code=$?; head -c {MAX_PATCH_BYTES + 1} $rest/diff; rm -rf $rest; exit $code
@@ -159,17 +161,19 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
     task folder all of the working folder is taken. Raises RuntimeLostError; CommandFailedError if git cannot read it.
     """
     if task.harbor is not None:
-        return (await pack(runtime, task.harbor, task.limits)).decode("latin-1")
-    excluded = [f":(exclude,glob)**/{pattern}" for pattern in task.protected]
-    excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
+        command, folder = pack_command(task.limits, in_image=bool(task.image)), task.harbor.workdir
+    else:
+        excluded = [f":(exclude,glob)**/{pattern}" for pattern in task.protected]
+        excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
+        command, folder = ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded], TESTBED
     async with paused():
         began = perf_counter()
-        command = ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded]
-        done = await runtime.execute(command, timeout_s=COLLECT_S)
+        done = await runtime.execute(command, cwd=folder, timeout_s=COLLECT_S)
     if done.exit_code is None and perf_counter() - began >= COLLECT_S:
         raise RuntimeLostError(f"{task.id}: its patch was not collected within {COLLECT_S:g} s")
     if done.exit_code != 0:
-        raise CommandFailedError(f"git: {done.stderr.decode(errors='replace')[-500:] or done.exit_code}")
+        problem = done.stderr.decode(errors="replace")[-500:] or f"exit code {done.exit_code}"
+        raise CommandFailedError(f"the patch cannot be collected: {problem}")
     return done.stdout.decode("latin-1")
 
 
@@ -187,7 +191,7 @@ async def score_patch(runtimes: Runtimes, task: SweTask, patch: str, compiled: P
         if verdict.outcome is PatchOutcome.TAMPERED:
             base = await _score(runtimes, task, "", compiled)
             if base.outcome is PatchOutcome.TAMPERED:  # no patch could be judged
-                raise RuntimeLostError(f"{task.id} counts as tampered without any patch, too: {base.detail}")
+                raise TaskFaultError(f"{task.id} counts as tampered without any patch, too: {base.detail}")
         return verdict
 
 
@@ -237,12 +241,12 @@ async def _restore(runtime: Runtime, task: SweTask) -> tuple[list[str], list[str
     if settings := protected_by_fix(task):  # which the fix may need, and the agent's patch cannot have
         options = [f"--include={name}" for name in settings]
         if problem := await _apply(runtime, task, task.gold_patch.encode(), *options):
-            raise RuntimeLostError(f"the fix of {task.id} does not apply to {', '.join(settings)}: {problem}")
+            raise TaskFaultError(f"the fix of {task.id} does not apply to {', '.join(settings)}: {problem}")
     for name, text in task.hidden_tests.items():
         await runtime.write(f"{TESTBED}/{name}", text.encode())
     if task.test_patch and (problem := await _apply(runtime, task, task.test_patch.encode())):
         # The task's fault, as its files are those of the base.
-        raise RuntimeLostError(f"the test patch of {task.id} does not apply: {problem}")
+        raise TaskFaultError(f"the test patch of {task.id} does not apply: {problem}")
     guarded = {*placed_files(task), *restored_files(task, known)}
     return sorted(set(_names(listed)) - set(names)), sorted(name for name in guarded if name.endswith(".py"))
 
@@ -329,7 +333,7 @@ def _verdict(
             raise RuntimeLostError(f"{task.id}: {task.python} does not start: {printed}") from None
         return PatchVerdict(PatchOutcome.NO_REPORT, detail=printed)
     if "problem" in report:
-        raise RuntimeLostError(f"{task.id}: {report['problem']}; task.environment needs a pytest of its own")
+        raise TaskFaultError(f"{task.id}: {report['problem']}; task.environment needs a pytest of its own")
     passed: list[set[str]] = []
     for names, made, run in zip(runs, sentinels, report["runs"], strict=False):  # the first alone, if a test failed
         if run["tampered"]:

@@ -328,8 +328,13 @@ def _repository(given: Any, base_commit: str) -> Repository:
     of_text = all(isinstance(value, str) for value in known.values())
     if not of_text or not {"path"} <= known.keys() <= {"path", "revision"}:
         raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
-    revision = base_commit if (Path(known["path"]) / ".git").exists() else ""
+    revision = base_commit if _is_git(Path(known["path"])) else ""
     return Repository(known["path"], known.get("revision") or revision)
+
+
+def _is_git(folder: Path) -> bool:
+    """Whether it is a git repository, also a bare one."""
+    return (folder / ".git").exists() or ((folder / "HEAD").is_file() and (folder / "objects").is_dir())
 
 
 def _refuse_environment(row: Mapping[str, Any]) -> None:
@@ -365,7 +370,7 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str
     environments = [prepared / "environments" / name for name in names if prepared is not None]
     environment = str(row.get("environment") or next((each for each in environments if each.is_dir()), ""))
     folder = found[0]
-    revision = task.base_commit if (folder / ".git").exists() else ""
+    revision = task.base_commit if _is_git(folder) else ""
     repository = Repository(str(folder), revision)
     task = replace(task, repository=repository, environment=environment, python="python", image="")
     if not task.bug_patch or row.get("bug_patch"):

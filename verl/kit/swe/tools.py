@@ -295,13 +295,16 @@ def _numbered(lines: list[str], first: int) -> str:
 
 
 def _replaced(text: str, old: str, new: str) -> tuple[str, int]:
+    """text: with the line ends that `view` shows, so that `old` must have them, too"""
+    if "\r\n" not in text:
+        old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
     found = text.count(old) if old else 0
     if found != 1:
         raise ToolError(
             f"`old_str` must occur exactly once in the file, but it occurs {found} times{_where(text, old)}."
         )
     if new == old:
-        raise ToolError("`new_str` is `old_str`: nothing would change.")
+        raise ToolError("`old_str` and `new_str` are equal: nothing would change.")
     before, _, after = text.partition(old)
     return f"{before}{new}{after}", before.count("\n") + 1
 

@@ -36,9 +36,9 @@ from typing import Any, Dict, Sequence, Tuple  # noqa: UP035  for Python 3.7
 GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "sys", "os", "posix", "posixpath", "time", "atexit",
            "signal", "json", "importlib", "re", "difflib", "math", "operator", "contextlib", "inspect", "ast", "io",
            "pathlib", "marshal", "tokenize")  # fmt: skip
-# Set by pytest itself while it runs, or by harmless code.
+# Set by pytest itself while it runs, or by harmless code, as the length of messages is.
 VARIABLE = ("excepthook", "unraisablehook", "displayhook", "breakpointhook", "__interactivehook__",
-            "_reprcompare", "_assertion_pass", "_")  # fmt: skip
+            "_reprcompare", "_assertion_pass", "_", "maxDiff", "_diffThreshold", "_MAX_LENGTH")  # fmt: skip
 Fingerprint = Dict[Tuple[str, ...], Tuple[int, ...]]  # noqa: UP006
 WHOLE = ("_pytest", "pytest", "pluggy", "unittest")  # of these modules not functions alone
 BUILTINS = frozenset(dir(builtins))
@@ -343,7 +343,7 @@ def _fingerprint() -> Fingerprint:
             found[name, key] = _identity(value)
             if isinstance(value, type) and value.__module__ == name:
                 for attribute, member in list(vars(value).items()):
-                    if _is_fixed(member):
+                    if attribute not in VARIABLE and _is_fixed(member):
                         found[name, key, attribute] = _identity(member)
     return found
 
