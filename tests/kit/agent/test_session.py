@@ -318,6 +318,21 @@ def test_a_shortened_conversation_is_at_no_limit_and_a_response_of_all_that_fits
     run(test)
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_a_request_that_the_end_of_the_episode_meets_is_refused(running: bool) -> None:
+    async def test() -> None:
+        made, _ = session("one", wait=asyncio.Event().wait)  # type: ignore[arg-type]
+        exchange = made.exchange(ChatRequest((HELLO,)), b"body", False)
+        waiting = made.connected(exchange)
+        await asyncio.sleep(0.01 * running)
+        await made.close()
+        with pytest.raises(ApiError, match="the episode is over"):
+            await waiting
+        assert exchange.decided.is_set()
+
+    run(test)
+
+
 def test_a_response_that_was_asked_for_before_a_limit_does_not_lift_it() -> None:
     async def test() -> None:
         go_on = asyncio.Event()

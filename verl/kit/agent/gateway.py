@@ -234,7 +234,7 @@ async def _stream(api: Api, session: Session, exchange: Exchange, body: Body) ->
     """Server-sent events. A refused request is an error as without a stream; a later error is an event."""
     waiting = session.connected(exchange)
     await exchange.decided.wait()
-    if exchange.work.done() and exchange.work.exception() is not None:
+    if exchange.work.done() and (exchange.work.cancelled() or exchange.work.exception() is not None):
         await waiting
 
     async def events() -> AsyncIterator[str]:

@@ -113,10 +113,11 @@ class Session:
             self.counts["retries"] += 1
             return max(alike, key=lambda each: (each.abandoned, not each.delivered))
         if self._closed:
-            raise ApiError(403, "episode_over", "the episode is over")
+            raise _over()
         self.counts["requests"] += 1
         exchange = Exchange(body, request)
         exchange.work = asyncio.create_task(self._respond(exchange))
+        exchange.work.add_done_callback(lambda _: exchange.decided.set())
         self._exchanges.append(exchange)
         return exchange
 
@@ -136,6 +137,10 @@ class Session:
         exchange.waiting += 1
         try:
             return await asyncio.shield(exchange.work)
+        except asyncio.CancelledError:
+            if exchange.work.cancelled():
+                raise _over() from None
+            raise
         except ApiError:
             if exchange in self._exchanges:
                 self._exchanges.remove(exchange)
@@ -182,8 +187,6 @@ class Session:
         except Exception as error:
             self.fail(error)
             raise ApiError(503, "service_unavailable", str(error)) from error
-        finally:
-            exchange.decided.set()
 
     async def _recorded(self, exchange: Exchange) -> ChatResponse:
         request = exchange.request
@@ -306,6 +309,10 @@ def least_tokens(text: str, longest_token: int) -> int:
     longest_token: characters; those of a byte-level vocabulary are bytes
     """
     return (len(text) - sum(map(text.count, string.whitespace))) // (2 * longest_token)
+
+
+def _over() -> ApiError:
+    return ApiError(403, "episode_over", "the episode is over")
 
 
 @contextmanager
