@@ -246,5 +246,13 @@ def test_kernels_that_are_required_and_missing_are_refused(monkeypatch: pytest.M
         assert [is_wanted(setting) for setting in ("auto", "none")] == [False, False]
         with pytest.raises(ConfigError, match=f"liger-kernel {untested} is installed"):
             is_wanted("liger")
+
+    def nightly(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nightly)
+    assert [is_wanted(setting) for setting in ("auto", "none")] == [False, False]
+    with pytest.raises(ConfigError, match="liger-kernel without a release is installed"):
+        is_wanted("liger")
     with pytest.raises(ConfigError, match=r"model\.fused_kernels"):
         ModelConfig(fused_kernels="all")

@@ -381,12 +381,11 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
         arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
         if not on_cpu and not settings.speculation:
             defaults = AsyncEngineArgs.get_batch_defaults(settings.tensor_parallel_size)[1]
-            sizes = graph_sizes(settings.max_num_seqs or defaults[UsageContext.LLM_CLASS])
-            arguments.cudagraph_capture_sizes = sizes
-            # FlashAttention 3 allocates a result per split for the largest graph: as much as by vLLM's own graphs.
-            arguments.attention_config.flash_attn_max_num_splits_for_cuda_graph = (
-                _SPLITS * _GRAPH // max(_GRAPH, *sizes)
-            )
+            limit = settings.max_num_seqs or defaults[UsageContext.LLM_CLASS]
+            if limit > _GRAPH:
+                arguments.cudagraph_capture_sizes = graph_sizes(limit)
+                # FlashAttention 3 allocates a result per split for the largest graph: as much as by vLLM's own graphs.
+                arguments.attention_config.flash_attn_max_num_splits_for_cuda_graph = _SPLITS * _GRAPH // limit
         try:
             with variables(_process_variables(settings, on_cpu, folder)):
                 # The offline-batch context has per-device defaults for sequences and tokens; AsyncLLM's own context has
@@ -424,12 +423,12 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences for which vLLM captures CUDA graphs: its own, which end at 512, and fewer up to the limit.
+    """Numbers of tokens for which vLLM captures CUDA graphs: its own, which end at 512, and some up to the limit.
 
     A batch without a graph is launched kernel by kernel. Of others the next larger graph is used.
     """
     own = [1, 2, 4, *range(8, 256, 8), *range(256, _GRAPH + 1, 16)]
-    return [each for each in [*own, *range(_GRAPH + 256, max_num_seqs, 256)] if each < max_num_seqs] + [max_num_seqs]
+    return [*own, *range(_GRAPH + 256, max_num_seqs, 256), max_num_seqs]
 
 
 def is_eager(settings: VLLMSettings, on_cpu: bool) -> bool:

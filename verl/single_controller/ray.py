@@ -490,10 +490,10 @@ class RayGroup:
         if isinstance(error, OutOfMemoryError):
             return WorkerLostError(f"{who} was killed during {task}: {_format_memory(error)}")
         if isinstance(error, RayActorError):
-            reason = self._reasons.get(info["pid"]) if info else None
+            if info and (reason := self._reasons.get(info["pid"])):
+                return WorkerLostError(f"{who} {reason} (during {task})")
             lost = _lost_node(info["node"]) if info else None
-            died = f"{who} died during {task}" + (f": {lost}" if lost else "")
-            return WorkerLostError(f"{who} {reason} (during {task})" if reason else died)
+            return WorkerLostError(f"{who} died during {task}" + (f": {lost}" if lost else ""))
         kind = WorkerLostError if isinstance(error, _DEATHS) or isinstance(cause, EngineLostError) else WorkerError
         return kind(f"{who} failed in {task}: {type(cause).__name__}: {cause}")
 
@@ -502,7 +502,7 @@ def _lost_node(node: str) -> str | None:
     """None for one that is in the cluster. Ray lists a lost one for some seconds more, so its raylet is asked, too."""
     info = next(each for each in ray.nodes() if each["NodeID"] == node)  # type: ignore[no-untyped-call]
     host = info["NodeManagerAddress"]
-    if info["Alive"] and _refusal(host, info["NodeManagerPort"]) is None:
+    if info["Alive"] and not isinstance(_refusal(host, info["NodeManagerPort"]), ConnectionError | TimeoutError):
         return None
     return f"its node {node[:8]} at {host} has left the cluster"
 

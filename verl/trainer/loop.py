@@ -29,7 +29,7 @@ from verl.single_controller.group import WorkerGroup
 from verl.system.daemon import run_in_daemon_thread
 from verl.system.signals import Ended, StopRequest, exit_code
 from verl.tracking.console import Display, metrics_by_set
-from verl.tracking.jsonl import append_jsonl, finite
+from verl.tracking.jsonl import append_jsonl, finite, read_jsonl, write_jsonl
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts, sample_rows
 from verl.trainer.cli import announce_checkpoint
@@ -291,6 +291,9 @@ class TrainingRun:
     def _truncate_after(self, step: int, trackers: dict[str, Any]) -> None:
         """Drop what later steps have written. trackers: their state at this step"""
         self.trackers.restore(step, trackers)
+        path = self.folder / "collapses.jsonl"
+        if path.exists():  # a step that was reverted for a collapse remains
+            write_jsonl(path, [row for row in read_jsonl(path) if row["step"] <= step or row.get("action") != "warn"])
         self.transcripts.truncate_after(step)
         if self.trainer.keeper is not None:
             self.trainer.keeper.truncate_after(step)

@@ -64,14 +64,19 @@ def is_wanted(setting: str) -> bool:
 
     Raises ConfigError if liger-kernel is required and there is no tested one.
     """
-    found = importlib.metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
-    tested = found is not None and Version(found) in _TESTED
+    if setting == "none":
+        return False
+    try:
+        found = importlib.metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
+    except importlib.metadata.PackageNotFoundError:
+        found = "without a release"  # a nightly build, or its source
+    tested = found is not None and found[0].isdigit() and Version(found) in _TESTED
     if setting == "liger" and not tested:
         what = "is not installed" if found is None else f"{found} is installed, and {_TESTED} is tested"
         raise ConfigError(f"model.fused_kernels=liger, but liger-kernel {what}: pip install 'liger-kernel{_TESTED}'")
-    if not tested and setting == "auto":
-        _log.warning("liger-kernel is not used: %s; tested is %s", found or "not installed", _TESTED)
-    return tested and setting != "none"
+    if not tested:
+        _log.warning("liger-kernel is not used (%s; supported: %s)", found or "not installed", _TESTED)
+    return tested
 
 
 def fuse(model: nn.Module, ops: Any = None) -> FusedModules:

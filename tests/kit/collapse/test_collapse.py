@@ -30,7 +30,7 @@ from verl.kit.collapse.collapse import (
     CollapseWatch,
     rules_for,
 )
-from verl.tracking.jsonl import read_jsonl
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.trainer.hooks import MAX_ROLLBACKS
 from verl.trainer.loop import CollapseError
 from verl.types import TrajectoryGroup
@@ -316,12 +316,15 @@ def test_without_a_checkpoint_there_is_no_way_back(model: Path, tmp_path: Path) 
 @pytest.mark.long
 def test_a_warning_changes_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends = []
+    earlier = [{"step": 7, "action": "warn", "alarms": ["one"]}, {"step": 7, "action": "stop", "alarms": ["two"]}]
+    write_jsonl(tmp_path / "calm" / "run" / "collapses.jsonl", earlier)  # of a run that starts anew
     for name, steps in (("calm", []), ("warned", [2])):
         config = load_config([*run_words(model, tmp_path / name, "hf", 2), "trainer.num_threads=1"])
         with local_trainer(config) as trained:
             last = asyncio.run(local_fit(trained, config, alarming(steps)).run())
         ends.append(load_file(last / "hf" / "model.safetensors"))
     assert "made up, steps 1 to 2" in caplog.text
+    assert read_jsonl(tmp_path / "calm" / "run" / "collapses.jsonl") == earlier[1:]
     (kept,) = read_jsonl(tmp_path / "warned" / "run" / "collapses.jsonl")
     assert (kept["step"], kept["action"], kept["back_to"]) == (2, "warn", None) and "made up" in kept["alarms"][0]
     assert every(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())

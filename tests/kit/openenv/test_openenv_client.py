@@ -178,6 +178,11 @@ def test_many_episodes_without_a_reward_are_a_warning(caplog: pytest.LogCaptureF
         for _ in range(200):
             factory.note_reward(False)
     assert [each.getMessage()[:32] for each in caplog.records] == ["64 episodes have had no reward, "]
+    caplog.clear()
+    unscored = OpenEnvFactory("http://localhost:1", score="none")
+    for _ in range(200):
+        assert asyncio.run(unscored(TASK).judge()) is None
+    assert not caplog.records
 
 
 def test_the_text_of_the_policy_is_the_action() -> None:

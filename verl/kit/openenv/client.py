@@ -68,7 +68,7 @@ class OpenEnvFactory(SessionPool):
         return OpenEnv(task, self)
 
     def note_reward(self, given: bool) -> None:
-        """Of an ended episode. A long row without any is a sign of an environment that gives none."""
+        """Of an ended episode. Many without a reward are a sign of an environment that gives none."""
         if given:
             self._unrewarded = None
         elif self._unrewarded is not None:
@@ -167,9 +167,9 @@ class OpenEnv:
 
     async def judge(self) -> Score | None:
         """A step without a reward adds nothing. With score=none a reward function scores the episode."""
-        self._factory.note_reward(bool(self._rewards))
         if self._factory.score == "none":
             return None
+        self._factory.note_reward(bool(self._rewards))
         if self._factory.score == "turns":
             return Score(0.0, {})  # the return is the sum of the turn rewards
         total = sum(self._rewards) if self._factory.score == "sum" else (self._rewards or [0.0])[-1]

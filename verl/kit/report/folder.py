@@ -123,7 +123,7 @@ class RunFolder:
     def sample_lines(self, step: int) -> tuple[list[int | None], int]:
         """The lines of a step's kept samples in its transcript, and the number of those that the file had no room for.
 
-        None if they cannot be read.
+        ([], 0) if they cannot be read.
         """
         try:
             return read_lines(samples_path(self.folder, step))
