@@ -147,7 +147,7 @@ def test_a_node_that_is_killed_ends_the_run_which_resumes_exactly(
         code, console, node = trained(run_words(model, broken, "hf", steps=5), broken, kill)
     assert code == 1 and "Traceback (" not in console, console
     (error,) = (line for line in console.splitlines() if line.startswith("Worker"))
-    assert re.search(rf"trainer rank [01] of 2 .* died during .*: its node {node[:8]} at \S+ has left the cluster", error)
+    assert re.search(rf"trainer rank [01] of 2 .* died .*: its node {node[:8]} at \S+ has left the cluster", error)
     assert f"The same command resumes from {broken}/run/checkpoints/step-00000" in console
     assert 1 <= len(read_jsonl(broken / "run" / "metrics.jsonl")) < 5
     with nodes(monkeypatch):

@@ -502,9 +502,10 @@ def _lost_node(node: str) -> str | None:
     """None for one that is in the cluster. Ray lists a lost one for some seconds more, so its raylet is asked, too."""
     info = next(each for each in ray.nodes() if each["NodeID"] == node)  # type: ignore[no-untyped-call]
     host = info["NodeManagerAddress"]
-    if info["Alive"] and not isinstance(_refusal(host, info["NodeManagerPort"]), ConnectionError | TimeoutError):
+    refusal = _refusal(host, info["NodeManagerPort"]) if info["Alive"] else None
+    if info["Alive"] and refusal is None:
         return None
-    return f"its node {node[:8]} at {host} has left the cluster"
+    return f"its node {node[:8]} at {host} has left the cluster" + (f" ({refusal})" if refusal else "")
 
 
 def _statuses_at(place: str, node: str, pids: Sequence[int], nodes: dict[str, Any]) -> dict[int, str]:

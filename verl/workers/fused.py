@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -67,12 +66,12 @@ def is_wanted(setting: str) -> bool:
     if setting == "none":
         return False
     try:
-        found = importlib.metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else None
+        found = importlib.metadata.version("liger-kernel")
     except importlib.metadata.PackageNotFoundError:
-        found = "without a release"  # a nightly build, or its source
-    tested = found is not None and found[0].isdigit() and Version(found) in _TESTED
+        found = ""  # a nightly build is another distribution
+    tested = found != "" and Version(found) in _TESTED
     if setting == "liger" and not tested:
-        what = "is not installed" if found is None else f"{found} is installed, and {_TESTED} is tested"
+        what = f"{found} is installed, and {_TESTED} is tested" if found else "is not installed"
         raise ConfigError(f"model.fused_kernels=liger, but liger-kernel {what}: pip install 'liger-kernel{_TESTED}'")
     if not tested:
         _log.warning("liger-kernel is not used (%s; supported: %s)", found or "not installed", _TESTED)
