@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis.strategies import integers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -71,12 +73,25 @@ def test_short_responses_have_more_copies_of_the_prompts_keys() -> None:
     and a trained token 10 * 2 bytes."""
     shape = ModelShape(0, 0, 0, 4, 10, 1, 10, 10, 5, 1, 2, False, selects=False)
     settings, pack = RankSettings(2, 1), PackShape.of(500, 10, 10, 4, shared=True)
-    more = activations(shape, pack.shortest, settings) - activations(shape, pack, settings)
+    shortest = pack.with_trained(pack.fewest_trained)
+    assert shortest.response == pytest.approx(1)
+    more = activations(shape, shortest, settings) - activations(shape, pack, settings)
     assert more == pytest.approx(4 * 2 * 10 * 2 * (4 * 500 / 14 * 11 - 40 * 20) - 10 * 2 * (400 - 4 * 500 / 14))
     room = sum(updating(shape, pack, settings).values()) / USED_SHARE
     assert layers_to_checkpoint(shape, pack, settings, room + 1, 0) == 1  # only the pack itself fits as it is
-    plain = PackShape.of(500, 10, 10, 4, shared=False)
-    assert plain.shortest is plain
+    assert PackShape.of(500, 10, 10, 4, shared=False).fewest_trained == 0
+
+
+@given(prompt=integers(1, 900), response=integers(1, 400), responses=integers(2, 16), kept=integers(0, 8 * 10**9))
+def test_layers_are_chosen_for_responses_of_any_length(prompt: int, response: int, responses: int, kept: int) -> None:
+    """Also of a length between the ends, whose logits are just few enough to be kept."""
+    shape = ModelShape(10**6, 10**5, 10**5, 8, 64, 4, 64, 32, 256, 10**6, 2, False)
+    settings = RankSettings(2, 1, checkpointed=3, fused=True, kept_bytes=kept)
+    longest = PackShape.of(4000, prompt, response, responses, shared=True)
+    for length in range(1, response + 1):
+        other = PackShape.of(4000, prompt, length, responses, shared=True)
+        too_little = 0.999 * sum(updating(shape, other, settings).values()) / USED_SHARE
+        assert layers_to_checkpoint(shape, longest, settings, too_little, 0) > 3
 
 
 def test_if_nothing_suffices_all_layers_are_recomputed() -> None:

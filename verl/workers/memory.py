@@ -70,12 +70,16 @@ class PackShape:
         return cls(tokens, segments * response, segments if together else 0, prompt, response)
 
     @property
-    def shortest(self) -> PackShape:
-        """As many tokens with responses of one token: fewer are trained, and prompts have more copies of their keys."""
+    def fewest_trained(self) -> float:
+        """Trained tokens where responses have one token."""
+        return self.segments and self.segments * self.tokens / (self.tokens - self.trained + self.segments)
+
+    def with_trained(self, trained: float) -> PackShape:
+        """As many tokens with responses of another length. The shorter they are, the more groups and prompts it has."""
         if not self.segments:
-            return self
-        responses = self.segments * self.prompt / (self.tokens - self.segments * self.response)
-        return PackShape.of(self.tokens, self.prompt, 1, responses, shared=True)
+            return replace(self, trained=trained)
+        segments = self.segments * (self.tokens - trained) / (self.tokens - self.trained)
+        return replace(self, trained=trained, segments=segments, response=trained / segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +226,15 @@ def layers_to_checkpoint(
     held_bytes: of the GPU, by parameters and optimizer states
     """
     room = USED_SHARE * device_bytes - held_bytes
+    # Memory is linear in the trained tokens between these: their logits are kept, or fill a chunk.
+    kept = settings.kept_bytes // (shape.vocabulary * settings.compute)
+    chunk = LOGITS_AT_ONCE["cuda"] / shape.vocabulary
+    fewest, most = pack.fewest_trained, pack.trained
+    packs = [pack, *(pack.with_trained(min(max(each, fewest), most)) for each in (fewest, kept, chunk))]
 
     def needed(layers: int) -> float:
-        again = replace(settings, checkpointed=layers)
-        return max(sum(updating(shape, each, again).values()) for each in (pack, pack.shortest))
+        candidate = replace(settings, checkpointed=layers)
+        return max(sum(updating(shape, each, candidate).values()) for each in packs)
 
     return next((layers for layers in range(shape.layers) if needed(layers) <= room), shape.layers)
 
