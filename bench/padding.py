@@ -4,7 +4,8 @@
 
 The lengths are those of the rows' prompts and gold answers; the tokens are random, one response per prompt. The padded
 batch is the same update, padded to the longest prompt plus the longest response; the gradients of both are compared.
-The target is 0.9 of the ratio of the token counts.
+An update leaves out what follows the last trained token. So on both sides the last token of each sample, padding or
+not, is trained with advantage 0. The target is 0.9 of the ratio of the token counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from local import PLAIN_GRPO, gradient_gap, join_alone, load_worker, made_up_gro
 from transformers import AutoTokenizer
 
 from verl.batch.samples import Sample
+from verl.batch.token_batch import TokenBatch
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import TaskSet, TaskStream
 
@@ -40,18 +42,26 @@ def real_lengths(chat: ChatTemplate, data: Path, rows: int) -> list[tuple[int, i
     return list(islice((each for each in lengths if each[0] <= MAX_PROMPT), rows))
 
 
-def padded(samples: Sequence[Sample], lengths: Sequence[tuple[int, int]]) -> list[Sample]:
-    """The samples with padding up to the longest prompt plus the longest response."""
-    length = sum(max(each) for each in zip(*lengths, strict=True))
-    missing = [length - len(sample.token_ids) for sample in samples]
+def padded(samples: Sequence[Sample], lengths: Sequence[int]) -> list[Sample]:
+    """The samples with padding up to these lengths, whose last token is trained."""
     return [
         replace(
             sample,
-            token_ids=np.pad(sample.token_ids, (0, number)),
-            action_mask=np.pad(sample.action_mask, (0, number)),
+            token_ids=np.pad(sample.token_ids, (0, length - len(sample.token_ids))),
+            action_mask=np.append(np.pad(sample.action_mask, (0, length - 1 - len(sample.token_ids))), True),
+            rollout_logprobs=np.append(sample.rollout_logprobs, np.float32(-1.0)),
         )
-        for sample, number in zip(samples, missing, strict=True)
+        for sample, length in zip(samples, lengths, strict=True)
     ]
+
+
+def minibatch_with_padding(samples: Sequence[Sample]) -> TokenBatch:
+    """With advantage 0 for the last token of each sample."""
+    minibatch = minibatch_of(samples)
+    assert minibatch.advantages is not None
+    advantages = minibatch.advantages.copy()
+    advantages[minibatch.bounds.trained[1:] - 1] = 0.0
+    return replace(minibatch, advantages=advantages)
 
 
 def main() -> None:
@@ -68,12 +78,17 @@ def main() -> None:
     worker = load_worker(arguments.model, torch.bfloat16)
     chat = ChatTemplate(AutoTokenizer.from_pretrained(arguments.model))
     lengths = real_lengths(chat, arguments.data, arguments.rows)
-    packed = made_up_groups(lengths, 1, worker.engine.module.model.config.vocab_size)
-    few, of_few = packed[:CHECKED], lengths[:CHECKED]
-    gap = gradient_gap(arguments.model, [(minibatch_of(each), False) for each in (padded(few, of_few), few)])
+    samples = made_up_groups(lengths, 1, worker.engine.module.model.config.vocab_size)
+    longest = sum(max(each) for each in zip(*lengths, strict=True)) + 1
+    batches = {
+        "padded": padded(samples, [longest] * len(samples)),
+        "packed": padded(samples, [len(sample.token_ids) + 1 for sample in samples]),
+    }
+    minibatches = {name: minibatch_with_padding(each) for name, each in batches.items()}
+    few = [minibatch_with_padding(each[:CHECKED]) for each in batches.values()]
+    gap = gradient_gap(arguments.model, [(each, False) for each in few])
     policy = policy_of(worker, share_prefix=False)
-    batches = {"padded": padded(packed, lengths), "packed": packed}
-    sides = {name: partial(policy.update, minibatch_of(each), PLAIN_GRPO) for name, each in batches.items()}
+    sides = {name: partial(policy.update, each, PLAIN_GRPO) for name, each in minibatches.items()}
     seconds = alternate(sides, arguments.rounds)
     tokens = {name: sum(len(sample.token_ids) for sample in samples) for name, samples in batches.items()}
     report(

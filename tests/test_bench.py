@@ -133,7 +133,7 @@ def test_a_padded_batch_trains_the_same() -> None:
     words = ("--model", "dataset/mini/model", "--data", "dataset/mini/test.parquet", "--rows", "3", "--rounds", "1")
     (line,), _ = run_bench("padding.py", *words)
     assert line["theirs"]["tokens"] > line["ours"]["tokens"]
-    assert line["limits"]["relative difference of the gradients"][0] < 1e-5
+    assert 0 < line["limits"]["relative difference of the gradients"][0] < 1e-5  # equal if padding were left out
 
 
 @pytest.mark.long

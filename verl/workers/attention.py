@@ -75,7 +75,7 @@ def packed_attention(
 
 def _kind(module: Any) -> str:
     """The class of the model's own module, also of one whose parts are replaced (`fused.py`)."""
-    return type(getattr(module, "replaces_parts_of", module)).__name__
+    return type(getattr(module, "wrapped", module)).__name__
 
 
 def register() -> None:

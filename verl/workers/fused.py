@@ -215,10 +215,10 @@ class _WithParts:
     """A module some of whose parts are replaced."""
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self.replaces_parts_of, self._parts = module, parts
+        self.wrapped, self._parts = module, parts
 
     def __getattr__(self, name: str) -> Any:
-        return self._parts.get(name) or getattr(self.replaces_parts_of, name)
+        return self._parts.get(name) or getattr(self.wrapped, name)
 
 
 def _computed(part: nn.Module, expected: Tensor, found: Tensor, hidden: Tensor) -> Any:

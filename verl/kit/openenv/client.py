@@ -31,7 +31,7 @@ from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, Too
 
 _log = logging.getLogger(__name__)
 ACT = "act"  # the tool of environments without an MCP server
-_UNREWARDED = 64
+_WARN_AFTER = 64
 _MCP_FIELDS = {"type", "tool_name", "arguments", "metadata"}
 
 
@@ -73,9 +73,9 @@ class OpenEnvFactory(SessionPool):
             self._unrewarded = None
         elif self._unrewarded is not None:
             self._unrewarded += 1
-            if self._unrewarded == _UNREWARDED:
+            if self._unrewarded == _WARN_AFTER:
                 hint = "if the environment gives none, set env.options.score=none and another reward.name"
-                _log.warning("%d episodes have had no reward, and score 0: %s", _UNREWARDED, hint)
+                _log.warning("%d episodes have had no reward, and score 0: %s", _WARN_AFTER, hint)
 
     async def start(self, reset: Mapping[str, Any], connection: Connection) -> tuple[Answer, tuple[ToolSpec, ...]]:
         """The answer to a reset, and the tools."""

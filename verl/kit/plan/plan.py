@@ -209,16 +209,16 @@ class Plan:
         rollout = self.config.rollout
         if rollout.name == "hf":
             return rollout.max_num_seqs or MAX_BATCH
-        return rollout.max_num_seqs or self._many or self._batch_defaults[0]
+        return rollout.max_num_seqs or self._colocated_num_seqs or self._batch_defaults[0]
 
     @property
     def max_num_batched_tokens(self) -> int:
         """Tokens per forward pass of vLLM: likewise."""
-        many = self.config.rollout.max_num_seqs is None and self._many
+        many = self.config.rollout.max_num_seqs is None and self._colocated_num_seqs
         return self.config.rollout.max_num_batched_tokens or (MANY_TOKENS if many else self._batch_defaults[1])
 
     @property
-    def _many(self) -> int | None:
+    def _colocated_num_seqs(self) -> int | None:
         if self.hardware.on_cpu or not self.config.rollout.colocated:
             return None
         return default_num_seqs(self.config, self.policy, self.gpu_share * self.hardware.memory_gib * GIB)
