@@ -106,6 +106,12 @@ def test_the_base_commit_is_the_revision_of_a_git_repository(tmp_path: Path) -> 
     bare = tmp_path / "calc.git"
     git(tmp_path, "clone", "-q", "--bare", str(source), str(bare))
     assert read_swe_task({**GYM, "repository": str(bare)}).repository == Repository(str(bare), "a" * 40)
+    of_head = {**GYM, "base_commit": "", "repository": {"path": str(bare), "revision": "HEAD"}}
+    assert read_swe_task(of_head).repository == Repository(str(bare), "HEAD")
+    (tmp_path / "swesmith__owner__calc.12345678").symlink_to(bare)  # a prepared one
+    for row, prepared in (({**of_head, "repository": str(bare)}, None), (SMITH, tmp_path)):
+        with pytest.raises(DataError, match=r"is a bare git repository, without a revision; expected `repository.rev"):
+            read_swe_task(row, prepared)
     head = git(source, "rev-parse", "HEAD").strip()
     image = prepare_image(calc_task(tmp_path, repository=Repository(str(bare), head)), tmp_path / "images")
     assert (image / "calc" / "core.py").read_text() == BUG and not (image / "objects").exists()

@@ -321,20 +321,24 @@ def _with_own_columns(task: SweTask, row: Mapping[str, Any]) -> SweTask:
 
 
 def _repository(given: Any, base_commit: str) -> Repository:
-    """The base commit is the revision of a git repository whose revision is not given."""
     if isinstance(given, str):
         given = {"path": given}
     known = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     of_text = all(isinstance(value, str) for value in known.values())
     if not of_text or not {"path"} <= known.keys() <= {"path", "revision"}:
         raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
-    revision = base_commit if _is_git(Path(known["path"])) else ""
-    return Repository(known["path"], known.get("revision") or revision)
+    return _at_revision(known["path"], known.get("revision") or "", base_commit)
 
 
-def _is_git(folder: Path) -> bool:
-    """Whether it is a git repository, also a bare one."""
-    return (folder / ".git").exists() or ((folder / "HEAD").is_file() and (folder / "objects").is_dir())
+def _at_revision(path: str, revision: str, base_commit: str) -> Repository:
+    """The base commit is the revision of a git repository whose revision is not given."""
+    is_bare = Path(path, "HEAD").is_file() and Path(path, "objects").is_dir()
+    if is_bare or Path(path, ".git").exists():
+        revision = revision or base_commit
+    if is_bare and not revision:
+        problem, hint = f"{path} is a bare git repository, without a revision", "Or use a clone with a work tree"
+        raise DataError(problem, "`repository.revision` or `base_commit`", hint, field="repository")
+    return Repository(path, revision)
 
 
 def _refuse_environment(row: Mapping[str, Any]) -> None:
@@ -370,8 +374,7 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str
     environments = [prepared / "environments" / name for name in names if prepared is not None]
     environment = str(row.get("environment") or next((each for each in environments if each.is_dir()), ""))
     folder = found[0]
-    revision = task.base_commit if _is_git(folder) else ""
-    repository = Repository(str(folder), revision)
+    repository = _at_revision(str(folder), "", task.base_commit)
     task = replace(task, repository=repository, environment=environment, python="python", image="")
     if not task.bug_patch or row.get("bug_patch"):
         return task
