@@ -32,9 +32,9 @@ from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError
 from verl.kit.swe import env
 from verl.kit.swe.env import LoopDetector, SweEnv, SweFactory
-from verl.kit.swe.runtime import RuntimeLimits, RuntimeLostError
+from verl.kit.swe.runtime import RuntimeLimits, RuntimeLostError, TaskFaultError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
-from verl.kit.swe.tasks import as_task_row
+from verl.kit.swe.tasks import SweTask, as_task_row
 from verl.kit.swe.tools import SUBMIT
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
@@ -629,6 +629,19 @@ def test_a_patch_is_scored_again_if_its_runtime_is_lost(
 
 
 @pytest.mark.usefixtures("quick_scoring")
+def test_with_a_task_at_fault_a_patch_is_scored_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[str] = []
+
+    async def scored(_: Any, task: SweTask, *__: Any) -> PatchVerdict:
+        tasks.append(task.id)
+        raise TaskFaultError("the test patch does not apply")
+
+    monkeypatch.setattr(env, "score_patch", scored)
+    with pytest.raises(TaskFaultError):
+        place.play(FIXING)
+    assert tasks == ["calc"]
+
+
 def test_a_limit_ends_the_episode_and_the_patch_is_judged(place: Place) -> None:
     async def main() -> None:
         texts = [GOLD_TEXTS[0], *(xml("bash", command=f"echo {number}") for number in range(9))]
