@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -307,7 +308,7 @@ def test_the_editor(place: Place) -> None:
     assert seen[6].splitlines()[-2:] == ["     4\tthree", "     5\tfour"]
     assert seen[9] == "one\ntwo\ntwo\nthree" and "Reverted" in seen[10] and "no edit" in seen[11]
     assert "cannot access" in seen[12]
-    assert "no text in UTF-8" in seen[13] and "more than 1048576 bytes" in seen[14] and "Stopped" in seen[15]
+    assert "not text in UTF-8" in seen[13] and "more than 1048576 bytes" in seen[14] and "Stopped" in seen[15]
     assert "/testbed/calc/core.py" in seen[16] and ".git" not in seen[16]
     assert "No such file" in seen[17] and "4096" in seen[18] and "between 0 and" in seen[19]
     assert "needs `old_str`" in seen[20] and "outside of the file" in seen[21]
@@ -446,6 +447,8 @@ def test_a_bad_row_is_refused_before_the_start(place: Place) -> None:
     ):
         with pytest.raises(ConfigError):
             build_env_factory("swe", options)
+    with pytest.raises(ConfigError, match="command_timeout_s=inf must be positive and finite"):
+        build_env_factory("swe", {"command_timeout_s": math.inf})
 
 
 class Losing(SweFactory):

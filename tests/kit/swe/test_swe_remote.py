@@ -190,7 +190,7 @@ def test_a_task_on_a_server_of_ours_has_the_same_verdicts(tmp_path: Path) -> Non
         with pytest.raises(DataError, match="no environment 'absent'"):
             await pool.start(replace(task, environment="/x/absent"))
         Path(environment).with_name("empty").mkdir()
-        with pytest.raises(DataError, match="is no virtual environment"):
+        with pytest.raises(DataError, match="is not a virtual environment"):
             await pool.start(replace(task, environment="/x/empty"))
         with pytest.raises(RuntimeLostError, match="setup"):
             await pool.start(replace(task, setup="false"))

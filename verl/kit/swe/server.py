@@ -427,9 +427,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
     options = parser.parse_args(argv)
     if options.environments and not options.environments.is_dir():
-        parser.error(f"--environments {options.environments} is no folder")
+        parser.error(f"--environments {options.environments} is not a folder")
     if options.folder and options.folder.exists() and not options.folder.is_dir():
-        parser.error(f"--folder {options.folder} is no folder")
+        parser.error(f"--folder {options.folder} is not a folder")
     logging.basicConfig(level=logging.INFO)
     try:
         runtimes = LocalRuntimes(options.folder, require_cgroup=options.require_cgroup)

@@ -326,7 +326,7 @@ def _repository(given: Any, base_commit: str) -> Repository:
     known = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     of_text = all(isinstance(value, str) for value in known.values())
     if not of_text or not {"path"} <= known.keys() <= {"path", "revision"}:
-        raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
+        raise DataError(f"{given!r} is not a repository", "a path, or {path, revision}", field="repository")
     return _at_revision(known["path"], known.get("revision") or "", base_commit)
 
 
@@ -393,14 +393,14 @@ def _hidden_by_the_bug(task: SweTask) -> tuple[str, ...]:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise DataError("is missing or no text", "a text", field=name)
+        raise DataError("is missing or not a text", "a text", field=name)
     return value
 
 
 def _seconds(value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
-    raise DataError(f"{value!r} is no time", "seconds above 0", field="test_timeout_s")
+    raise DataError(f"{value!r} is not a time", "seconds above 0", field="test_timeout_s")
 
 
 def _names(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -408,7 +408,7 @@ def _names(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = row.get(name, row.get(name.lower()))
     value = [] if value is None else _json(value)
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        raise DataError(f"{str(value)[:100]} are no tests", "a list of pytest's node ids: FILE::TEST", field=name)
+        raise DataError(f"{str(value)[:100]} are not tests", "a list of pytest's node ids: FILE::TEST", field=name)
     return tuple(value)
 
 
@@ -419,7 +419,7 @@ def _files(value: Any) -> dict[str, str]:
         inside = all(path.parts and not path.is_absolute() and ".." not in path.parts for path in paths.values())
         if inside and all(isinstance(text, str) for text in files.values()):
             return dict(files)
-    raise DataError("is no mapping of files", "relative path -> text", field="hidden_tests")
+    raise DataError("is not a mapping of files", "relative path -> text", field="hidden_tests")
 
 
 def _json(value: Any) -> Any:
@@ -428,4 +428,4 @@ def _json(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise DataError(f"is no JSON ({error})", "JSON, or the value itself") from error
+        raise DataError(f"is not JSON ({error})", "JSON, or the value itself") from error
