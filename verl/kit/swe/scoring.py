@@ -52,7 +52,7 @@ LEAST_APPLY_MIB = 128  # of memory for git, which reads all of a patch
 MOST_KEPT = 4096  # verdicts on patches that may come again
 SLACK_S = 60.0  # for starting the interpreter, beyond the limits of its runs
 APPLY_CPU_S, COLLECT_CPU_S = 60, 120
-COLLECT_S = 600.0  # beyond which the machine is at fault: what the agent left ends by its CPU time
+COLLECT_S = 600.0  # beyond which the machine is at fault: git has a limit of CPU time, packing one of size
 TRUSTED = f"""
 rest=$(mktemp -d); mkdir $rest/objects
 export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJECT_DIRECTORY=$rest/objects

@@ -29,7 +29,7 @@ PROTECTED = (
 TEST_FOLDERS = {"test", "tests"}  # all of their files belong to the tests
 TEST_FILES = ("test_*", "*_test.py", "tests.py")  # of the tests in other folders, beside code
 FUNCTION = r"[A-Za-z_]\w*(\.\w+)*"  # a test without its file
-OWN_TEXTS = ("environment", "file", "setup", "bug_patch")  # columns of our rows
+OWN_TEXT_COLUMNS = ("environment", "file", "setup", "bug_patch")  # of our rows
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
 R2E_WITHHELD = (  # as its own loader withholds them; some hold the fix
     R2E_TESTS, "run_tests.sh", "syn_issue.json", "expected_test_output.json", "execution_result.json",
@@ -305,7 +305,7 @@ def _of_harbor(row: Mapping[str, Any], prepared: Path | None, remote: bool) -> S
 
 def _with_own_columns(task: SweTask, row: Mapping[str, Any]) -> SweTask:
     """The columns of our own rows, which those of others may have, too."""
-    fields: dict[str, Any] = {name: _text(row, name) for name in OWN_TEXTS if row.get(name)}
+    fields: dict[str, Any] = {name: _text(row, name) for name in OWN_TEXT_COLUMNS if row.get(name)}
     if row.get("test_timeout_s"):
         fields["test_timeout_s"] = _seconds(row["test_timeout_s"])
     if row.get("hidden_tests"):

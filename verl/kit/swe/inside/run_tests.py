@@ -40,7 +40,7 @@ GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "sys", "os", "
 VARIABLE = ("excepthook", "unraisablehook", "displayhook", "breakpointhook", "__interactivehook__",
             "_reprcompare", "_assertion_pass", "_", "maxDiff", "_diffThreshold", "_MAX_LENGTH")  # fmt: skip
 Fingerprint = Dict[Tuple[str, ...], Tuple[int, ...]]  # noqa: UP006
-WHOLE = ("_pytest", "pytest", "pluggy", "unittest")  # of these modules not functions alone
+COMPARED_FULLY = ("_pytest", "pytest", "pluggy", "unittest")  # of these modules not functions alone
 BUILTINS = frozenset(dir(builtins))
 KINDS = (types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property, type)
 PR_SET_DUMPABLE = 4
@@ -217,11 +217,11 @@ def _run_pytest(
     shorten = re.compile(r"\[/(?!/)[^*]*(/[^*/]*)\]").sub
     phases: dict[str, dict[str, str]] = {}
     known: set[int] = set()  # plugins
-    write, fingerprint, difference, strange_hooks, states_of = (
+    write, fingerprint, difference, unknown_hook_files, states_of = (
         os.write,
         _fingerprint,
         _difference,
-        _strange_hooks,
+        _unknown_hook_files,
         _states,
     )
     before, states = states_of(files), [original]
@@ -267,8 +267,8 @@ def _run_pytest(
     def pytest_collection_finish(session: Any) -> None:
         check()
         for plugin in session.config.pluginmanager.get_plugins():
-            strange = strange_hooks(plugin, root, changed) if plugin is not hooks else ()
-            added = [file for file in strange if id(plugin) not in known or file in changed]
+            unknown = unknown_hook_files(plugin, root, changed) if plugin is not hooks else ()
+            added = [file for file in unknown if id(plugin) not in known or file in changed]
             if added:
                 send("tampered", f"a plugin was added: {added[0]}")
 
@@ -312,7 +312,7 @@ def _run_pytest(
         os._exit(0)
 
 
-def _strange_hooks(plugin: Any, root: str, changed: frozenset[str]) -> list[str]:
+def _unknown_hook_files(plugin: Any, root: str, changed: frozenset[str]) -> list[str]:
     """The files of its hooks, but for those of installed packages and of the repository without the patch.
 
     A wrapper of the standard library hides whose code it calls.
@@ -337,7 +337,7 @@ def _fingerprint() -> Fingerprint:
             continue
         found[(name,)] = (id(module),)
         for key, value in list(vars(module).items()):
-            fixed = _is_fixed(value) if package in WHOLE else isinstance(value, KINDS)
+            fixed = _is_fixed(value) if package in COMPARED_FULLY else isinstance(value, KINDS)
             if key in VARIABLE or not (fixed or key in BUILTINS):
                 continue
             found[name, key] = _identity(value)
