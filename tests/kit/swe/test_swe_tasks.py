@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import HTTPException
@@ -290,7 +291,7 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
     """Of a server, too: its answer lets the client ask others."""
     task = calc_task(tmp_path)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(image, "give_away", full)
@@ -300,12 +301,16 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
     with pytest.raises(RuntimeLostError, match=r"the disk of .*images is full \(.*No space"):
         prepare_image(task, tmp_path / "images")
     assert list((tmp_path / "images").iterdir()) == []
-    monkeypatch.setattr(server, "give_away", full)
-    with pytest.raises(HTTPException) as caught:
-        server._unpack_image(
-            remote._pack(Path(str(task.repository and task.repository.path))), tmp_path / "x", tmp_path
-        )
-    assert (caught.value.status_code, "No space" in caught.value.detail) == (507, True)
+    monkeypatch.setattr(image.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(RuntimeLostError, match=r"the disk of .*images is full \(.*No space"):
+        prepare_image(task, tmp_path / "images")
+    monkeypatch.undo()
+    packed = remote._pack(with_history(tmp_path / "sent"))
+    for error in (OSError(28, "No space left on device"), FileNotFoundError(2, "No such file or directory")):
+        monkeypatch.setattr(server, "give_away", Mock(side_effect=error))
+        with pytest.raises(HTTPException) as caught:
+            server._unpack_image(packed, tmp_path / "x", tmp_path)
+        assert (caught.value.status_code, str(error) in caught.value.detail) == (507, True)
     monkeypatch.setattr(server, "give_away", lambda _: None)
     for packed in (b"no tar", remote._pack(tmp_path / "images")):
         with pytest.raises(HTTPException) as caught:

@@ -97,14 +97,13 @@ def prepare_image(task: SweTask, store: Path) -> Path:
     every process.
     """
     store.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=store, prefix=".unfinished-") as unfinished:
+    with (
+        _lost_on_full_disk(store),
+        tempfile.TemporaryDirectory(dir=store, prefix=".unfinished-") as unfinished,
+        _lost_on_full_disk(store),  # before the removal of the folder makes room
+    ):
         tree = Path(unfinished) / "tree"
-        try:
-            target = store / _make_image(tree, task)
-        except (DataError, OSError) as error:
-            if has_room(store):
-                raise
-            raise RuntimeLostError(f"the disk of {store} is full ({error})") from error
+        target = store / _make_image(tree, task)
         if not target.exists():
             try:
                 tree.rename(target)
@@ -112,6 +111,17 @@ def prepare_image(task: SweTask, store: Path) -> Path:
                 if not target.exists():  # else made by another process meanwhile
                     raise
     return target
+
+
+@contextmanager
+def _lost_on_full_disk(store: Path) -> Iterator[None]:
+    """Raises RuntimeLostError for what fails while the disk is full."""
+    try:
+        yield
+    except (DataError, OSError) as error:
+        if has_room(store):
+            raise
+        raise RuntimeLostError(f"the disk of {store} is full ({error})") from error
 
 
 def _make_image(tree: Path, task: SweTask) -> str:

@@ -331,10 +331,9 @@ def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
             archive.write_bytes(packed)
             with tarfile.open(archive) as tar:
                 tar.extractall(tree, filter="tar")
-            (tree / ".git").stat()  # without which no runtime starts
+            if not (tree / ".git").exists():  # without which no runtime starts
+                raise HTTPException(wire.REFUSED, "the image has no .git")
             give_away(tree)
-        except FileNotFoundError as error:
-            raise HTTPException(wire.REFUSED, "the image has no .git") from error
         except tarfile.TarError as error:
             raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
         except OSError as error:
