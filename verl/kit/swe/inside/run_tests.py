@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -31,7 +32,7 @@ import time
 import types
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, Sequence, Tuple  # noqa: UP035  for Python 3.7
+from typing import Any, Callable, Dict, Sequence, Tuple  # noqa: UP035  for Python 3.7
 
 GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "sys", "os", "posix", "posixpath", "time", "atexit",
            "signal", "json", "importlib", "re", "difflib", "math", "operator", "contextlib", "inspect", "ast", "io",
@@ -102,7 +103,10 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any, original: Fi
     sentinel.parent.mkdir(parents=True, exist_ok=True)
     sentinel.write_text(run["text"])
     before = _states(files)
-    may_fail = {name for name in run["may_fail"] if _expects_failures(request["root"], name, request["files"])}
+    mentions = functools.lru_cache(maxsize=None)(_mentions_failures)  # each file is read once in a run
+    may_fail = {
+        name for name in run["may_fail"] if _expects_failures(request["root"], name, request["files"], mentions)
+    }
     pid = os.fork()
     if pid == 0:
         os.close(reads)
@@ -180,16 +184,18 @@ def _states(files: Sequence[str]) -> list[tuple[int, ...]]:
     return found
 
 
-def _expects_failures(root: str, name: str, files: Sequence[str]) -> bool:
+def _expects_failures(root: str, name: str, files: Sequence[str], mentions: Callable[[Path], bool]) -> bool:
     """Whether the file of a test, or a conftest.py of its folders, mentions expected failures."""
     paths = [Path(root, name.partition("::")[0])] if "::" in name else [Path(each) for each in files]
     settings = [
         folder / "conftest.py" for path in paths for folder in path.parents if Path(root) in (folder, *folder.parents)
     ]
-    for path in [*paths, *settings]:
-        with suppress(OSError):
-            if re.search(rb"xfail|expectedFailure", path.read_bytes()):
-                return True
+    return any(map(mentions, [*paths, *settings]))
+
+
+def _mentions_failures(path: Path) -> bool:
+    with suppress(OSError):
+        return re.search(rb"xfail|expectedFailure", path.read_bytes()) is not None
     return False
 
 
