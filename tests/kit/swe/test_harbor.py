@@ -15,6 +15,7 @@ from tests.kit.swe.test_swe_remote import TOKEN, runtime_server
 from verl.data.tasks import to_task
 from verl.errors import DataError
 from verl.kit.swe.harbor import MAX_PACKED_MIB, solve
+from verl.kit.swe.image import prepare_image
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import CommandFailedError, RuntimeLimits, Runtimes
@@ -124,6 +125,18 @@ def test_an_environment_is_used_or_refused(tmp_path: Path) -> None:
     (tmp_path / "sum" / "task.toml").write_text('[environment]\ndocker_image = "a/b"\n')
     with pytest.raises(DataError, match="'environment': has no effect with the option `deployment`"):
         read_swe_task(row, remote=True)
+
+
+def test_files_above_the_limit_of_storage_are_refused(tmp_path: Path) -> None:
+    """What is collected has all files of the working folder: every patch would fail."""
+    toml = "[environment]\nstorage_mb = {}\n"
+    for limit in (3, 1):
+        folder = folder_of(tmp_path, environment__data_dot_csv="x" * (2 << 20), task_dot_toml=toml.format(limit))
+        task = read_swe_task({"harbor": str(folder)})
+        if limit == 3:
+            assert (prepare_image(task, tmp_path / "images") / "data.csv").is_file()
+    with pytest.raises(DataError, match=r"files of sum take 2 MiB; expected at most 1 MiB\. Raise .*storage_mb"):
+        prepare_image(task, tmp_path / "images")
 
 
 def test_columns_of_other_rows_are_refused(tmp_path: Path) -> None:

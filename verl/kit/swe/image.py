@@ -130,6 +130,9 @@ def _make_image(tree: Path, task: SweTask) -> str:
     tree.mkdir(mode=0o755)
     _fill(tree, task.repository)
     _remove_histories(tree)
+    if task.harbor is not None and (size := _size(tree)) > task.limits.file_mib << 20:  # no patch could be collected
+        problem, expected = f"the files of {task.id} take {size >> 20} MiB", f"at most {task.limits.file_mib} MiB"
+        raise DataError(problem, expected, "Raise environment.storage_mb in its task.toml", field="harbor")
     _run(["git", "init", "-q", "-b", "main"], tree, "repository")
     if task.bug_patch:
         _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)
