@@ -82,19 +82,24 @@ async def patch_of_idle_session(runtimes: Runtimes, task: SweTask) -> str:
 async def validate_row(
     runtimes: Runtimes, row: Mapping[str, Any], compiled: Path | None = None
 ) -> tuple[dict[str, Any], Validation]:
-    """The row without its flaky tests, and what is wrong with it. Raises DataError."""
-    try:
-        found = await validate(runtimes, read_swe_task(row), compiled)
-    except TaskFaultError as error:
-        return dict(row), Validation((error.problem,))
+    """The row without its flaky tests, and what is wrong with it. Raises DataError, RuntimeLostError."""
+    found = await _validate_or_fault(runtimes, read_swe_task(row), compiled)
     if not found.flaky:
         return dict(row), found
     kept = {**row, **{name: [test for test in row[name] if test not in found.flaky] for name in TESTS}}
     if not kept["FAIL_TO_PASS"]:
         return kept, Validation(("all tests that the fix heals are flaky",), found.flaky)
-    again = await validate(runtimes, read_swe_task(kept), compiled)
+    again = await _validate_or_fault(runtimes, read_swe_task(kept), compiled)
     still = (f"other tests are flaky, too: {', '.join(again.flaky)}",) if again.flaky else ()
     return kept, Validation(again.problems + still, found.flaky)
+
+
+async def _validate_or_fault(runtimes: Runtimes, task: SweTask, compiled: Path | None) -> Validation:
+    """A fault of the task is one of its problems."""
+    try:
+        return await validate(runtimes, task, compiled)
+    except TaskFaultError as error:
+        return Validation((error.problem,))
 
 
 async def validate_all(

@@ -98,6 +98,24 @@ def test_a_task_that_cannot_be_judged_is_a_problem(monkeypatch: pytest.MonkeyPat
         asyncio.run(validate_row(None, ROW))  # type: ignore[arg-type]
 
 
+def test_a_fault_that_appears_without_the_flaky_tests_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def score(_: object, task: SweTask, patch: str, _compiled: object = None) -> PatchVerdict:
+        if len(task.fail_to_pass) == 1:
+            raise TaskFaultError("calc counts as tampered without any patch, too")
+        return next(coming)
+
+    coming = iter([verdict("abc"), verdict("ac"), verdict("c"), verdict("c"), verdict("", PatchOutcome.EMPTY_PATCH)])
+
+    async def of_idle_session(*_: object) -> str:
+        return ""
+
+    monkeypatch.setattr(validation, "score_patch", score)
+    monkeypatch.setattr(validation, "patch_of_idle_session", of_idle_session)
+    row, found = asyncio.run(validate_row(None, ROW))  # type: ignore[arg-type]
+    assert row == {**ROW, "FAIL_TO_PASS": ["t.py::a"]} and found.flaky == ("t.py::b",)
+    assert found.problems == ("calc counts as tampered without any patch, too",)
+
+
 def test_a_session_without_changes_must_leave_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     _, found = validated(monkeypatch, *[verdict("abc")] * 2, *[verdict("c")] * 2, idle="of the setup")
     assert found.problems == ("a session without changes scores unresolved: its setup still writes files",)

@@ -26,6 +26,7 @@ from verl.config.load import load_config
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.errors import ConfigError
 from verl.kit.agent.agent import AgentFactory
+from verl.kit.agent.inside import programs
 from verl.kit.agent.launcher import CommandLauncher, FunctionLauncher, ProgramFailedError
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.scoring.pool import DirectScorer, Fault
@@ -416,6 +417,24 @@ def test_a_program_ends_with_all_that_it_started(kind: str, hangs: bool, tmp_pat
     assert ("turn_timeout" in found.problem) is hangs
     pids = list(map(int, mark.read_text().split()))
     assert len(pids) == 2 and not any(map(_runs, pids))
+
+
+def test_a_guard_waits_for_what_it_may_not_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another user, such as one that sudo started."""
+
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    def work() -> None:
+        subprocess.Popen(["/bin/sh", "-c", f"sleep 0.5; touch {tmp_path}/ended"], start_new_session=True)
+        sys.exit(3)
+
+    monkeypatch.setattr(os, "kill", refuse)
+    with (tmp_path / "output.txt").open("w") as output:
+        guard = programs.start(work, output.fileno(), [])
+    _, status = os.waitpid(guard, 0)
+    assert os.waitstatus_to_exitcode(status) == 3, (tmp_path / "output.txt").read_text()
+    assert (tmp_path / "ended").exists()
 
 
 WAITS = """

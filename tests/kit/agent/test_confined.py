@@ -72,6 +72,20 @@ post(os.environ["REWARD_URL"], {{"reward": 1}})
     assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
 
 
+def test_a_readable_link_is_there_with_its_target(tmp_path: Path) -> None:
+    target, link = tmp_path / "data" / "v1", tmp_path / "links" / "current"
+    for folder in (target, link.parent):
+        folder.mkdir(parents=True)
+    (target / "file").write_text("one")
+    link.symlink_to(target)
+    source = f"""
+assert [open(folder + "/file").read() for folder in ({str(link)!r}, {str(target)!r})] == ["one", "one"]
+post(os.environ["REWARD_URL"], {{"reward": 1}})
+"""
+    (found,) = episodes(confined(source, readable=[str(link)]), TextEngine("one"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
+
+
 def test_a_confined_command_reaches_no_other_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's folder is below the working folder, which the command sees. The gateway's socket is of all episodes."""
     runs = tmp_path / "runs"

@@ -16,9 +16,11 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from starlette.requests import Request
 
 from tests.kit.agent.test_agent import ASK, TASK, TextEngine, command, episodes, runner
 from verl.errors import ConfigError, ServiceDownError
+from verl.kit.agent import pull
 from verl.kit.agent.agent import AgentFactory
 from verl.kit.agent.inside import puller
 from verl.kit.agent.launcher import output_end, read_reward_file
@@ -241,6 +243,22 @@ def test_heartbeats_keep_a_lease_and_their_end_ends_it() -> None:
             assert isinstance(found, Fault) and "sent no heartbeat for 0.4 s" in found.problem
             assert (await client.post(f"{lease}/heartbeat")).status_code == 410
         await setting.close()
+
+    asyncio.run(play())
+
+
+def test_a_wait_that_ends_by_itself_may_meet_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull, "_WAIT_S", 0.01)
+
+    async def play() -> None:
+        launcher = PullLauncher(1.0)
+        asked = asyncio.create_task(launcher._next(Request({"type": "http"})))
+        await asyncio.sleep(0)
+        (wait,) = launcher._waits
+        while not wait.expired():
+            await asyncio.sleep(0)
+        await launcher.close()
+        assert (await asked).status_code == 503
 
     asyncio.run(play())
 

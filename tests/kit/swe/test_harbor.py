@@ -15,6 +15,7 @@ from tests.kit.swe.test_swe_remote import TOKEN, runtime_server
 from verl.data.tasks import to_task
 from verl.errors import DataError
 from verl.kit.swe.harbor import MAX_PACKED_MIB, solve
+from verl.kit.swe.image import prepare_image
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import CommandFailedError, RuntimeLimits, Runtimes
@@ -102,11 +103,11 @@ def test_an_image_needs_its_prepared_folder(tmp_path: Path) -> None:
         ({"task_dot_toml": "[environment]\ngpus = 1\n"}, "environment.gpus not supported"),
         ({"task_dot_toml": '[verifier]\nuser = "root"\n'}, "verifier.user not supported"),
         ({"task_dot_toml": "[[steps]]\nname = 'a'\n"}, "steps not supported"),
-        ({"task_dot_toml": '[environment]\nmemory = "much"\n'}, "memory = 'much' is no size"),
+        ({"task_dot_toml": '[environment]\nmemory = "much"\n'}, "memory = 'much' is not a size"),
         ({"task_dot_toml": '[environment]\nmemory_mb = "x"\n'}, "memory_mb = 'x' cannot be used; expected a number"),
         ({"task_dot_toml": '[verifier]\ntimeout_sec = "x"\n'}, "timeout_sec = 'x' cannot be used"),
         ({"task_dot_toml": "[verifier]\ntimeout_sec = -1\n"}, "timeout_sec = -1 cannot be used"),
-        ({"task_dot_toml": "environment = 5\n"}, r"task.toml: environment = 5 is no table; expected \[environment\]"),
+        ({"task_dot_toml": "environment = 5\n"}, r"toml: environment = 5 is not a table; expected \[environment\]"),
         ({"task_dot_toml": '[environment]\nworkdir = "/usr/lib"\n'}, "workdir '/usr/lib' cannot be used"),
         ({"task_dot_toml": '[verifier.env]\nKEY = "${API_KEY}"\n'}, "KEY=.*no variable of the host"),
         ({"task_dot_toml": '[environment]\ndocker_image = "a/b"\n'}, r"is an image \(a/b\)"),
@@ -124,6 +125,18 @@ def test_an_environment_is_used_or_refused(tmp_path: Path) -> None:
     (tmp_path / "sum" / "task.toml").write_text('[environment]\ndocker_image = "a/b"\n')
     with pytest.raises(DataError, match="'environment': has no effect with the option `deployment`"):
         read_swe_task(row, remote=True)
+
+
+def test_files_above_the_limit_of_storage_are_refused(tmp_path: Path) -> None:
+    """What is collected has all files of the working folder: every patch would fail."""
+    toml = "[environment]\nstorage_mb = {}\n"
+    for limit in (3, 1):
+        folder = folder_of(tmp_path, environment__data_dot_csv="x" * (2 << 20), task_dot_toml=toml.format(limit))
+        task = read_swe_task({"harbor": str(folder)})
+        if limit == 3:
+            assert (prepare_image(task, tmp_path / "images") / "data.csv").is_file()
+    with pytest.raises(DataError, match=r"files of sum take 2 MiB; expected at most 1 MiB\. Raise .*storage_mb"):
+        prepare_image(task, tmp_path / "images")
 
 
 def test_columns_of_other_rows_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -32,9 +33,9 @@ from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError
 from verl.kit.swe import env
 from verl.kit.swe.env import LoopDetector, SweEnv, SweFactory
-from verl.kit.swe.runtime import RuntimeLimits, RuntimeLostError
+from verl.kit.swe.runtime import RuntimeLimits, RuntimeLostError, TaskFaultError
 from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
-from verl.kit.swe.tasks import as_task_row
+from verl.kit.swe.tasks import SweTask, as_task_row
 from verl.kit.swe.tools import SUBMIT
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
@@ -307,7 +308,7 @@ def test_the_editor(place: Place) -> None:
     assert seen[6].splitlines()[-2:] == ["     4\tthree", "     5\tfour"]
     assert seen[9] == "one\ntwo\ntwo\nthree" and "Reverted" in seen[10] and "no edit" in seen[11]
     assert "cannot access" in seen[12]
-    assert "no text in UTF-8" in seen[13] and "more than 1048576 bytes" in seen[14] and "Stopped" in seen[15]
+    assert "not text in UTF-8" in seen[13] and "more than 1048576 bytes" in seen[14] and "Stopped" in seen[15]
     assert "/testbed/calc/core.py" in seen[16] and ".git" not in seen[16]
     assert "No such file" in seen[17] and "4096" in seen[18] and "between 0 and" in seen[19]
     assert "needs `old_str`" in seen[20] and "outside of the file" in seen[21]
@@ -446,6 +447,8 @@ def test_a_bad_row_is_refused_before_the_start(place: Place) -> None:
     ):
         with pytest.raises(ConfigError):
             build_env_factory("swe", options)
+    with pytest.raises(ConfigError, match="command_timeout_s=inf must be positive and finite"):
+        build_env_factory("swe", {"command_timeout_s": math.inf})
 
 
 class Losing(SweFactory):
@@ -629,6 +632,19 @@ def test_a_patch_is_scored_again_if_its_runtime_is_lost(
 
 
 @pytest.mark.usefixtures("quick_scoring")
+def test_with_a_task_at_fault_a_patch_is_scored_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[str] = []
+
+    async def scored(_: Any, task: SweTask, *__: Any) -> PatchVerdict:
+        tasks.append(task.id)
+        raise TaskFaultError("the test patch does not apply")
+
+    monkeypatch.setattr(env, "score_patch", scored)
+    with pytest.raises(TaskFaultError):
+        place.play(FIXING)
+    assert tasks == ["calc"]
+
+
 def test_a_limit_ends_the_episode_and_the_patch_is_judged(place: Place) -> None:
     async def main() -> None:
         texts = [GOLD_TEXTS[0], *(xml("bash", command=f"echo {number}") for number in range(9))]

@@ -190,7 +190,7 @@ def test_a_task_on_a_server_of_ours_has_the_same_verdicts(tmp_path: Path) -> Non
         with pytest.raises(DataError, match="no environment 'absent'"):
             await pool.start(replace(task, environment="/x/absent"))
         Path(environment).with_name("empty").mkdir()
-        with pytest.raises(DataError, match="is no virtual environment"):
+        with pytest.raises(DataError, match="is not a virtual environment"):
             await pool.start(replace(task, environment="/x/empty"))
         with pytest.raises(RuntimeLostError, match="setup"):
             await pool.start(replace(task, setup="false"))
@@ -404,6 +404,24 @@ def test_a_server_that_is_not_there_is_a_lost_runtime(tmp_path: Path) -> None:
     run(main())
     with pytest.raises(ConfigError):
         run(make_empty())
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_wrong_token_is_an_error_at_once(tmp_path: Path, status: int) -> None:
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(status, text="expected another token")
+
+    async def main() -> None:
+        pool = RemoteRuntimes(["http://a"], store=tmp_path, patience_s=2)
+        await pool.client.aclose()
+        pool.client = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+        problem = rf"http://a answered {status}: expected another token; set \$VERL_SERVICE_TOKEN"
+        with pytest.raises(ConfigError, match=problem):
+            await pool.start(calc_task(tmp_path))
+        assert pool.endpoints[0].in_flight == 0
+        await pool.close()
+
+    run(main())
 
 
 def test_a_busy_server_is_asked_again_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import HTTPException
@@ -106,6 +107,12 @@ def test_the_base_commit_is_the_revision_of_a_git_repository(tmp_path: Path) -> 
     bare = tmp_path / "calc.git"
     git(tmp_path, "clone", "-q", "--bare", str(source), str(bare))
     assert read_swe_task({**GYM, "repository": str(bare)}).repository == Repository(str(bare), "a" * 40)
+    of_head = {**GYM, "base_commit": "", "repository": {"path": str(bare), "revision": "HEAD"}}
+    assert read_swe_task(of_head).repository == Repository(str(bare), "HEAD")
+    (tmp_path / "swesmith__owner__calc.12345678").symlink_to(bare)  # a prepared one
+    for row, prepared in (({**of_head, "repository": str(bare)}, None), (SMITH, tmp_path)):
+        with pytest.raises(DataError, match=r"is a bare git repository, without a revision; expected `repository.rev"):
+            read_swe_task(row, prepared)
     head = git(source, "rev-parse", "HEAD").strip()
     image = prepare_image(calc_task(tmp_path, repository=Repository(str(bare), head)), tmp_path / "images")
     assert (image / "calc" / "core.py").read_text() == BUG and not (image / "objects").exists()
@@ -203,24 +210,24 @@ def test_a_bug_is_applied_in_a_store_inside_another_repository(tmp_path: Path) -
         ({"instance_id": None}, "'instance_id': is missing"),
         ({"problem_statement": " "}, "'problem_statement': is missing"),
         ({"FAIL_TO_PASS": []}, "'FAIL_TO_PASS': names no test"),
-        ({"FAIL_TO_PASS": "[a"}, "is no JSON"),
+        ({"FAIL_TO_PASS": "[a"}, "is not JSON"),
         ({"FAIL_TO_PASS": ["test_x (module.Class)"]}, r"'FAIL_TO_PASS': owner/calc: test 'test_x \(module.*node ids"),
         ({"FAIL_TO_PASS": ["Adds numbers."], "PASS_TO_PASS": ["test_x"]}, "owner/calc: test 'Adds numbers.' names no"),
         ({"FAIL_TO_PASS": ["test_x"]}, "owner/calc: test 'test_x' names no file"),
         ({"FAIL_TO_PASS": ["test_x"], "PASS_TO_PASS": []}, "owner/calc: test 'test_x' names no file"),
-        ({"FAIL_TO_PASS": "test_x"}, "is no JSON"),
-        ({"FAIL_TO_PASS": '"test_x"'}, "test_x are no tests"),
-        ({"repository": 3}, "'repository': 3 is no repository"),
-        ({"repository": {"path": "x", "rev": "HEAD"}}, r"'rev': 'HEAD'} is no repository; .*{path, rev"),
-        ({"repository": "x", "test_timeout_s": True}, "'test_timeout_s': True is no time"),
+        ({"FAIL_TO_PASS": "test_x"}, "is not JSON"),
+        ({"FAIL_TO_PASS": '"test_x"'}, "test_x are not tests"),
+        ({"repository": 3}, "'repository': 3 is not a repository"),
+        ({"repository": {"path": "x", "rev": "HEAD"}}, r"'rev': 'HEAD'} is not a repository; .*{path, rev"),
+        ({"repository": "x", "test_timeout_s": True}, "'test_timeout_s': True is not a time"),
         ({"limits": {"speed": 3}}, "'limits'.*speed"),
         ({"repository": "x", "hidden_tests": {"../a.py": ""}}, "'hidden_tests'"),
         ({"repository": "x", "limits": {"speed": 3}}, "'limits'.*speed"),
         (
             {"repository": "x", "test_timeout_s": "soon"},
-            "'test_timeout_s': 'soon' is no time; expected seconds above 0",
+            "'test_timeout_s': 'soon' is not a time; expected seconds above 0",
         ),
-        ({"repository": "x", "test_timeout_s": -1}, "'test_timeout_s': -1 is no time"),
+        ({"repository": "x", "test_timeout_s": -1}, "'test_timeout_s': -1 is not a time"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_one_clear_error(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
@@ -284,7 +291,7 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
     """Of a server, too: its answer lets the client ask others."""
     task = calc_task(tmp_path)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(image, "give_away", full)
@@ -294,12 +301,16 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
     with pytest.raises(RuntimeLostError, match=r"the disk of .*images is full \(.*No space"):
         prepare_image(task, tmp_path / "images")
     assert list((tmp_path / "images").iterdir()) == []
-    monkeypatch.setattr(server, "give_away", full)
-    with pytest.raises(HTTPException) as caught:
-        server._unpack_image(
-            remote._pack(Path(str(task.repository and task.repository.path))), tmp_path / "x", tmp_path
-        )
-    assert (caught.value.status_code, "No space" in caught.value.detail) == (507, True)
+    monkeypatch.setattr(image.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(RuntimeLostError, match=r"the disk of .*images is full \(.*No space"):
+        prepare_image(task, tmp_path / "images")
+    monkeypatch.undo()
+    packed = remote._pack(with_history(tmp_path / "sent"))
+    for error in (OSError(28, "No space left on device"), FileNotFoundError(2, "No such file or directory")):
+        monkeypatch.setattr(server, "give_away", Mock(side_effect=error))
+        with pytest.raises(HTTPException) as caught:
+            server._unpack_image(packed, tmp_path / "x", tmp_path)
+        assert (caught.value.status_code, str(error) in caught.value.detail) == (507, True)
     monkeypatch.setattr(server, "give_away", lambda _: None)
     for packed in (b"no tar", remote._pack(tmp_path / "images")):
         with pytest.raises(HTTPException) as caught:

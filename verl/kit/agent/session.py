@@ -98,7 +98,7 @@ class Session:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of the engine or the runtime
         self._reader = ResponseReader(self.policy.observations.tool_call_format)
         self._exchanges: list[Exchange] = []
-        self._before_limit: list[Exchange] = []  # when `limit` was set
+        self._sent_before_limit: list[Exchange] = []  # requests that began before `limit` was set
         self._num_calls = 0
         self._closed = False
 
@@ -182,7 +182,7 @@ class Session:
             return await self._recorded(exchange)
         except ApiError as error:
             if error.code in _LIMITS:
-                self.limit, self._before_limit = _LIMITS[error.code], list(self._exchanges)
+                self.limit, self._sent_before_limit = _LIMITS[error.code], list(self._exchanges)
             raise
         except Exception as error:
             self.fail(error)
@@ -212,7 +212,7 @@ class Session:
         self.counts["responses"] += 1
         left = self.policy.room(draft.segment.prompt_length, len(draft.prompt_ids)) - response.completion_tokens
         self.cut = response.finish is Finish.LENGTH and left < 1
-        if self.limit is StopReason.LENGTH and exchange not in self._before_limit:  # the conversation was shortened
+        if self.limit is StopReason.LENGTH and exchange not in self._sent_before_limit:  # a shorter conversation
             self.limit = None
         return response
 

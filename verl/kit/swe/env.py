@@ -259,9 +259,9 @@ class SweFactory(EnvFactory):
                 "without `deployment` (servers of SWE-ReX have no soft time-outs)"
             )
         if not 0 < command_timeout_s < math.inf:
-            raise ConfigError(f"environment 'swe': command_timeout_s={command_timeout_s:g} must be above 0")
+            raise ConfigError(f"environment 'swe': command_timeout_s={command_timeout_s:g} must be positive and finite")
         if prepared and not Path(prepared).is_dir():
-            raise ConfigError(f"environment 'swe': prepared={prepared} is no folder")
+            raise ConfigError(f"environment 'swe': prepared={prepared} is not a folder")
         if require_cgroup and (urls or deployment):
             raise ConfigError(
                 "environment 'swe': sandbox.isolation=strict (require_cgroup) needs runtimes on this machine: no urls "

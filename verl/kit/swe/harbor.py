@@ -170,7 +170,7 @@ def _reward(text: str) -> float:
     if isinstance(value, dict):
         value = value["reward"] if "reward" in value or len(value) != 1 else next(iter(value.values()))
     if isinstance(value, bool) or not math.isfinite(float(value)):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return float(value)
 
 
@@ -193,7 +193,7 @@ def _settings(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _table(given: Any, name: str, folder: Path) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise DataError(f"{folder}/task.toml: {name} = {given!r} is no table", f"[{name}]", field="harbor")
+        raise DataError(f"{folder}/task.toml: {name} = {given!r} is not a table", f"[{name}]", field="harbor")
     return dict(given)
 
 
@@ -227,7 +227,7 @@ def _mib(table: Mapping[str, Any], name: str, default: int) -> int:
     text = str(table.get(name) or f"{default}M")
     found = re.fullmatch(r"(\d+)\s*([KMG])i?B?", text, re.IGNORECASE)
     if not found:
-        raise DataError(f"{name} = {text!r} is no size", "such as 2G", field="harbor")
+        raise DataError(f"{name} = {text!r} is not a size", "such as 2G", field="harbor")
     return max(1, int(found[1]) * {"K": 1, "M": 1 << 10, "G": 1 << 20}[found[2].upper()] >> 10)
 
 

@@ -97,14 +97,13 @@ def prepare_image(task: SweTask, store: Path) -> Path:
     every process.
     """
     store.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=store, prefix=".unfinished-") as unfinished:
+    with (
+        _lost_on_full_disk(store),
+        tempfile.TemporaryDirectory(dir=store, prefix=".unfinished-") as unfinished,
+        _lost_on_full_disk(store),  # before the removal of the folder makes room
+    ):
         tree = Path(unfinished) / "tree"
-        try:
-            target = store / _make_image(tree, task)
-        except (DataError, OSError) as error:
-            if has_room(store):
-                raise
-            raise RuntimeLostError(f"the disk of {store} is full ({error})") from error
+        target = store / _make_image(tree, task)
         if not target.exists():
             try:
                 tree.rename(target)
@@ -114,12 +113,26 @@ def prepare_image(task: SweTask, store: Path) -> Path:
     return target
 
 
+@contextmanager
+def _lost_on_full_disk(store: Path) -> Iterator[None]:
+    """Raises RuntimeLostError for what fails while the disk is full."""
+    try:
+        yield
+    except (DataError, OSError) as error:
+        if has_room(store):
+            raise
+        raise RuntimeLostError(f"the disk of {store} is full ({error})") from error
+
+
 def _make_image(tree: Path, task: SweTask) -> str:
     """Returns its digest."""
     assert task.repository is not None
     tree.mkdir(mode=0o755)
     _fill(tree, task.repository)
     _remove_histories(tree)
+    if task.harbor is not None and (size := _size(tree)) > task.limits.file_mib << 20:  # no patch could be collected
+        problem, expected = f"the files of {task.id} take {size >> 20} MiB", f"at most {task.limits.file_mib} MiB"
+        raise DataError(problem, expected, "Raise environment.storage_mb in its task.toml", field="harbor")
     _run(["git", "init", "-q", "-b", "main"], tree, "repository")
     if task.bug_patch:
         _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)

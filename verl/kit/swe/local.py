@@ -442,8 +442,8 @@ def _base_prefix(environment: str) -> Path:
     try:
         lines = [line.partition("=") for line in settings.read_text().splitlines()]
     except OSError as error:
-        hint = "Make it with scripts/swe/prepare.py"
-        raise DataError(f"{environment} is no virtual environment ({error})", hint=hint, field="environment") from error
+        problem, hint = f"{environment} is not a virtual environment ({error})", "Make it with scripts/swe/prepare.py"
+        raise DataError(problem, hint=hint, field="environment") from error
     home = next((value.strip() for name, _, value in lines if name.strip() == "home"), "")
     return Path(home).parent
 

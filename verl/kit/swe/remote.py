@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from verl.envs.clock import paused
-from verl.errors import DataError, ServiceDownError
+from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.kit.serving.endpoints import Endpoint, EndpointPool
 from verl.kit.swe import wire
 from verl.kit.swe.abandoned import OwnedFolder
@@ -38,7 +38,7 @@ from verl.kit.swe.runtime import (
     RuntimeLostError,
 )
 from verl.kit.swe.tasks import SweTask
-from verl.net.services import service_token
+from verl.net.services import TOKEN_VARIABLE, service_token
 
 CONNECT_S = 10.0
 SLACK_S = 60.0  # for an answer, beyond the time-out of the command
@@ -374,7 +374,11 @@ async def _answer(server: Endpoint, ask: Callable[[], Awaitable[httpx2.Response]
 
 
 def _accepted(server: Endpoint, answer: httpx2.Response) -> httpx2.Response:
-    """Raises DataError for a request that another server would refuse, too; httpx2.HTTPError for other failures."""
+    """Raises DataError for a request that another server would refuse, too; ConfigError for a wrong token;
+    httpx2.HTTPError for other failures."""
+    if answer.status_code in wire.UNAUTHORIZED:
+        problem = f"{server.url} answered {answer.status_code}: {answer.text[:300]}"
+        raise ConfigError(f"{problem}; set ${TOKEN_VARIABLE} to the token of the server")
     if answer.status_code == wire.REFUSED:
         raise DataError(f"{server.url}: {answer.text[:500]}", field="environment")
     if answer.status_code == wire.TOO_LARGE:

@@ -52,7 +52,7 @@ LEAST_APPLY_MIB = 128  # of memory for git, which reads all of a patch
 MOST_KEPT = 4096  # verdicts on patches that may come again
 SLACK_S = 60.0  # for starting the interpreter, beyond the limits of its runs
 APPLY_CPU_S, COLLECT_CPU_S = 60, 120
-COLLECT_S = 600.0  # beyond which the machine is at fault: what the agent left ends by its CPU time
+COLLECT_S = 600.0  # beyond which the machine is at fault: git has a limit of CPU time, packing one of size
 TRUSTED = f"""
 rest=$(mktemp -d); mkdir $rest/objects
 export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJECT_DIRECTORY=$rest/objects
@@ -231,7 +231,9 @@ async def _restore(runtime: Runtime, task: SweTask) -> tuple[list[str], list[str
     """
     listed = await checked(runtime, ["/bin/sh", "-c", CHANGED, task.own_interpreter])
     base = await checked(runtime, ["git", f"--git-dir={BASE_GIT}", "ls-tree", "-r", "-z", "--name-only", "HEAD"])
-    names, known = restored_files(task, _names(listed)), frozenset(_names(base))
+    known = frozenset(_names(base))
+    # A large repository has more files than the event loop may wait for.
+    names = await asyncio.to_thread(restored_files, task, _names(listed))
     if missing := missing_test_files(task, known):
         raise RuntimeLostError(
             f"{task.id}: a test is in {missing[0]}, which neither the repository nor its tests bring"
@@ -247,7 +249,7 @@ async def _restore(runtime: Runtime, task: SweTask) -> tuple[list[str], list[str
     if task.test_patch and (problem := await _apply(runtime, task, task.test_patch.encode())):
         # The task's fault, as its files are those of the base.
         raise TaskFaultError(f"the test patch of {task.id} does not apply: {problem}")
-    guarded = {*placed_files(task), *restored_files(task, known)}
+    guarded = {*placed_files(task), *await asyncio.to_thread(restored_files, task, known)}
     return sorted(set(_names(listed)) - set(names)), sorted(name for name in guarded if name.endswith(".py"))
 
 

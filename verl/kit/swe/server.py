@@ -331,10 +331,9 @@ def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
             archive.write_bytes(packed)
             with tarfile.open(archive) as tar:
                 tar.extractall(tree, filter="tar")
-            (tree / ".git").stat()  # without which no runtime starts
+            if not (tree / ".git").exists():  # without which no runtime starts
+                raise HTTPException(wire.REFUSED, "the image has no .git")
             give_away(tree)
-        except FileNotFoundError as error:
-            raise HTTPException(wire.REFUSED, "the image has no .git") from error
         except tarfile.TarError as error:
             raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
         except OSError as error:
@@ -427,9 +426,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
     options = parser.parse_args(argv)
     if options.environments and not options.environments.is_dir():
-        parser.error(f"--environments {options.environments} is no folder")
+        parser.error(f"--environments {options.environments} is not a folder")
     if options.folder and options.folder.exists() and not options.folder.is_dir():
-        parser.error(f"--folder {options.folder} is no folder")
+        parser.error(f"--folder {options.folder} is not a folder")
     logging.basicConfig(level=logging.INFO)
     try:
         runtimes = LocalRuntimes(options.folder, require_cgroup=options.require_cgroup)

@@ -29,7 +29,7 @@ PROTECTED = (
 TEST_FOLDERS = {"test", "tests"}  # all of their files belong to the tests
 TEST_FILES = ("test_*", "*_test.py", "tests.py")  # of the tests in other folders, beside code
 FUNCTION = r"[A-Za-z_]\w*(\.\w+)*"  # a test without its file
-OWN_TEXTS = ("environment", "file", "setup", "bug_patch")  # columns of our rows
+OWN_TEXT_COLUMNS = ("environment", "file", "setup", "bug_patch")  # of our rows
 R2E_TESTS = "r2e_tests"  # R2E-Gym's folder of hidden tests
 R2E_WITHHELD = (  # as its own loader withholds them; some hold the fix
     R2E_TESTS, "run_tests.sh", "syn_issue.json", "expected_test_output.json", "execution_result.json",
@@ -305,7 +305,7 @@ def _of_harbor(row: Mapping[str, Any], prepared: Path | None, remote: bool) -> S
 
 def _with_own_columns(task: SweTask, row: Mapping[str, Any]) -> SweTask:
     """The columns of our own rows, which those of others may have, too."""
-    fields: dict[str, Any] = {name: _text(row, name) for name in OWN_TEXTS if row.get(name)}
+    fields: dict[str, Any] = {name: _text(row, name) for name in OWN_TEXT_COLUMNS if row.get(name)}
     if row.get("test_timeout_s"):
         fields["test_timeout_s"] = _seconds(row["test_timeout_s"])
     if row.get("hidden_tests"):
@@ -321,20 +321,24 @@ def _with_own_columns(task: SweTask, row: Mapping[str, Any]) -> SweTask:
 
 
 def _repository(given: Any, base_commit: str) -> Repository:
-    """The base commit is the revision of a git repository whose revision is not given."""
     if isinstance(given, str):
         given = {"path": given}
     known = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     of_text = all(isinstance(value, str) for value in known.values())
     if not of_text or not {"path"} <= known.keys() <= {"path", "revision"}:
-        raise DataError(f"{given!r} is no repository", "a path, or {path, revision}", field="repository")
-    revision = base_commit if _is_git(Path(known["path"])) else ""
-    return Repository(known["path"], known.get("revision") or revision)
+        raise DataError(f"{given!r} is not a repository", "a path, or {path, revision}", field="repository")
+    return _at_revision(known["path"], known.get("revision") or "", base_commit)
 
 
-def _is_git(folder: Path) -> bool:
-    """Whether it is a git repository, also a bare one."""
-    return (folder / ".git").exists() or ((folder / "HEAD").is_file() and (folder / "objects").is_dir())
+def _at_revision(path: str, revision: str, base_commit: str) -> Repository:
+    """The base commit is the revision of a git repository whose revision is not given."""
+    is_bare = Path(path, "HEAD").is_file() and Path(path, "objects").is_dir()
+    if is_bare or Path(path, ".git").exists():
+        revision = revision or base_commit
+    if is_bare and not revision:
+        problem, hint = f"{path} is a bare git repository, without a revision", "Or use a clone with a work tree"
+        raise DataError(problem, "`repository.revision` or `base_commit`", hint, field="repository")
+    return Repository(path, revision)
 
 
 def _refuse_environment(row: Mapping[str, Any]) -> None:
@@ -370,8 +374,7 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str
     environments = [prepared / "environments" / name for name in names if prepared is not None]
     environment = str(row.get("environment") or next((each for each in environments if each.is_dir()), ""))
     folder = found[0]
-    revision = task.base_commit if _is_git(folder) else ""
-    repository = Repository(str(folder), revision)
+    repository = _at_revision(str(folder), "", task.base_commit)
     task = replace(task, repository=repository, environment=environment, python="python", image="")
     if not task.bug_patch or row.get("bug_patch"):
         return task
@@ -390,14 +393,14 @@ def _hidden_by_the_bug(task: SweTask) -> tuple[str, ...]:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise DataError("is missing or no text", "a text", field=name)
+        raise DataError("is missing or not a text", "a text", field=name)
     return value
 
 
 def _seconds(value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return float(value)
-    raise DataError(f"{value!r} is no time", "seconds above 0", field="test_timeout_s")
+    raise DataError(f"{value!r} is not a time", "seconds above 0", field="test_timeout_s")
 
 
 def _names(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -405,7 +408,7 @@ def _names(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = row.get(name, row.get(name.lower()))
     value = [] if value is None else _json(value)
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-        raise DataError(f"{str(value)[:100]} are no tests", "a list of pytest's node ids: FILE::TEST", field=name)
+        raise DataError(f"{str(value)[:100]} are not tests", "a list of pytest's node ids: FILE::TEST", field=name)
     return tuple(value)
 
 
@@ -416,7 +419,7 @@ def _files(value: Any) -> dict[str, str]:
         inside = all(path.parts and not path.is_absolute() and ".." not in path.parts for path in paths.values())
         if inside and all(isinstance(text, str) for text in files.values()):
             return dict(files)
-    raise DataError("is no mapping of files", "relative path -> text", field="hidden_tests")
+    raise DataError("is not a mapping of files", "relative path -> text", field="hidden_tests")
 
 
 def _json(value: Any) -> Any:
@@ -425,4 +428,4 @@ def _json(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise DataError(f"is no JSON ({error})", "JSON, or the value itself") from error
+        raise DataError(f"is not JSON ({error})", "JSON, or the value itself") from error

@@ -215,7 +215,7 @@ class AgentTools:
         try:
             return done.stdout.decode()
         except UnicodeDecodeError as error:
-            raise ToolError(f"{path} is no text in UTF-8 ({error}): use bash.") from error
+            raise ToolError(f"{path} is not text in UTF-8 ({error}): use bash.") from error
 
     async def _write(self, path: str, text: str) -> None:
         await self._runtime.write(path, utf8(text).encode())

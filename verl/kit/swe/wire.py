@@ -23,6 +23,7 @@ TAR = "application/x-tar"
 API_KEY, REQUEST_ID, LEASE = "X-API-Key", "X-Request-ID", "X-Runtime-Lease"
 FAILED = 511
 MAX_BODY = "X-Max-Body-MiB"  # of an answer NO_IMAGE: the largest that is accepted
+UNAUTHORIZED = (401, 403)  # a gateway's answer, too
 NO_IMAGE, NO_LEASE, TOO_LARGE, REFUSED, FULL = 409, 410, 413, 422, 429
 ERRORS = "swerex.exceptions."  # of class paths
 TIMED_OUT = ERRORS + "CommandTimeoutError"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -31,7 +32,7 @@ import time
 import types
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, Sequence, Tuple  # noqa: UP035  for Python 3.7
+from typing import Any, Callable, Dict, Sequence, Tuple  # noqa: UP035  for Python 3.7
 
 GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "sys", "os", "posix", "posixpath", "time", "atexit",
            "signal", "json", "importlib", "re", "difflib", "math", "operator", "contextlib", "inspect", "ast", "io",
@@ -40,7 +41,7 @@ GUARDED = ("_pytest", "pytest", "pluggy", "unittest", "builtins", "sys", "os", "
 VARIABLE = ("excepthook", "unraisablehook", "displayhook", "breakpointhook", "__interactivehook__",
             "_reprcompare", "_assertion_pass", "_", "maxDiff", "_diffThreshold", "_MAX_LENGTH")  # fmt: skip
 Fingerprint = Dict[Tuple[str, ...], Tuple[int, ...]]  # noqa: UP006
-WHOLE = ("_pytest", "pytest", "pluggy", "unittest")  # of these modules not functions alone
+COMPARED_FULLY = ("_pytest", "pytest", "pluggy", "unittest")  # of these modules not functions alone
 BUILTINS = frozenset(dir(builtins))
 KINDS = (types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property, type)
 PR_SET_DUMPABLE = 4
@@ -102,7 +103,10 @@ def _run(request: dict[str, Any], run: dict[str, Any], pytest: Any, original: Fi
     sentinel.parent.mkdir(parents=True, exist_ok=True)
     sentinel.write_text(run["text"])
     before = _states(files)
-    may_fail = {name for name in run["may_fail"] if _expects_failures(request["root"], name, request["files"])}
+    mentions = functools.lru_cache(maxsize=None)(_mentions_failures)  # each file is read once in a run
+    may_fail = {
+        name for name in run["may_fail"] if _expects_failures(request["root"], name, request["files"], mentions)
+    }
     pid = os.fork()
     if pid == 0:
         os.close(reads)
@@ -180,16 +184,18 @@ def _states(files: Sequence[str]) -> list[tuple[int, ...]]:
     return found
 
 
-def _expects_failures(root: str, name: str, files: Sequence[str]) -> bool:
+def _expects_failures(root: str, name: str, files: Sequence[str], mentions: Callable[[Path], bool]) -> bool:
     """Whether the file of a test, or a conftest.py of its folders, mentions expected failures."""
     paths = [Path(root, name.partition("::")[0])] if "::" in name else [Path(each) for each in files]
     settings = [
         folder / "conftest.py" for path in paths for folder in path.parents if Path(root) in (folder, *folder.parents)
     ]
-    for path in [*paths, *settings]:
-        with suppress(OSError):
-            if re.search(rb"xfail|expectedFailure", path.read_bytes()):
-                return True
+    return any(map(mentions, [*paths, *settings]))
+
+
+def _mentions_failures(path: Path) -> bool:
+    with suppress(OSError):
+        return re.search(rb"xfail|expectedFailure", path.read_bytes()) is not None
     return False
 
 
@@ -217,11 +223,11 @@ def _run_pytest(
     shorten = re.compile(r"\[/(?!/)[^*]*(/[^*/]*)\]").sub
     phases: dict[str, dict[str, str]] = {}
     known: set[int] = set()  # plugins
-    write, fingerprint, difference, strange_hooks, states_of = (
+    write, fingerprint, difference, unknown_hook_files, states_of = (
         os.write,
         _fingerprint,
         _difference,
-        _strange_hooks,
+        _unknown_hook_files,
         _states,
     )
     before, states = states_of(files), [original]
@@ -267,8 +273,8 @@ def _run_pytest(
     def pytest_collection_finish(session: Any) -> None:
         check()
         for plugin in session.config.pluginmanager.get_plugins():
-            strange = strange_hooks(plugin, root, changed) if plugin is not hooks else ()
-            added = [file for file in strange if id(plugin) not in known or file in changed]
+            unknown = unknown_hook_files(plugin, root, changed) if plugin is not hooks else ()
+            added = [file for file in unknown if id(plugin) not in known or file in changed]
             if added:
                 send("tampered", f"a plugin was added: {added[0]}")
 
@@ -312,7 +318,7 @@ def _run_pytest(
         os._exit(0)
 
 
-def _strange_hooks(plugin: Any, root: str, changed: frozenset[str]) -> list[str]:
+def _unknown_hook_files(plugin: Any, root: str, changed: frozenset[str]) -> list[str]:
     """The files of its hooks, but for those of installed packages and of the repository without the patch.
 
     A wrapper of the standard library hides whose code it calls.
@@ -337,7 +343,7 @@ def _fingerprint() -> Fingerprint:
             continue
         found[(name,)] = (id(module),)
         for key, value in list(vars(module).items()):
-            fixed = _is_fixed(value) if package in WHOLE else isinstance(value, KINDS)
+            fixed = _is_fixed(value) if package in COMPARED_FULLY else isinstance(value, KINDS)
             if key in VARIABLE or not (fixed or key in BUILTINS):
                 continue
             found[name, key] = _identity(value)
