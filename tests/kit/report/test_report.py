@@ -286,7 +286,7 @@ def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
         for step, (gap, depth, count) in enumerate(zip(gaps, depths, rules, strict=True), 1)
     ]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
-    alarms = [{"step": 5, "alarms": ["one", "two"]}] * 2  # a resumed run repeats its steps
+    alarms = [{"step": 5, "action": "stop", "alarms": ["one", "two"]}] * 2  # resumed, and stopped again
     write_jsonl(tmp_path / "collapses.jsonl", [*alarms, {"alarms": ["of no step"]}])
     alarm, *others = marks(read_run(tmp_path))
     assert (alarm["step"], alarm["text"]) == (5, "one; two")

@@ -188,7 +188,7 @@ def _rank(name: str) -> int:
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
     """Collapse alarms, and where something begins: a triggered rule, a gap of engine and trainer, other staleness."""
-    alarms = {  # once each: a resumed run repeats steps
+    alarms = {  # once each: a run that stops in a step, and is resumed, may stop there again
         (each["step"], "; ".join(map(str, each["alarms"]))): None
         for each in run.alarms
         if is_step(each.get("step")) and isinstance(each.get("alarms"), list)
