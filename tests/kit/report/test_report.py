@@ -638,12 +638,14 @@ def test_a_pair_is_narrower_than_two_means() -> None:
         assert (paired.low, paired.high) == pytest.approx((0.15 - half, 0.15 + half), abs=0.1 * half)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_few_equal_differences_have_no_interval(count: int) -> None:
+@pytest.mark.parametrize("gain", [0.0, 0.1])
+@pytest.mark.parametrize("count", [1, 2, 8, 200])
+def test_equal_differences_have_no_interval(count: int, gain: float) -> None:
     """Rounding is no variance: 5.1 - 5 is not 0.1."""
-    hard = [5.0 * task for task in range(count)]
-    (paired,) = compare("A", scored(*hard), "B", scored(*(each + 0.1 for each in hard)), Chunks()).sets
-    assert (paired.low, paired.high) == (None, None)
+    hard, tasks = [5.0 * task for task in range(count)], "".join(map(chr, range(1000, 1000 + count)))
+    old, new = (scored(*(each + more for each in hard), tasks=tasks) for more in (0, gain))
+    (paired,) = compare("A", old, "B", new, Chunks()).sets
+    assert (paired.tasks, paired.low, paired.high) == (count, None, None)
 
 
 def test_tasks_without_a_counterpart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
