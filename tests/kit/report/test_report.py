@@ -181,6 +181,8 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "mine/loss": 1.0}])
     assert verdict(read_run(tmp_path))[0] == "No reward is logged."
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "val/a/total": 0.5}])
+    assert verdict(read_run(tmp_path))[0] == "No step is finished yet."
 
 
 def test_a_run_without_rewards_is_judged_by_its_loss(tmp_path: Path) -> None:
