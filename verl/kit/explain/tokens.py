@@ -18,7 +18,7 @@ from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.kit.kept_samples.sample_files import KeptSample, StepSamples
-from verl.kit.report.loss import ComputedLoss
+from verl.kit.report.loss import ComputedLoss, why_not_computed
 from verl.text import counted
 
 SHOWN = 8  # tokens
@@ -33,9 +33,7 @@ def token_lines(
     """The arithmetic of the token losses, and the tokens with the largest shares."""
     columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
     if "loss" not in columns:
-        is_zero = not columns.get("advantages", torch.zeros(1)).any()
-        why = "its advantage is zero, so is its gradient" if is_zero else "the critic warms up"
-        return [f"No update computed this sample: {why}."]
+        return [f"No update computed this sample: {why_not_computed(kept)}."]
     needed = {"logprobs", "rollout_logprobs", "entropy", "advantages"}
     if lacking := needed.union({"ref_logprobs"} if algorithm.kl.placement is KLPlacement.LOSS else ()) - columns.keys():
         return [f"not computed: the record of the sample lacks {', '.join(sorted(lacking))}"]
