@@ -121,6 +121,22 @@ def test_importance_weights_follow_from_the_log_probs(level: Level, weights: lis
     assert recorded(1.5)[1] == ["importance weights", "token losses"]
 
 
+def test_a_veto_and_a_rejection_are_named_with_their_limits() -> None:
+    """Ratios of trainer and engine 2 and 0.25, whose geometric mean is 0.71."""
+    correction = Correction(rejection_level=Level.GEOMETRIC, rejection_lower=0.5, token_veto=0.3)
+    vetoed = replace(REINFORCE_PP_BASELINE, correction=correction)
+    kept = step_of(REINFORCE_PP_BASELINE, [torch.zeros(2)], 1.0)
+    old, none_A = kept.samples[0].columns["old_logprobs"], np.zeros(2, dtype=np.float32)
+    engine = old - np.log(np.array([2.0, 0.25], dtype=np.float32))
+    columns = {**kept.samples[0].columns, "rollout_logprobs": engine, "importance": none_A, "loss": none_A}
+    sample = replace(kept.samples[0], columns=columns)
+    text, failed = shown(vetoed, replace(kept, samples=[sample], loss={0: 0.0}, sums={0: [0.0]}), 0)
+    assert failed == [] and "rejected (weight 0): 2 of 2 tokens" in text
+    assert "rejection: weight 0 where the ratio as a geometric mean is not from 0.5 to 2\n" in text
+    limit = "if the ratio of one is below 0.3 (algorithm.correction.token_veto); the smallest is 0.25"
+    assert f"veto: weight 0 on all tokens {limit}\n" in text
+
+
 def test_the_recorded_ratio_is_checked() -> None:
     kept = step_of(GSPO, [torch.full((5,), 0.01)], 1.0)
     columns = kept.samples[0].columns

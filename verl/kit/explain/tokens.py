@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.correction import token_weights
+from verl.algorithms.correction import Correction, token_weights
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
@@ -95,8 +95,24 @@ def _importance(columns: dict[str, Tensor], algorithm: Algorithm, failed: list[s
     truncated, rejected = int(weights.truncated_T.sum()), int(weights.masked_T.sum())
     return [
         f"importance weight = min({ratio}, {correction.is_cap:g}): from {low:.6g} to {high:.6g}; "
-        f"truncated: {truncated}, rejected (weight 0): {rejected} of {counted(len(trainer_A), 'token')}"
+        f"truncated: {truncated}, rejected (weight 0): {rejected} of {counted(len(trainer_A), 'token')}",
+        *_rejections(correction, trainer_A - columns["rollout_logprobs"]),
     ]
+
+
+def _rejections(correction: Correction, gap_A: Tensor) -> list[str]:
+    """What gives a token the weight 0. gap_A: log ratios of trainer and engine; NaN where the engine did not sample"""
+    lines = []
+    if correction.rejection_level is not None:
+        of = {Level.TOKEN: "of the token", Level.SEQUENCE: "of the sequence", Level.GEOMETRIC: "as a geometric mean"}
+        bounds = f"{correction.rejection_lower:g} to {correction.rejection_upper:g}"
+        lines.append(f"rejection: weight 0 where the ratio {of[correction.rejection_level]} is not from {bounds}")
+    if correction.token_veto is not None:
+        lines.append(
+            f"veto: weight 0 on all tokens if the ratio of one is below {correction.token_veto:g} "
+            f"(algorithm.correction.token_veto); the smallest is {float(gap_A.nan_to_num(0.0).min().exp()):.4g}"
+        )
+    return lines
 
 
 def _errors(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:
