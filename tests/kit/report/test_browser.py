@@ -470,6 +470,9 @@ def test_numbers_stay_in_their_line_and_the_list_in_sight(driver: Any, files: tu
         until(driver, "document.querySelector('article.flipped')")
         rows = "[...document.querySelectorAll('td.number')].map((cell) => cell.offsetHeight)"
         assert max(driver.execute_script(f"return {rows}")) < 60
+        wide, tables = "(box) => box.scrollWidth > box.clientWidth", "[...document.querySelectorAll('.scroll')]"
+        by_keys = f"{tables}.every((box) => ({wide})(box) === (box.tabIndex === 0))"
+        assert driver.execute_script(f"return [{tables}.some({wide}), {by_keys}]") == [True, True]
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     load(driver, files[0].as_uri(), "rollouts/0/3/1/explain")
