@@ -211,7 +211,7 @@ function drawStacked(box, run, names, height = 260) {
   const hue = (number) => HUES[number % HUES.length];
   draw(box, [timed.map((place) => axisOf(run)[place]), ...order.map((number) => sums[number])],
     order.map((number) => ({ label: `up to ${names[number]}`, color: hue(number), width: 1, fill: hue(number), quiet: true })), { height, legend: false, zero: true });
-  box.append(element("p", {}, names.map((name, number) => [element("span", { class: "swatch", style: `background:${hue(number)}` }), ` ${name}  `]).flat()));
+  box.append(element("p", {}, names.map((name, number) => [element("span", { class: "entry" }, element("span", { class: "swatch", style: `background:${hue(number)}` }), ` ${name}`), "  "]).flat()));
 }
 
 addPage("times", "Times", (main) => {
