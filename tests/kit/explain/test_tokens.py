@@ -14,9 +14,10 @@ from verl.algorithms.estimators.reinforce_pp_baseline import REINFORCE_PP_BASELI
 from verl.algorithms.losses.gspo import GSPO
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import Level
+from verl.kit.explain.explanation import summary
 from verl.kit.explain.tokens import token_lines
 from verl.kit.kept_samples.sample_files import KeptSample, LossScale, StepSamples
-from verl.kit.report.loss import computed_loss
+from verl.kit.report.loss import computed_loss, share_of
 
 
 def step_of(algorithm: Algorithm, log_ratios: list[torch.Tensor], advantage: float) -> StepSamples:
@@ -120,6 +121,22 @@ def test_importance_weights_follow_from_the_log_probs(level: Level, weights: lis
     assert recorded(1.5)[1] == ["importance weights", "token losses"]
 
 
+def test_a_veto_and_a_rejection_are_named_with_their_limits() -> None:
+    """Ratios of trainer and engine 2 and 0.25, whose geometric mean is 0.71."""
+    correction = Correction(rejection_level=Level.GEOMETRIC, rejection_lower=0.5, token_veto=0.3)
+    vetoed = replace(REINFORCE_PP_BASELINE, correction=correction)
+    kept = step_of(REINFORCE_PP_BASELINE, [torch.zeros(2)], 1.0)
+    old, none_A = kept.samples[0].columns["old_logprobs"], np.zeros(2, dtype=np.float32)
+    engine = old - np.log(np.array([2.0, 0.25], dtype=np.float32))
+    columns = {**kept.samples[0].columns, "rollout_logprobs": engine, "importance": none_A, "loss": none_A}
+    sample = replace(kept.samples[0], columns=columns)
+    text, failed = shown(vetoed, replace(kept, samples=[sample], loss={0: 0.0}, sums={0: [0.0]}), 0)
+    assert failed == [] and "rejected (weight 0): 2 of 2 tokens" in text
+    assert "rejection: weight 0 where the ratio as a geometric mean is not from 0.5 to 2\n" in text
+    limit = "if the ratio of one is below 0.3 (algorithm.correction.token_veto); the smallest is 0.25"
+    assert f"veto: weight 0 on all tokens {limit}\n" in text
+
+
 def test_the_recorded_ratio_is_checked() -> None:
     kept = step_of(GSPO, [torch.full((5,), 0.01)], 1.0)
     columns = kept.samples[0].columns
@@ -130,8 +147,13 @@ def test_the_recorded_ratio_is_checked() -> None:
 
 
 def test_a_sample_without_an_update_says_why() -> None:
-    kept = step_of(GSPO, [torch.zeros(2)], 1.0)
-    for advantage, why in ((0.0, "its advantage is zero"), (0.5, "the critic warms up")):
-        columns = {"rollout_logprobs": np.zeros(2), "advantages": np.full(2, advantage)}
-        text, failed = shown(GSPO, replace(kept, samples=[replace(kept.samples[0], columns=columns)]), 0)
+    """In the warm-up of the critic no sample of the step has a loss: the first one's advantage is not the reason."""
+    kept = step_of(GSPO, [torch.zeros(2)] * 2, 1.0)
+    zero, other = ({"rollout_logprobs": np.zeros(2), "advantages": np.full(2, value)} for value in (0.0, 0.5))
+    warm_up, is_zero = "the critic warms up (trainer.critic_warmup)", "its advantage is zero"
+    for second, loss, why in ((other, {}, warm_up), (other, {1: 0.5}, is_zero), (zero, {}, is_zero)):
+        samples = [replace(kept.samples[row], columns=each) for row, each in enumerate((zero, second))]
+        step = replace(kept, samples=samples, loss=loss, sums={row: [each] for row, each in loss.items()})
+        text, failed = shown(GSPO, step, 0)
         assert failed == [] and text.startswith(f"No update computed this sample: {why}")
+        assert why in summary(step)[0] and why in share_of(step, computed_loss(step), 0).text

@@ -17,7 +17,7 @@ from tests.support.damage import add_wrong_rows
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.kit.report.page import write_report
 from verl.kit.report.serve import ReportServer
-from verl.tracking.jsonl import append_jsonl, write_jsonl
+from verl.tracking.jsonl import append_jsonl, read_jsonl, write_jsonl
 
 PAGES = ("overview", "curves", "validation", "times", "distributions", "rollouts", "compare")
 LATE_STREAM = """
@@ -470,6 +470,9 @@ def test_numbers_stay_in_their_line_and_the_list_in_sight(driver: Any, files: tu
         until(driver, "document.querySelector('article.flipped')")
         rows = "[...document.querySelectorAll('td.number')].map((cell) => cell.offsetHeight)"
         assert max(driver.execute_script(f"return {rows}")) < 60
+        wide, tables = "(box) => box.scrollWidth > box.clientWidth", "[...document.querySelectorAll('.scroll')]"
+        by_keys = f"{tables}.every((box) => ({wide})(box) === (box.tabIndex === 0))"
+        assert driver.execute_script(f"return [{tables}.some({wide}), {by_keys}]") == [True, True]
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     load(driver, files[0].as_uri(), "rollouts/0/3/1/explain")
@@ -596,6 +599,32 @@ def test_a_refresh_moves_nothing_in_the_viewer(driver: Any, served: tuple[Path, 
     driver.switch_to.active_element.send_keys("ward")
     assert driver.execute_script("return document.activeElement.value") == "reward"
     setting(driver, "search", "")
+    assert driver.get_log("browser") == []
+    driver.get("about:blank")
+
+
+def test_a_new_choice_of_a_filter_moves_nothing(driver: Any, served: tuple[Path, ReportServer]) -> None:
+    """The step that a refresh brings has the first rollouts with another stop reason, and with a tool out of reach."""
+    run, server = served
+    load(driver, f"http://127.0.0.1:{server.server_port}/", "rollouts/0/3/0/explain")
+    until(driver, "document.querySelector('.explained[open]')")
+    setting(driver, "filter-stop", "stop")
+    driver.execute_script(
+        "window.kept = [...document.querySelectorAll('.explained, select')];"
+        "document.querySelector('.explained').open = false"
+    )
+    rows = read_jsonl(run / "transcripts" / "step-000012.jsonl")
+    rows[0] |= {"stop_reason": "max_turns", "tool_uses": [{"name": "weather", "status": "unavailable", "seconds": 1}]}
+    write_jsonl(run / "transcripts" / "step-000013.jsonl", [{**row, "step": 13} for row in rows])
+    append_jsonl(run / "metrics.jsonl", {"step": 13, "time": 2000.0, "reward/total": 9.5})
+    until(driver, "document.documentElement.dataset.refreshed")
+    assert driver.execute_script("return kept.every((each) => each.isConnected)")
+    assert driver.execute_script("return document.querySelector('.explained').open") is False
+    assert texts(driver, "#filter-stop option") == ["stop reason", "length", "stop", "max_turns"]
+    assert texts(driver, "#filter-status option") == ["tool status", "success", "timeout", "unavailable"]
+    assert driver.execute_script("return document.getElementById('filter-stop').value") == "stop"
+    setting(driver, "filter-stop", "max_turns")
+    until(driver, "document.getElementById('count').textContent.startsWith('1 of')")
     assert driver.get_log("browser") == []
     driver.get("about:blank")
 

@@ -33,12 +33,13 @@ from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, data_files, differences
 from verl.kit.report.curves import GROUP_FREE, columns, describe, marks, validation, verdict, welch_half
-from verl.kit.report.folder import read_run, read_runs
+from verl.kit.report.folder import RunFolder, read_run, read_runs
 from verl.kit.report.page import render
 from verl.kit.report.png import smoothed
 from verl.kit.report.rollouts import read_rollouts
 from verl.kit.report.serve import ReportServer
 from verl.tracking.jsonl import append_jsonl, read_jsonl, write_jsonl
+from verl.tracking.names import STDERR
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decoded(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+def verdict_of(run: RunFolder) -> list[str]:
+    return verdict(run, validation(run))
 
 
 def embedded(page: str, name: str) -> Any:
@@ -164,7 +169,7 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     run = read_run(tmp_path)
     change, half = sum(last) / 5 - sum(first) / 5, 2.306 * math.sqrt(1.2 / 5 + 1.2 / 5)
-    reward, validated, advice = verdict(run)
+    reward, validated, advice = verdict_of(run)
     assert reward == (
         "The mean reward rose: from 0.800 in the first 5 steps to 4.800 in the last 5, a change of +4.000 "
         f"(95 % interval {change - half:+.3f} to {change + half:+.3f})."
@@ -172,15 +177,17 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     assert validated.startswith(
         "Validation, val/a/total: from 0.500 to 0.600, a change of +0.100 (95 % interval +0.002"
     )
-    assert validation(run)[0][3] == pytest.approx(1.96 * 0.05)
+    assert validation(run)[0][3] == pytest.approx(1.96 * 0.05, rel=1e-3)
     assert advice.startswith("Look first: most groups have equal returns") and "0.9 in the last 5 steps" in advice
     for name, looked in (("grpo", "Look first"), ("ppo", "Nothing stands out"), ("reinforce_pp", "Nothing stands out")):
         (tmp_path / "config.yaml").write_text(f"algorithm:\n  name: {name}\n")
-        assert verdict(read_run(tmp_path))[2].startswith(looked)
+        assert verdict_of(read_run(tmp_path))[2].startswith(looked)
     write_jsonl(tmp_path / "metrics.jsonl", rows[:3])
-    assert verdict(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
+    assert verdict_of(read_run(tmp_path))[0].startswith("Too few steps for a verdict on the reward: 3")
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "mine/loss": 1.0}])
-    assert verdict(read_run(tmp_path))[0] == "No reward is logged."
+    assert verdict_of(read_run(tmp_path))[0] == "No reward is logged."
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "val/a/total": 0.5}])
+    assert verdict_of(read_run(tmp_path))[0] == "No step is finished yet."
 
 
 def test_a_run_without_rewards_is_judged_by_its_loss(tmp_path: Path) -> None:
@@ -188,7 +195,7 @@ def test_a_run_without_rewards_is_judged_by_its_loss(tmp_path: Path) -> None:
     rows = [{"step": n, "actor/loss": 4.0 - n / 10, "val/demonstrations/loss": 2.0} for n in range(1, 11)]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     (tmp_path / "config.yaml").write_text("trainer:\n  save_freq: 0\n  total_epochs: 9\n")
-    loss, validated, advice = verdict(run := read_run(tmp_path))
+    loss, validated, advice = verdict_of(run := read_run(tmp_path))
     assert loss.startswith(
         "The mean loss fell: from 3.700 in the first 5 steps to 3.200 in the last 5, a change of -0.5"
     )
@@ -255,10 +262,10 @@ def test_the_verdict_names_a_score_and_no_count(tmp_path: Path) -> None:
     rows = [{"eval/bfcl/missing": 3.0 * step, "eval/bfcl/score": step / 10, "eval/bfcl/exact": 0.0} for step in (1, 2)]
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, **row} for step, row in enumerate(rows)])
     run = read_run(tmp_path)
-    assert verdict(run)[1] == "Validation, eval/bfcl/score: from 0.100 to 0.200, a change of +0.100."
+    assert verdict_of(run)[1] == "Validation, eval/bfcl/score: from 0.100 to 0.200, a change of +0.100."
     assert [each[0].rpartition("/")[2] for each in validation(run)] == ["score", "exact", "missing"]
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "eval/bfcl/missing": 1.0} for step in (1, 2)])
-    assert verdict(read_run(tmp_path))[1] == "There was no validation before and after the training."
+    assert verdict_of(read_run(tmp_path))[1] == "There was no validation before and after the training."
 
 
 def test_an_interval_of_unequal_variances_by_hand() -> None:
@@ -272,9 +279,21 @@ def test_an_interval_of_unequal_variances_by_hand() -> None:
     assert welch_half(even, even) == pytest.approx(1.96 * math.sqrt(2 * 0.25 / 400), rel=5e-3)
 
 
+def test_an_interval_of_few_tasks_takes_their_number(tmp_path: Path) -> None:
+    """Standard errors of 0.03 over 8 tasks each: 14 degrees of freedom, whose quantile is 2.145."""
+    run = save_report_run(tmp_path / "run")
+    (found,) = validation(read_run(run))
+    assert found[0] == "val/test/total" and found[3] == pytest.approx(2.145 * 0.03 * math.sqrt(2), rel=1e-3)
+    (run / "validation" / "step-000000.jsonl").unlink()  # infinitely many in one: 4 * 7 degrees, with 2.048
+    assert validation(read_run(run))[0][3] == pytest.approx(2.048 * 0.03 * math.sqrt(2), rel=1e-3)
+    rows = [{"step": step, "val/a/exact": float(step), f"val/a/exact{STDERR}": 0.0} for step in (0, 1)]
+    write_jsonl(tmp_path / "equal" / "metrics.jsonl", rows)
+    assert validation(read_run(tmp_path / "equal")) == [("val/a/exact", 0.0, 1.0, None)]
+
+
 def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": n, "reward/total": float(n % 2)} for n in range(1, 21)])
-    reward, validated, advice = verdict(read_run(tmp_path))
+    reward, validated, advice = verdict_of(read_run(tmp_path))
     assert "did not change measurably" in reward and "no validation" in validated and "Nothing stands out" in advice
 
 
@@ -286,7 +305,7 @@ def test_marks_stand_where_something_begins(tmp_path: Path) -> None:
         for step, (gap, depth, count) in enumerate(zip(gaps, depths, rules, strict=True), 1)
     ]
     write_jsonl(tmp_path / "metrics.jsonl", rows)
-    alarms = [{"step": 5, "alarms": ["one", "two"]}] * 2  # a resumed run repeats its steps
+    alarms = [{"step": 5, "action": "stop", "alarms": ["one", "two"]}] * 2  # resumed, and stopped again
     write_jsonl(tmp_path / "collapses.jsonl", [*alarms, {"alarms": ["of no step"]}])
     alarm, *others = marks(read_run(tmp_path))
     assert (alarm["step"], alarm["text"]) == (5, "one; two")
@@ -638,12 +657,14 @@ def test_a_pair_is_narrower_than_two_means() -> None:
         assert (paired.low, paired.high) == pytest.approx((0.15 - half, 0.15 + half), abs=0.1 * half)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_few_equal_differences_have_no_interval(count: int) -> None:
+@pytest.mark.parametrize("gain", [0.0, 0.1])
+@pytest.mark.parametrize("count", [1, 2, 8, 200])
+def test_equal_differences_have_no_interval(count: int, gain: float) -> None:
     """Rounding is no variance: 5.1 - 5 is not 0.1."""
-    hard = [5.0 * task for task in range(count)]
-    (paired,) = compare("A", scored(*hard), "B", scored(*(each + 0.1 for each in hard)), Chunks()).sets
-    assert (paired.low, paired.high) == (None, None)
+    hard, tasks = [5.0 * task for task in range(count)], "".join(map(chr, range(1000, 1000 + count)))
+    old, new = (scored(*(each + more for each in hard), tasks=tasks) for more in (0, gain))
+    (paired,) = compare("A", old, "B", new, Chunks()).sets
+    assert (paired.tasks, paired.low, paired.high) == (count, None, None)
 
 
 def test_tasks_without_a_counterpart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

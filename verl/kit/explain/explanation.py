@@ -21,7 +21,7 @@ from verl.kit.explain.tokens import SHOWN, token_lines
 from verl.kit.kept_samples.sample_files import MAX_BYTES, KeptSample, StepSamples, read_samples, samples_path
 from verl.kit.report import rows
 from verl.kit.report.folder import RunFolder
-from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check
+from verl.kit.report.loss import ComputedLoss, computed_loss, share_of, sum_check, why_not_computed
 from verl.kit.report.reasons import CallReader, Reasons, call_reader, reasons_of
 from verl.kit.report.transcript import is_of, rollout_of, rollouts_at
 from verl.text import counted, printable
@@ -57,7 +57,7 @@ def summary(kept: StepSamples) -> list[str]:
     without_room = f"{counted(kept.left_out, 'longer sample')} had no room in the file ({MAX_BYTES / 1e6:g} MB)"
     lines = [
         clean(f"{number:3}  {each.task_id} #{each.index}{_segment(each)}: reward {each.reward:.4g}, ")
-        + f"share of the loss {_share(kept.loss.get(each.row))}"
+        + f"share of the loss {_share(kept, each.row)}"
         for number, each in enumerate(kept.samples)
     ]
     return [*lines, without_room] if kept.left_out else lines
@@ -72,8 +72,8 @@ def _segment(sample: KeptSample) -> str:
     return f" segment {sample.segment + 1} of {sample.num_segments}" if sample.num_segments > 1 else ""
 
 
-def _share(share: float | None) -> str:
-    return "none (not computed: its advantage is zero)" if share is None else f"{share:.6g}"
+def _share(kept: StepSamples, row: int) -> str:
+    return f"{kept.loss[row]:.6g}" if row in kept.loss else f"none (not computed: {why_not_computed(kept)})"
 
 
 def explain(run: RunFolder, step: int, number: int, gradient: bool = False) -> Explanation:
@@ -155,7 +155,7 @@ class Explainer:
             ("Group and advantage", self._advantage(sample, kept, beta, failed)),
             ("Tokens", self._tokens(sample, kept, computed, failed)),
             ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
-            ("Share of the gradient norm", _gradient(self.run, step, sample, gradient)),
+            ("Share of the gradient norm", _gradient(self.run, step, kept, sample, gradient)),
         ]
         if unknown := _unknown(sample):
             sections.append(("Not known", unknown))
@@ -291,7 +291,7 @@ def _loss(
     return [*lines, f"sum check: {total.text}"]
 
 
-def _gradient(run: RunFolder, step: int, sample: KeptSample, wanted: bool) -> list[str]:
+def _gradient(run: RunFolder, step: int, kept: StepSamples, sample: KeptSample, wanted: bool) -> list[str]:
     if not wanted:
         recorded = (run.folder / "records" / f"step-{step:06d}.npz").exists()
         how = "--gradient repeats the update from its record" if recorded else "the step has no record (trainer.record)"
@@ -300,7 +300,7 @@ def _gradient(run: RunFolder, step: int, sample: KeptSample, wanted: bool) -> li
 
     found = gradient_share(run.folder, step, sample.row)
     if found is None:
-        return ["0: no update computed this sample: its advantage is zero, or the critic warms up"]
+        return [f"0: no update computed this sample: {why_not_computed(kept)}"]
     share = found.share / found.whole if found.whole else 0.0
     return [
         f"share of this sample: {found.share:.6g}, {share:.2%} of the norm {found.whole:.6g} of its update's gradient "

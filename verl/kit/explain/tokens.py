@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.correction import token_weights
+from verl.algorithms.correction import Correction, token_weights
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.kit.kept_samples.sample_files import KeptSample, StepSamples
-from verl.kit.report.loss import ComputedLoss
+from verl.kit.report.loss import ComputedLoss, why_not_computed
 from verl.text import counted
 
 SHOWN = 8  # tokens
@@ -33,9 +33,7 @@ def token_lines(
     """The arithmetic of the token losses, and the tokens with the largest shares."""
     columns = {name: torch.from_numpy(values.copy()) for name, values in sample.columns.items()}
     if "loss" not in columns:
-        is_zero = not columns.get("advantages", torch.zeros(1)).any()
-        why = "its advantage is zero, so is its gradient" if is_zero else "the critic warms up"
-        return [f"No update computed this sample: {why}."]
+        return [f"No update computed this sample: {why_not_computed(kept)}."]
     needed = {"logprobs", "rollout_logprobs", "entropy", "advantages"}
     if lacking := needed.union({"ref_logprobs"} if algorithm.kl.placement is KLPlacement.LOSS else ()) - columns.keys():
         return [f"not computed: the record of the sample lacks {', '.join(sorted(lacking))}"]
@@ -97,8 +95,24 @@ def _importance(columns: dict[str, Tensor], algorithm: Algorithm, failed: list[s
     truncated, rejected = int(weights.truncated_T.sum()), int(weights.masked_T.sum())
     return [
         f"importance weight = min({ratio}, {correction.is_cap:g}): from {low:.6g} to {high:.6g}; "
-        f"truncated: {truncated}, rejected (weight 0): {rejected} of {counted(len(trainer_A), 'token')}"
+        f"truncated: {truncated}, rejected (weight 0): {rejected} of {counted(len(trainer_A), 'token')}",
+        *_rejections(correction, trainer_A - columns["rollout_logprobs"]),
     ]
+
+
+def _rejections(correction: Correction, gap_A: Tensor) -> list[str]:
+    """What gives a token the weight 0. gap_A: log ratios of trainer and engine; NaN where the engine did not sample"""
+    lines = []
+    if correction.rejection_level is not None:
+        of = {Level.TOKEN: "of the token", Level.SEQUENCE: "of the sequence", Level.GEOMETRIC: "as a geometric mean"}
+        bounds = f"{correction.rejection_lower:g} to {correction.rejection_upper:g}"
+        lines.append(f"rejection: weight 0 where the ratio {of[correction.rejection_level]} is not from {bounds}")
+    if correction.token_veto is not None:
+        lines.append(
+            f"veto: weight 0 on all tokens if the ratio of one is below {correction.token_veto:g} "
+            f"(algorithm.correction.token_veto); the smallest is {float(gap_A.nan_to_num(0.0).min().exp()):.4g}"
+        )
+    return lines
 
 
 def _errors(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorithm) -> Tensor:

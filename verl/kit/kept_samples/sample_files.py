@@ -69,7 +69,8 @@ class KeptSample:
     """One token sequence: a rollout, or a segment of one.
 
     columns: [A] each; those that the step does not have are missing. `logprobs`, `entropy`, `ratio`, `clipped` and
-        `loss` are of the first update with the sample, and missing where its advantage is zero: no update computes it
+        `loss` are of the first update with the sample, and missing where no update computes it: its advantage is zero,
+        or the critic warms up
     """
 
     row: int  # in the batch of the step

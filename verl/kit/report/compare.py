@@ -161,13 +161,16 @@ def _paired(name: str, tasks: Sequence[_Task], old: _Rows, new: _Rows) -> Paired
 
 
 def _interval(name: str, differences: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """95 % of the mean: by a bootstrap; of few differences, by the t distribution, if there is a variance to see."""
+    """95 % of the mean: by a bootstrap; of few differences, by the t distribution.
+
+    None where all are equal: either way would give a width of 0, and claim a certainty that no number of tasks gives.
+    """
     count = len(differences)
-    if count >= _FEW:
-        return estimate(name, differences, RESAMPLES).interval
     spread = stdev(differences) if count > 1 else 0.0
     if spread <= _ROUNDING * max(map(abs, differences)):
         return None, None
+    if count >= _FEW:
+        return estimate(name, differences, RESAMPLES).interval
     mean, half = fmean(differences), float(stdtrit(count - 1, 0.975)) * spread / math.sqrt(count)
     return mean - half, mean + half
 

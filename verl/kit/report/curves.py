@@ -16,7 +16,6 @@ from verl.kit.report.rows import is_step, number
 from verl.text import counted
 from verl.tracking.names import METRICS, STDERR, Metric
 
-_Z = 1.96  # of 95 %, for means over many tasks
 _QUANTILE = 0.975  # of the t distribution, for 95 %
 _DIGITS = 6
 _WINDOW = 5  # steps at each end of a run, at least, for a comparison
@@ -26,6 +25,7 @@ _MISSING = "missing"  # the tasks of a benchmark that could not be judged
 SMOOTHING = 0.7  # share of the past in a smoothed curve
 AXES = ("step", "time", "tokens")  # of `columns`
 _VALIDATIONS = ("val/", "eval/")
+Validated = tuple[str, float, float, float | None]  # as `validation` has them
 MAX_STEPS = 5_000  # of a curve
 MAX_METRICS = 1_000
 _FEWEST = 2  # steps of a curve
@@ -115,9 +115,9 @@ def _pattern(name: str) -> str:
     return "".join(pieces)
 
 
-def verdict(run: RunFolder) -> list[str]:
+def verdict(run: RunFolder, validated: Sequence[Validated]) -> list[str]:
     """Did the reward rise, what did validation show, and what to look at first: a sentence each."""
-    return [_reward(run), _validation(run), _first_look(run)]
+    return [_reward(run), _validation(validated), _first_look(run)]
 
 
 def _reward(run: RunFolder) -> str:
@@ -126,6 +126,8 @@ def _reward(run: RunFolder) -> str:
     name, metric = ("reward", _REWARD) if rewarded else ("loss", _LOSS)
     values = [value for row in run.rows if (value := number(row.get(metric))) is not None]
     count = max(_WINDOW, len(values) // 5)
+    if run.rows and not any(row["step"] for row in run.rows):  # step 0 is the validation before the training
+        return "No step is finished yet."
     if run.rows and not values:
         return "No reward is logged."
     if len(values) < 2 * count:
@@ -141,20 +143,24 @@ def _reward(run: RunFolder) -> str:
 
 
 def welch_half(first: Sequence[float], last: Sequence[float]) -> float:
-    """Half of the 95 % interval of the difference of two means of few values, whose variances may differ.
+    """Half of the 95 % interval of the difference of two means of few values, whose variances may differ."""
+    errors = [math.sqrt(_variance(values) / len(values)) for values in (first, last)]
+    return _half(errors, [len(first), len(last)])
+
+
+def _half(errors: Sequence[float], counts: Sequence[float]) -> float:
+    """The same by the standard errors of both means, and the numbers of their values, infinite where not known.
 
     The t quantile has the degrees of freedom of Welch and Satterthwaite: (a + b)^2 / (a^2 / (n - 1) + b^2 / (m - 1)),
     where a and b are the variances of the means.
     """
-    errors = [_variance(values) / len(values) for values in (first, last)]
-    if not (total := sum(errors)):
-        return 0.0
-    squares = [error**2 / (len(values) - 1) for error, values in zip(errors, (first, last), strict=True)]
-    return float(stdtrit(total**2 / sum(squares), _QUANTILE)) * math.sqrt(total)
+    total = math.hypot(*errors)
+    squares = sum(error**4 / (count - 1) for error, count in zip(errors, counts, strict=True))
+    return float(stdtrit(total**4 / squares if squares else math.inf, _QUANTILE)) * total
 
 
-def _validation(run: RunFolder) -> str:
-    compared = [each for each in validation(run) if not each[0].endswith(f"/{_MISSING}")]
+def _validation(validated: Sequence[Validated]) -> str:
+    compared = [each for each in validated if not each[0].endswith(f"/{_MISSING}")]
     if not compared:
         return "There was no validation before and after the training."
     name, before, after, half = compared[0]
@@ -162,22 +168,37 @@ def _validation(run: RunFolder) -> str:
     return f"Validation, {name}: from {before:.3f} to {after:.3f}, a change of {after - before:+.3f}{interval}."
 
 
-def validation(run: RunFolder) -> list[tuple[str, float, float, float | None]]:
+def validation(run: RunFolder) -> list[Validated]:
     """(metric, first value, last value, half of the 95 % interval of the change) of every validation metric.
 
-    The interval takes both validations as independent, so it is wider than that of paired differences.
+    The interval takes both validations as independent, so it is wider than that of paired differences. There is none
+    without a standard error, nor where all tasks have the same value in both.
     """
-    found = []
+    found, tasks, recorded = [], dict[int, Mapping[str, int]](), set(run.validated_steps())
     names = sorted({name for row in run.rows for name in row if name.startswith(_VALIDATIONS)})
     for name in sorted(names, key=_rank):
         rows = [row for row in run.rows if number(row.get(name)) is not None]
         if name.endswith(STDERR) or len(rows) < 2:
             continue
-        errors = [number(row.get(name + STDERR)) for row in (rows[0], rows[-1])]
-        known = [error for error in errors if error is not None]
-        half = _Z * math.hypot(*known) if len(known) == 2 else None
+        ends = rows[0], rows[-1]
+        errors = [error for row in ends if (error := number(row.get(name + STDERR))) is not None]
+        half = None
+        if len(errors) == 2 and any(errors):
+            steps = [row["step"] for row in ends]
+            tasks |= {step: _tasks(run, step) for step in steps if step in recorded and step not in tasks}
+            half = _half(errors, [tasks.get(step, {}).get(name, math.inf) for step in steps])
         found.append((name, float(rows[0][name]), float(rows[-1][name]), half))
     return found
+
+
+def _tasks(run: RunFolder, step: int) -> Mapping[str, int]:
+    """The numbers of tasks behind the metrics of a validation that has left its responses; 2 at least."""
+    found: dict[str, set[str]] = {}
+    for row in run.validation(step):
+        name, source = row.get("set"), row.get("data_source")
+        for metric in ("total", f"{source}/total", *(["exact"] if "exact" in row else [])):
+            found.setdefault(f"val/{name}/{metric}", set()).add(str(row.get("task_id")))
+    return {metric: len(its) for metric, its in found.items() if len(its) > 1}
 
 
 def _rank(name: str) -> int:
@@ -188,7 +209,7 @@ def _rank(name: str) -> int:
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
     """Collapse alarms, and where something begins: a triggered rule, a gap of engine and trainer, other staleness."""
-    alarms = {  # once each: a resumed run repeats steps
+    alarms = {  # once each: a run that stops in a step, and is resumed, may stop there again
         (each["step"], "; ".join(map(str, each["alarms"]))): None
         for each in run.alarms
         if is_step(each.get("step")) and isinstance(each.get("alarms"), list)

@@ -114,10 +114,17 @@ def _divisors(scale: LossScale, minibatch_B: _Array, minibatches: int) -> list[t
     }[scale.aggregation]
 
 
+def why_not_computed(kept: StepSamples) -> str:
+    """Why a sample without a loss has none. In the warm-up of the critic no sample has one, whatever its advantage."""
+    if not kept.loss and any(sample.columns.get("advantages", np.zeros(1)).any() for sample in kept.samples):
+        return "the critic warms up (trainer.critic_warmup), and the policy is not updated yet"
+    return "its advantage is zero"
+
+
 def share_of(kept: StepSamples, computed: ComputedLoss | None, row: int) -> Check:
     """A sample's share of the loss by its weight and its token losses."""
     if row not in kept.loss:
-        return Check("none: no update computed it, because its advantage is zero or the critic warms up", None)
+        return Check(f"none: no update computed it, because {why_not_computed(kept)}", None)
     recorded = kept.loss[row]
     if computed is None:
         return Check(f"{recorded:.6g}, as recorded; the weight of its tokens is not known: {_LACKS}", None)

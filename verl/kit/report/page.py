@@ -100,6 +100,7 @@ def _described(run: RunFolder, room: int) -> dict[str, Any]:
     changed = {name: value for name, value in run.settings.items() if defaults.get(name) != value}
     changed = {str(short(name)): [short(value), short(defaults.get(name))] for name, value in changed.items()}
     metrics, left_out = fitting_columns(run, room // 2)
+    validated = validation(run)
     every: dict[str, list[Any]] = {
         "setting": list(changed.items()),
         "mark": [{**mark, "text": short(mark["text"])} for mark in marks(run)],
@@ -114,9 +115,9 @@ def _described(run: RunFolder, room: int) -> dict[str, Any]:
         "settings": dict(listed["setting"]),
         "all_settings": {name: short(run.settings.get(name)) for name in _TITLE},
         "known": {"settings": bool(run.settings), "data": bool(run.data), "code": bool(run.code)},
-        "verdict": verdict(run),
+        "verdict": verdict(run, validated),
         "metrics": metrics,
-        "validation": [each for each in validation(run) if each[0] in metrics],
+        "validation": [each for each in validated if each[0] in metrics],
         "marks": listed["mark"],
         "left_out": left_out,
     }

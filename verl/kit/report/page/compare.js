@@ -19,7 +19,7 @@ function pairedTable(comparison) {
   return table(["set", "tasks", comparison.before, comparison.after, "paired difference", "95 % interval", "solved", "gained", "lost"],
     comparison.sets.map((set) => [set.name, set.tasks, set.before.toFixed(3), set.after.toFixed(3),
       element("span", { class: set.low > 0 ? "good" : set.high < 0 ? "bad" : "" }, signed(set.after - set.before)),
-      set.low === null ? "" : `${signed(set.low)} to ${signed(set.high)}`, set.solved.join(" → "), set.gained, set.lost]), 1);
+      set.low === null ? "none" : `${signed(set.low)} to ${signed(set.high)}`, set.solved.join(" → "), set.gained, set.lost]), 1);
 }
 
 // The transcripts of both sides beside each other, for the chosen task.
@@ -57,5 +57,5 @@ addPage("compare", "Compare", (main) => {
     if (every) main.append(element("h3", {}, `Tasks whose outcome flipped${comparison.left_out ? `: ${every}, of which ${shownTasks} fit into the file` : ""}`));
     if (shownTasks) main.append(flippedViewer(comparison));
   }
-  main.append(element("p", { class: "quiet" }, "Intervals: bootstrap over the tasks; of fewer than 30 by the t distribution, and none where all differences are equal. Solved: half of the responses have the maximum reward, or a positive one where the reward defines no maximum."));
+  main.append(element("p", { class: "quiet" }, "Intervals: bootstrap over the tasks; of fewer than 30 by the t distribution. None where all differences are equal. Solved: half of the responses have the maximum reward, or a positive one where the reward defines no maximum."));
 });

@@ -194,8 +194,8 @@ addPage("validation", "Validation", (main) => {
       const change = after - before, clear = half !== null && Math.abs(change) > half;
       return [name, before.toFixed(3), after.toFixed(3),
         element("span", { class: clear ? (change > 0 ? "good" : "bad") : "" }, `${change >= 0 ? "+" : ""}${change.toFixed(3)}`),
-        half === null ? "" : `${(change - half).toFixed(3)} to ${(change + half).toFixed(3)}`];
-    }), 1), element("p", { class: "quiet" }, "The intervals take the validations as independent; the page Compare pairs them by task."));
+        half === null ? "none" : `${(change - half).toFixed(3)} to ${(change + half).toFixed(3)}`];
+    }), 1), element("p", { class: "quiet" }, "The intervals take the validations as independent; the page Compare pairs them by task. Where both have left their responses, the number of tasks enters by the t distribution; otherwise many are assumed. There is none without a standard error, or where all tasks are equal."));
   }
   const names = metricNames().filter((name) => /^(val|eval)\//.test(name) && !name.endsWith("_stderr"));
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));
@@ -211,7 +211,7 @@ function drawStacked(box, run, names, height = 260) {
   const hue = (number) => HUES[number % HUES.length];
   draw(box, [timed.map((place) => axisOf(run)[place]), ...order.map((number) => sums[number])],
     order.map((number) => ({ label: `up to ${names[number]}`, color: hue(number), width: 1, fill: hue(number), quiet: true })), { height, legend: false, zero: true });
-  box.append(element("p", {}, names.map((name, number) => [element("span", { class: "swatch", style: `background:${hue(number)}` }), ` ${name}  `]).flat()));
+  box.append(element("p", {}, names.map((name, number) => [element("span", { class: "entry" }, element("span", { class: "swatch", style: `background:${hue(number)}` }), ` ${name}`), "  "]).flat()));
 }
 
 addPage("times", "Times", (main) => {

@@ -18,12 +18,17 @@ function element(tag, options = {}, ...children) {
   return made;
 }
 
+// A table that is wider than the page scrolls by keys, too.
+const scrollers = new ResizeObserver((entries) => entries.forEach(({ target }) => { target.tabIndex = target.scrollWidth > target.clientWidth ? 0 : -1; }));
+
 function table(head, rows, numbersFrom = 99) {
   const kind = (column) => (column >= numbersFrom ? "number" : "");
   const cells = (tag, row) => row.map((cell, column) => element(tag, { class: kind(column) }, cell));
   const body = rows.map((row) => element("tr", {}, cells("td", row)));
-  return element("div", { class: "scroll" }, element("table", {},
+  const box = element("div", { class: "scroll", role: "group", "aria-label": "table" }, element("table", {},
     element("thead", {}, element("tr", {}, cells("th", head))), element("tbody", {}, body)));
+  scrollers.observe(box);
+  return box;
 }
 
 function shown(value, digits = 4) {

@@ -127,7 +127,8 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   const again = element("p", { class: "quiet", id: "reused" });
   const right = element("div", {});
   report.cleanups.push(hideTip);
-  let current = null, turn = 0, opening = "", offered = "";
+  const selects = {};
+  let current = null, turn = 0, opening = "";
 
   // again: the same search in new data, which moves nothing
   async function search(again = false) {
@@ -200,7 +201,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
   const pin = () => { found.pinned = found.pinned === found.at ? "" : found.at; if (current !== null) render(); };
   const move = (by) => { const at = found.rows.indexOf(current) + by; if (found.rows[at] !== undefined) { if (at >= found.shown) { found.shown = at + PAGE_LENGTH; fill(); } select(found.rows[at]); } };
   const input = (name, placeholder, type = "text") => element("input", { type, placeholder, title: placeholder, "aria-label": placeholder, value: found[name], size: type === "number" ? 5 : 12, style: type === "number" ? "width:8.5em" : "", step: "any", id: name === "text" ? "search" : `filter-${name}`, oninput: (event) => { found[name] = event.target.value; search(); } });
-  const choice = (name, label, options) => element("select", { title: label, "aria-label": label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label), options.map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
+  const choice = (name, label) => selects[name] = element("select", { title: label, "aria-label": label, id: `filter-${name}`, onchange: (event) => { found[name] = event.target.value; search(); } }, element("option", { value: "" }, label));
   const check = (name, label, title = "") => element("label", { title }, element("input", { type: "checkbox", id: `filter-${name}`, checked: found[name], onchange: (event) => { found[name] = event.target.checked; search(); } }), ` ${label}`);
 
   const follow = ([run, step, line, view]) => {
@@ -209,25 +210,34 @@ addPage("rollouts", "Rollouts", (main, rest) => {
     Object.assign(found, view === "explain" ? { tokens: false, explain: true } : { explain: false });
   };
   if (rest.length >= 3) follow(rest);
-  const choices = () => [
-    [...new Set(meta().stop_reason)].filter(Boolean).sort().map((stop) => [stop, stop]),
-    Object.entries(STATUS).filter(([letter]) => meta().tool_status.some((letters) => letters.includes(letter))),
-  ];
+  // New choices come behind those that are already offered, so that a refresh replaces nothing.
+  const offer = () => {
+    const { stop_reason: stops, tool_status: statuses } = meta();
+    const choices = {
+      stop: [...new Set(stops)].filter(Boolean).sort().map((stop) => [stop, stop]),
+      status: Object.entries(STATUS).filter(([letter]) => statuses.some((letters) => letters.includes(letter))),
+    };
+    for (const [name, select] of Object.entries(selects)) {
+      const offered = new Set([...select.options].map((each) => each.value));
+      select.append(...choices[name].filter(([value]) => !offered.has(value)).map(([value, text]) => element("option", { value, selected: found[name] === value }, text)));
+      select.hidden = select.options.length === 1;
+    }
+  };
   const build = () => {
     const m = meta();
     main.replaceChildren();
     if (!m.step.length) { main.append(element("p", {}, "There are no transcripts in this run's folder.")); return; }
     const runs = report.data.runs.length > 1 ? [element("select", { title: "run", "aria-label": "run", onchange: (event) => { found.run = Number(event.target.value); current = null; found.pinned = ""; build(); } }, report.data.runs.map((run, number) => element("option", { value: number, selected: number === found.run }, run.name)))] : [];
-    const [stops, statuses] = choices();
-    offered = JSON.stringify([stops, statuses]);
     main.append(element("div", { class: "bar" }, runs, input("step", "step", "number"), input("low", "reward from", "number"), input("high", "reward to", "number"), input("task", "task"),
-      choice("stop", "stop reason", stops), statuses.length ? choice("status", "tool status", statuses) : null, input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups of equal returns", "Advantages that are relative to the group are zero in them; those of a critic are not."), count), again,
+      choice("stop", "stop reason"), choice("status", "tool status"), input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups of equal returns", "Advantages that are relative to the group are zero in them; those of a critic are not."), count), again,
       element("div", { class: "viewer" }, list, right));
+    offer();
     search();
   };
   const page = report.pages.find((each) => each.id === "rollouts");
   page.refresh = () => {
-    if (JSON.stringify(choices()) !== offered) return false;
+    if (!list.isConnected || !meta().step.length) return false; // there were, or are, no transcripts
+    offer();
     current = found.at && rowAt(found.at) >= 0 ? rowAt(found.at) : null;
     search(true);
     return true;
