@@ -56,11 +56,14 @@ def test_the_shell_keeps_folder_variables_and_functions(tmp_path: Path) -> None:
         async with started(tmp_path) as runtime:
             first = await runtime.run("cd calc; x=7; export y=8; f() { echo $((x + 1)); }; false")
             assert (first.exit_code, first.status, first.cwd) == (1, CommandStatus.FINISHED, "/testbed/calc")
+            assert await output(runtime, "echo $?; echo $?") == "1\n0"
             assert await output(runtime, "pwd; f; sh -c 'echo $y'; read z; echo [$z]") == "/testbed/calc\n8\n8\n[]"
             assert await output(runtime, "cat <<X\nhere\nX\necho 'a\nb'") == "here\na\nb"
             assert (await runtime.run("echo 'open")).exit_code == 2  # a syntax error does not end the shell
             assert await output(runtime, "echo $x; echo err >&2") == "7\nerr"
             assert (await runtime.run("pwd", session="other")).output == "/testbed\n"
+            assert await output(runtime, "set -x") == ""
+            assert await output(runtime, "f; set +x") == "+ eval 'f; set +x'\n++ f\n++ echo 8\n8\n++ set +x"
 
     run(main())
 

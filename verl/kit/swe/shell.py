@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 BASH = ("/bin/bash", "--noprofile", "--norc", "--noediting", "-i")
 COMMANDS, CODES = 193, 194  # descriptors of the shell that commands do not hold
 BEGIN = f"exec {COMMANDS}<&3 {CODES}>&4 3<&- 4>&-\n"
+# `$?` is the last command's, and `set -x` does not trace what is ours. The empty line ends what a syntax error in eval
+# leaves in bash's parser.
 ONE_COMMAND = (
-    f"IFS= read -r -d '' -u {COMMANDS} REPLY; eval \"$REPLY\" </dev/null {COMMANDS}<&- {CODES}>&-\n"  # words: allowed
-    f'printf \'%s\\0%s\\0\' "$?" "$PWD" >&{CODES}\n'
+    f"{{{{ IFS= read -r -d '' -u {COMMANDS} REPLY; (exit {{status}}); }}}} 2>/dev/null\n"
+    f'eval "$REPLY" </dev/null {COMMANDS}<&- {CODES}>&-\n\n'  # words: allowed
+    f'{{{{ printf \'%s\\0%s\\0\' "$?" "$PWD" >&{CODES}; }}}} 2>/dev/null\n'
 )
 INTERRUPT_S = 2.0  # until an interrupted command is killed with its shell
 START_S = 20.0
@@ -113,6 +116,7 @@ class RuntimeShell:
             os.set_blocking(descriptor, False)
             loop.add_reader(descriptor, ready)
         self._input.write(BEGIN.encode())
+        self._status = 0
         self._begin(":")
         return await self._result(START_S, None)
 
@@ -122,7 +126,7 @@ class RuntimeShell:
         self._answered = asyncio.Event()
         self._running = True
         self._commands.write(command.replace("\0", "").encode(errors="replace") + b"\0")
-        self._input.write(ONE_COMMAND.encode())
+        self._input.write(ONE_COMMAND.format(status=self._status).encode())
 
     async def _result(self, hard_s: float, soft_s: float | None) -> CommandResult:
         """Wait for the command, for the end of the shell, or for a time-out."""
@@ -158,9 +162,9 @@ class RuntimeShell:
         if not self._answered.is_set():
             return self._lose(CommandStatus.KILLED)
         code, cwd, _ = self._code.split(b"\0", 2)
-        self._cwd = os.fsdecode(cwd)
+        self._cwd, self._status = os.fsdecode(cwd), int(code)
         self._running = False
-        return self._made(int(code) if status is CommandStatus.FINISHED else None, status)
+        return self._made(self._status if status is CommandStatus.FINISHED else None, status)
 
     def _lose(self, status: CommandStatus) -> CommandResult:
         self._take_output()
