@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from hypothesis.strategies import integers
+from hypothesis.strategies import booleans, integers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -82,11 +82,19 @@ def test_short_responses_have_more_copies_of_the_prompts_keys() -> None:
     assert PackShape.of(500, 10, 10, 4, shared=False).fewest_trained == 0
 
 
-@given(prompt=integers(1, 900), response=integers(1, 400), responses=integers(2, 16), kept=integers(0, 8 * 10**9))
-def test_layers_are_chosen_for_responses_of_any_length(prompt: int, response: int, responses: int, kept: int) -> None:
+@given(
+    prompt=integers(1, 900),
+    response=integers(1, 400),
+    responses=integers(2, 16),
+    kept=integers(0, 8 * 10**9),
+    fused=booleans(),
+)
+def test_layers_are_chosen_for_responses_of_any_length(
+    prompt: int, response: int, responses: int, kept: int, fused: bool
+) -> None:
     """Also of a length between the ends, whose logits are just few enough to be kept."""
     shape = ModelShape(10**6, 10**5, 10**5, 8, 64, 4, 64, 32, 256, 10**6, 2, False)
-    settings = RankSettings(2, 1, checkpointed=3, fused=True, kept_bytes=kept)
+    settings = RankSettings(2, 1, checkpointed=3, fused=fused, kept_bytes=kept)
     longest = PackShape.of(4000, prompt, response, responses, shared=True)
     for length in range(1, response + 1):
         other = PackShape.of(4000, prompt, length, responses, shared=True)

@@ -71,12 +71,14 @@ class PackShape:
 
     @property
     def fewest_trained(self) -> float:
-        """Trained tokens where responses have one token."""
-        return self.segments and self.segments * self.tokens / (self.tokens - self.trained + self.segments)
+        """Trained tokens where responses have one token; 0 if prompts are not shared."""
+        if not self.segments:
+            return 0.0
+        return self.segments * self.tokens / (self.tokens - self.trained + self.segments)
 
     def with_trained(self, trained: float) -> PackShape:
         """As many tokens with responses of another length. The shorter they are, the more groups and prompts it has."""
-        if not self.segments:
+        if not self.segments or self.tokens == self.trained:
             return replace(self, trained=trained)
         segments = self.segments * (self.tokens - trained) / (self.tokens - self.trained)
         return replace(self, trained=trained, segments=segments, response=trained / segments)
@@ -226,11 +228,11 @@ def layers_to_checkpoint(
     held_bytes: of the GPU, by parameters and optimizer states
     """
     room = USED_SHARE * device_bytes - held_bytes
-    # Memory is linear in the trained tokens between these: their logits are kept, or fill a chunk.
+    # Memory is linear in the trained tokens between these: their logits are kept, are no longer kept, or fill a chunk.
     kept = settings.kept_bytes // (shape.vocabulary * settings.compute)
     chunk = LOGITS_AT_ONCE["cuda"] / shape.vocabulary
     fewest, most = pack.fewest_trained, pack.trained
-    packs = [pack, *(pack.with_trained(min(max(each, fewest), most)) for each in (fewest, kept, chunk))]
+    packs = [pack, *(pack.with_trained(min(max(each, fewest), most)) for each in (fewest, kept, kept + 1, chunk))]
 
     def needed(layers: int) -> float:
         candidate = replace(settings, checkpointed=layers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,12 +132,14 @@ def test_an_environment_is_used_or_refused(tmp_path: Path) -> None:
 def test_files_above_the_limit_of_storage_are_refused(tmp_path: Path) -> None:
     """What is collected has all files of the working folder: every patch would fail."""
     toml = "[environment]\nstorage_mb = {}\n"
-    for limit in (3, 1):
-        folder = folder_of(tmp_path, environment__data_dot_csv="x" * (2 << 20), task_dot_toml=toml.format(limit))
+    text = "".join(random.Random(0).choices(string.printable, k=2 << 20))  # git compresses it little
+    for limit in (5, 3):
+        folder = folder_of(tmp_path, environment__data_dot_csv=text, task_dot_toml=toml.format(limit))
         task = read_swe_task({"harbor": str(folder)})
-        if limit == 3:
+        if limit == 5:
             assert (prepare_image(task, tmp_path / "images") / "data.csv").is_file()
-    with pytest.raises(DataError, match=r"files of sum take 2 MiB; expected at most 1 MiB\. Raise .*storage_mb"):
+    problem = r"files of sum and their history take 3\.\d MiB; expected at most 3 MiB\. Raise .*storage_mb"
+    with pytest.raises(DataError, match=problem):
         prepare_image(task, tmp_path / "images")
 
 

@@ -406,19 +406,22 @@ def test_a_server_that_is_not_there_is_a_lost_runtime(tmp_path: Path) -> None:
         run(make_empty())
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_wrong_token_is_an_error_at_once(tmp_path: Path, status: int) -> None:
-    def answer(_: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(status, text="expected another token")
+def test_a_wrong_token_is_a_lost_runtime_at_once_if_no_server_takes_it(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.url.host)
+        return httpx2.Response(401, text="expected another token")
 
     async def main() -> None:
-        pool = RemoteRuntimes(["http://a"], store=tmp_path, patience_s=2)
+        pool = RemoteRuntimes(["http://a", "http://b"], store=tmp_path, patience_s=20)
         await pool.client.aclose()
         pool.client = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
-        problem = rf"http://a answered {status}: expected another token; set \$VERL_SERVICE_TOKEN"
-        with pytest.raises(ConfigError, match=problem):
+        problem = r"http://[ab] answered 401: expected another token; set \$VERL_SERVICE_TOKEN"
+        with pytest.raises(RuntimeLostError, match=problem):
             await pool.start(calc_task(tmp_path))
-        assert pool.endpoints[0].in_flight == 0
+        assert sorted(asked) == ["a", "b"]  # each once
+        assert [each.in_flight for each in pool.endpoints] == [0, 0]
         await pool.close()
 
     run(main())

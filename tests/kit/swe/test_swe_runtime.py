@@ -62,6 +62,8 @@ def test_the_shell_keeps_folder_variables_and_functions(tmp_path: Path) -> None:
             assert (await runtime.run("echo 'open")).exit_code == 2  # a syntax error does not end the shell
             assert await output(runtime, "echo $x; echo err >&2") == "7\nerr"
             assert (await runtime.run("pwd", session="other")).output == "/testbed\n"
+            assert await output(runtime, "trap 'echo failed' ERR; (exit 3)") == "failed"
+            assert await output(runtime, "echo $?; trap - ERR") == "3"  # not trapped again
             assert await output(runtime, "set -x") == ""
             assert await output(runtime, "f; set +x") == "+ eval 'f; set +x'\n++ f\n++ echo 8\n8\n++ set +x"
 

@@ -126,7 +126,7 @@ def _reward(run: RunFolder) -> str:
     name, metric = ("reward", _REWARD) if rewarded else ("loss", _LOSS)
     values = [value for row in run.rows if (value := number(row.get(metric))) is not None]
     count = max(_WINDOW, len(values) // 5)
-    if run.rows and not any(row["step"] for row in run.rows):  # step 0 is the validation before the training
+    if not any(row["step"] for row in run.rows):  # step 0 is the validation before the training
         return "No step is finished yet."
     if run.rows and not values:
         return "No reward is logged."

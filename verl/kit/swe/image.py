@@ -130,17 +130,26 @@ def _make_image(tree: Path, task: SweTask) -> str:
     tree.mkdir(mode=0o755)
     _fill(tree, task.repository)
     _remove_histories(tree)
-    if task.harbor is not None and (size := _size(tree)) > task.limits.file_mib << 20:  # no patch could be collected
-        problem, expected = f"the files of {task.id} take {size >> 20} MiB", f"at most {task.limits.file_mib} MiB"
-        raise DataError(problem, expected, "Raise environment.storage_mb in its task.toml", field="harbor")
     _run(["git", "init", "-q", "-b", "main"], tree, "repository")
     if task.bug_patch:
         _run(["git", "apply", "-"], tree, "bug_patch", task.bug_patch)
     _remove_hidden(tree, task)
     _run(["git", "add", "-A", "-f"], tree, "repository")
     _run(["git", "-c", "gc.auto=0", "commit", "-q", "--allow-empty", "-m", "base"], tree, "repository")
+    _check_size(tree, task)
     give_away(tree)
     return _run(["git", "-c", "safe.directory=*", "rev-parse", "HEAD"], tree, "repository").strip()
+
+
+def _check_size(tree: Path, task: SweTask) -> None:
+    """Of a folder that is collected whole, its history included. Raises DataError if no patch could be collected."""
+    if task.harbor is None:
+        return
+    size_mib = int(_run(["du", "-sk", "."], tree, "harbor").split()[0]) / 1024
+    if size_mib > task.limits.file_mib:
+        problem = f"the files of {task.id} and their history take {size_mib:.1f} MiB"
+        hint = "Raise environment.storage_mb in its task.toml"
+        raise DataError(problem, f"at most {task.limits.file_mib} MiB", hint, field="harbor")
 
 
 def image_key(task: SweTask) -> str:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from verl.envs.clock import paused
-from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.errors import DataError, ServiceDownError
 from verl.kit.serving.endpoints import Endpoint, EndpointPool
 from verl.kit.swe import wire
 from verl.kit.swe.abandoned import OwnedFolder
@@ -374,11 +374,11 @@ async def _answer(server: Endpoint, ask: Callable[[], Awaitable[httpx2.Response]
 
 
 def _accepted(server: Endpoint, answer: httpx2.Response) -> httpx2.Response:
-    """Raises DataError for a request that another server would refuse, too; ConfigError for a wrong token;
-    httpx2.HTTPError for other failures."""
-    if answer.status_code in wire.UNAUTHORIZED:
-        problem = f"{server.url} answered {answer.status_code}: {answer.text[:300]}"
-        raise ConfigError(f"{problem}; set ${TOKEN_VARIABLE} to the token of the server")
+    """Raises DataError for a request that another server would refuse, too; RuntimeLostError for a wrong token, which
+    the same server would refuse again; httpx2.HTTPError for other failures."""
+    if answer.status_code == wire.UNAUTHORIZED:
+        problem = f"{server.url} answered 401: {answer.text[:300]}"
+        raise RuntimeLostError(f"{problem}; set ${TOKEN_VARIABLE} to the token of the server")
     if answer.status_code == wire.REFUSED:
         raise DataError(f"{server.url}: {answer.text[:500]}", field="environment")
     if answer.status_code == wire.TOO_LARGE:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 BASH = ("/bin/bash", "--noprofile", "--norc", "--noediting", "-i")
 COMMANDS, CODES = 193, 194  # descriptors of the shell that commands do not hold
 BEGIN = f"exec {COMMANDS}<&3 {CODES}>&4 3<&- 4>&-\n"
-# `$?` is the last command's, and `set -x` does not trace what is ours. The empty line ends what a syntax error in eval
-# leaves in bash's parser.
+# `$?` is the last command's, by a list, which no ERR trap sees. `set -x` does not trace what is ours. The empty line
+# ends what a syntax error in eval leaves in bash's parser.
 ONE_COMMAND = (
-    f"{{{{ IFS= read -r -d '' -u {COMMANDS} REPLY; (exit {{status}}); }}}} 2>/dev/null\n"  # words: allowed
+    f"{{{{ IFS= read -r -d '' -u {COMMANDS} REPLY; (exit {{status}}) && :; }}}} 2>/dev/null\n"  # words: allowed
     f'eval "$REPLY" </dev/null {COMMANDS}<&- {CODES}>&-\n\n'  # words: allowed
     f'{{{{ printf \'%s\\0%s\\0\' "$?" "$PWD" >&{CODES}; }}}} 2>/dev/null\n'
 )

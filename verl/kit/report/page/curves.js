@@ -195,7 +195,7 @@ addPage("validation", "Validation", (main) => {
       return [name, before.toFixed(3), after.toFixed(3),
         element("span", { class: clear ? (change > 0 ? "good" : "bad") : "" }, `${change >= 0 ? "+" : ""}${change.toFixed(3)}`),
         half === null ? "none" : `${(change - half).toFixed(3)} to ${(change + half).toFixed(3)}`];
-    }), 1), element("p", { class: "quiet" }, "The intervals take the validations as independent; the page Compare pairs them by task. Where both have left their responses, the number of tasks enters by the t distribution; otherwise many are assumed. There is none without a standard error, or where all tasks are equal."));
+    }), 1), element("p", { class: "quiet" }, "The intervals take the validations as independent; the page Compare pairs them by task. For each validation that has left its responses, the number of tasks enters by the t distribution; for others many are assumed. There is none without a standard error, or where all tasks are equal."));
   }
   const names = metricNames().filter((name) => /^(val|eval)\//.test(name) && !name.endsWith("_stderr"));
   main.append(element("div", { class: "grid" }, names.map((name) => metricBox(name))));

@@ -232,6 +232,7 @@ addPage("rollouts", "Rollouts", (main, rest) => {
       choice("stop", "stop reason"), choice("status", "tool status"), input("text", "text (/)", "search"), check("kept", "with tokens"), check("equal", "groups of equal returns", "Advantages that are relative to the group are zero in them; those of a critic are not."), count), again,
       element("div", { class: "viewer" }, list, right));
     offer();
+    for (const [name, select] of Object.entries(selects)) found[name] = select.value; // another run may not offer it
     search();
   };
   const page = report.pages.find((each) => each.id === "rollouts");
