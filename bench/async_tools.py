@@ -1,13 +1,20 @@
-"""Row 8: wall time of episodes with slow tools, a loop with a barrier after every turn / ours without barriers.
+"""Row 8: wall time of episodes with slow tools, another rollout loop / ours.
 
-    python bench/async_tools.py [--episodes 512] [--places 64] [--turns 3] [--median-ms 60] [--rounds 3]
+    python bench/async_tools.py [--loop barrier|batches|serial] [--episodes 512] [--places 64] [--turns 3]
+                                [--median-ms 60] [--rounds 3]
 
 Both sides run the same episodes in the same number of slots (the capacity of a machine's sandboxes or of a search
 server), with the same latency for the same call of the same episode: lognormal, sigma 1; in a second row one call in a
-hundred takes ten times longer. The barrier side processes one batch of slots after the other and, within a batch, one
-turn after the other, like rollout loops that call the engine with whole batches. The engine is scripted: no compute in
-between, so the ratio is that of the loops. With as many episodes as slots, the gain is bounded by the sum of the turns'
-longest calls / the longest episode, about 1.8. This bound is printed, too.
+hundred takes ten times longer. The engine is scripted: no compute in between, so the ratio is that of the loops. All of
+the others process one batch of slots after the other:
+
+    barrier   one turn after the other, its calls in parallel: loops that call the engine with whole batches
+    batches   the episodes of a batch independently, as veRL's agent loop (0.9.1, experimental/agent_loop)
+    serial    one turn after the other, and its calls one after the other, as TRL (1.16, `_tool_call_loop`), which
+              gathers only the asynchronous calls of one response
+
+With as many episodes as slots, the gain over `barrier` is bounded by the sum of the turns' longest calls / the longest
+episode, about 1.8. This bound is printed, too.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common import ROOT, Result, alternate, median_ratio, report
@@ -33,8 +40,14 @@ from verl.scoring.pool import DirectScorer
 from verl.types import Message, Score, Task, ToolStatus, ToolUse, Trajectory
 
 MINI = ROOT / "dataset/mini"
-TARGETS = {0.0: 2.0, 0.01: 4.0}  # share of slow calls (10 x)
+TARGETS = {  # by the share of slow calls (10 x)
+    "barrier": {0.0: 2.0, 0.01: 4.0},
+    "batches": {0.0: 1.0, 0.01: 1.0},
+    "serial": {0.0: 2.0, 0.01: 4.0},
+}
 SLOWER = 10
+Episodes = Sequence[Sequence[float]]  # seconds of each call
+Loop = Callable[[Episodes], Awaitable[None]]
 CALL, ANSWER = "<search> q </search>", "<answer> a </answer>"
 
 
@@ -42,7 +55,7 @@ CALL, ANSWER = "<search> q </search>", "<answer> a </answer>"
 class Latencies:
     """Latency in seconds by episode and turn."""
 
-    seconds: Sequence[Sequence[float]]
+    seconds: Episodes
 
     @classmethod
     def drawn(cls, episodes: int, turns: int, median_s: float, slow_share: float) -> Latencies:
@@ -128,22 +141,42 @@ def ours(latencies: Latencies, places: int, chat: ChatTemplate, turns: int) -> i
     return asyncio.run(run())
 
 
-def barrier(latencies: Latencies, places: int) -> int:
-    """Sequential batches with a barrier per turn. Returns the number of calls."""
+async def barrier(batch: Episodes) -> None:
+    for turn in zip(*batch, strict=True):
+        await asyncio.gather(*map(asyncio.sleep, turn))
 
-    async def run() -> int:
-        made = 0
-        for start in range(0, len(latencies.seconds), places):
-            for turn in zip(*latencies.seconds[start : start + places], strict=True):
-                await asyncio.gather(*(asyncio.sleep(seconds) for seconds in turn))
-                made += len(turn)
-        return made
 
-    return asyncio.run(run())
+async def batches(batch: Episodes) -> None:
+    async def episode(turns: Sequence[float]) -> None:
+        for seconds in turns:
+            await asyncio.sleep(seconds)
+
+    await asyncio.gather(*map(episode, batch))
+
+
+async def serial(batch: Episodes) -> None:
+    for turn in zip(*batch, strict=True):
+        for seconds in turn:
+            await asyncio.sleep(seconds)
+
+
+LOOPS: Mapping[str, Loop] = {"barrier": barrier, "batches": batches, "serial": serial}
+
+
+def theirs(loop: Loop, episodes: Episodes, places: int) -> int:
+    """Sequential batches. Returns the number of calls."""
+
+    async def run() -> None:
+        for start in range(0, len(episodes), places):
+            await loop(episodes[start : start + places])
+
+    asyncio.run(run())
+    return sum(map(len, episodes))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--loop", choices=LOOPS, default="barrier", help="the other rollout loop")
     parser.add_argument("--episodes", type=int, default=512)
     parser.add_argument("--places", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
@@ -153,13 +186,15 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
-    for slow_share, target in TARGETS.items():
+    for slow_share, target in TARGETS[arguments.loop].items():
         latencies = Latencies.drawn(arguments.episodes, arguments.turns, arguments.median_ms / 1000, slow_share)
         wanted = arguments.episodes * arguments.turns
         figures = alternate(
             {
                 "ours": lambda latencies=latencies: ours(latencies, arguments.places, chat, arguments.turns),
-                "theirs": lambda latencies=latencies: barrier(latencies, arguments.places),
+                "theirs": lambda latencies=latencies: theirs(
+                    LOOPS[arguments.loop], latencies.seconds, arguments.places
+                ),
             },
             arguments.rounds,
             lambda work, wanted=wanted: timed(work, wanted),
@@ -169,12 +204,14 @@ def main() -> None:
         report(
             Result(
                 row=8,
-                name=f"{arguments.turns} turns with tools, barrier / ours, {size}{slow}",
+                name=f"{arguments.turns} turns with tools, {arguments.loop} / ours, {size}{slow}",
                 ratio=median_ratio(figures["theirs"], figures["ours"]),
                 target=target,
                 ours={"s": min(figures["ours"])},
                 theirs={"s": min(figures["theirs"])},
-                note=f"one batch allows {latencies.one_batch(arguments.places):.2f}",
+                note=f"one batch allows {latencies.one_batch(arguments.places):.2f}"
+                if arguments.loop == "barrier"
+                else "",
             )
         )
 

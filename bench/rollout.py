@@ -1,10 +1,12 @@
 """Row 6: tokens generated per second, our engine's concurrent requests / plain vllm.LLM.generate.
 
-    python bench/rollout.py [--prompts 64] [--n 4] [--tokens 64] [--rounds 5] [--model PATH]
+    python bench/rollout.py [--eager] [--prompts 64] [--n 4] [--tokens 64] [--rounds 5] [--model PATH]
 
 Each side runs in its own process, with the same prompts (dataset/mini) and arguments; rounds alternate, so that both
-see the same load on the machine. The ratio is of wall time: one of plain vLLM's processes busy-waits for the other,
-which doubles its CPU seconds. The model is a random Qwen2 unless --model is given. CPU only, two free cores.
+see the same load on the machine. Plain vLLM compiles the model, which is its default. Ours does, too, as in long runs;
+with --eager it does not, as in short ones (bench/compiled_rollout.py). The ratio is of wall time: one of plain vLLM's
+processes busy-waits for the other, which doubles its CPU seconds. The model is a random Qwen2 unless --model is given.
+CPU only, two free cores.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ def our_engine(arguments: argparse.Namespace) -> Iterator[Round]:
         "float32",
         kv_cache_gib=KV_CACHE_GIB,
         max_num_seqs=MAX_NUM_SEQS,
+        enforce_eager=arguments.eager,
     )
     with asyncio.Runner() as runner:
         engine = runner.run(VLLMEngine.start(settings))
@@ -82,7 +85,7 @@ def our_engine(arguments: argparse.Namespace) -> Iterator[Round]:
 
 @contextmanager
 def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB)}
     from vllm import LLM, SamplingParams
 
@@ -92,7 +95,6 @@ def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
-        enforce_eager=True,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
     )
@@ -123,13 +125,14 @@ def compare(arguments: argparse.Namespace) -> Result:
     """Alternating rounds of both sides."""
     command = [sys.executable, __file__, f"--model={arguments.model}"]
     command += [f"--{name}={getattr(arguments, name)}" for name in ("prompts", "n", "tokens")]
+    command += ["--eager"] if arguments.eager else []
     with Side([*command, "--side=ours"]) as ours, Side([*command, "--side=theirs"]) as theirs:
         figures = alternate({"ours": ours.ask, "theirs": theirs.ask}, arguments.rounds, lambda ask: ask())
     size = f"{arguments.prompts} x {arguments.n} responses of {arguments.tokens} tokens"
     rates = {side: [each["tokens/s of wall time"] for each in rounds] for side, rounds in figures.items()}
     return Result(
         row=6,
-        name=f"rollout, our engine / plain vLLM, {size}",
+        name=f"rollout, our engine{' uncompiled' if arguments.eager else ''} / plain vLLM, {size}",
         ratio=median_ratio(rates["ours"], rates["theirs"]),
         target=TARGET,
         ours=medians(figures["ours"]),
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=64, help="per completion")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="our engine does not compile the model")
     parser.add_argument("--model", help="a folder; default: a random Qwen2")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

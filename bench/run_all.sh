@@ -3,7 +3,7 @@
 #     bash bench/run_all.sh [ROUNDS]
 # ROUNDS measured rounds per side, default 3. MODEL and DATA override the paths of SmolLM2 and ToolRL's test rows,
 # PYTHON the interpreter. Rows with missing requirements are skipped; failures are listed at the end. One thread each;
-# takes about an hour on two cores.
+# takes about an hour and a half on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,12 +26,17 @@ mkdir -p "$out"
 measure step.py --rollout hf "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm "${model[@]}" "${data[@]}"
 measure step.py --rollout vllm --n 8 --prompts 1 "${model[@]}" "${data[@]}"
+measure step.py --rollout vllm --prompt-text user --n 8 --prompts 1 --response 200 "${model[@]}" "${data[@]}"
+measure step.py --rollout vllm --trl-head all "${model[@]}" "${data[@]}"
 measure shared_prompt.py "${model[@]}"
 measure padding.py "${model[@]}" "${data[@]}"
 measure loss_memory.py
 measure rollout.py
+measure rollout.py --eager
 measure weight_sync.py
 measure async_tools.py
+measure async_tools.py --loop batches
+measure async_tools.py --loop serial --episodes 64
 measure controller.py
 measure controller_scale.py
 measure pipeline.py

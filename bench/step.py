@@ -1,7 +1,7 @@
 """Rows 1 and 2: CPU seconds of a GRPO step and of its update, TRL / ours.
 
-    python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--prompts 2] [--n 4] [--response 64] [--rounds 3]
-                         [--model DIR] [--data FILE] [--trl DIR]
+    python bench/step.py [--rollout hf|vllm] [--our-rollout hf|vllm] [--trl-head responses|all] [--prompt-text all|user]
+                         [--prompts 2] [--n 4] [--response 64] [--rounds 3] [--model DIR] [--data FILE] [--trl DIR]
 
 Both sides train the same model on the same real prompts of ToolRL: bf16 weights, AdamW, fixed response length, no KL,
 no checkpointing, one thread. A hash of the response is added to ToolRL's reward, so that every group has nonzero
@@ -9,6 +9,11 @@ advantages: our side skips zero-advantage groups, TRL does not. Before the measu
 norm of the same batch in float32. TRL is installed once into its own environment on top of this one: torch,
 transformers and vLLM are the same on both sides. With vLLM on CPU, TRL's own weight sync fails and is replaced by
 vLLM's `reload_weights`, and its importance sampling correction, an additional pass, is off.
+
+On a GPU TRL's LM head reads the trained positions of the responses; on a CPU it reads all positions, prompts included,
+which doubles its update on long prompts. `--trl-head responses`, the default, gives it on this machine what it has on a
+GPU; `all` is TRL unchanged. `--prompt-text user` leaves out the system message with its tools: prompts of at most 80
+tokens, where a shared prompt saves nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ import subprocess
 import sys
 import sysconfig
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,10 +53,11 @@ from verl.utils.reward_score.rlla import RllaOptions, compute_score
 TRL = "1.16.0"
 ENGINES = ("hf", "vllm")  # transformers' generate, vLLM
 HERE = Path(__file__).parent
-MAX_PROMPT = 600  # tokens; these rows have 550 on average
+HEADS = ("responses", "all")  # positions that TRL's LM head reads
+MAX_PROMPT = {"all": 600, "user": 80}  # tokens by --prompt-text; whole prompts of these rows have 550 on average
 MICRO_BATCH = 4  # sequences per forward pass in TRL
-STEP_TARGETS = {("hf", "vllm"): 4.0, ("vllm", "vllm"): 3.0}  # TRL's engine and ours
-UPDATE_TARGETS = {4: 4.0, 8: 6.0}
+STEP_TARGETS = {("hf", "vllm"): 4.0, ("vllm", "vllm"): 3.0}  # TRL's engine and ours, whole prompts
+UPDATE_TARGETS = {4: 4.0, 8: 6.0}  # by responses per prompt, whole prompts
 CHECKED_RESPONSES = 2  # per prompt, in the batch for the loss comparison
 TOLERANCE = 1e-4  # float32 losses (absolute; advantages are about 1) and gradient norms (relative)
 RELOADED = "TRL's weight sync fails on vLLM's CPU weights and is replaced by reload_weights"
@@ -65,16 +72,25 @@ class Spec:
     data: str
     rollout: str  # TRL's
     our_rollout: str
+    trl_head: str
+    prompt_text: str
     prompts: int
     n: int
     response: int
     rounds: int
 
+    @property
+    def max_prompt(self) -> int:
+        """In tokens."""
+        return MAX_PROMPT[self.prompt_text]
+
 
 def stream(spec: Spec, chat: ChatTemplate) -> TaskStream:
     """The tasks in the training order of both sides."""
-    tasks = TaskSet(spec.data, max_bad_share=1.0)
-    return TaskStream([[task for task in tasks if len(chat.prompt_ids(task.prompt)) <= MAX_PROMPT]], seed=0)
+    tasks: Iterable[Task] = TaskSet(spec.data, max_bad_share=1.0)
+    if spec.prompt_text == "user":
+        tasks = (replace(task, prompt=task.prompt[-1:]) for task in tasks)
+    return TaskStream([[task for task in tasks if len(chat.prompt_ids(task.prompt)) <= spec.max_prompt]], seed=0)
 
 
 def first_tasks(spec: Spec, chat: ChatTemplate, count: int) -> list[Task]:
@@ -134,9 +150,11 @@ def check(ours: Side, theirs: Side) -> dict[str, tuple[float, float]]:
 def results(
     spec: Spec, figures: dict[str, list[dict[str, float]]], limits: dict[str, tuple[float, float]]
 ) -> list[Result]:
-    """The rows of the step (for n=4, which has a target) and the update."""
-    engines = f"TRL ({spec.rollout}) / ours ({spec.our_rollout})"
-    size = f"{spec.prompts} prompts, n={spec.n}, {spec.response} tokens"
+    """The rows of the step and the update."""
+    head = "" if spec.trl_head == "responses" else ", its head at all positions"
+    engines = f"TRL ({spec.rollout}{head}) / ours ({spec.our_rollout})"
+    size = f"{spec.prompts} x {spec.n} responses of {spec.response} tokens, prompts <= {spec.max_prompt}"
+    long = spec.prompt_text == "all"
 
     def result(row: int, phase: str, target: float) -> Result:
         values = {side: [each[phase] for each in rounds] for side, rounds in figures.items()}
@@ -151,8 +169,9 @@ def results(
             note=RELOADED if spec.rollout == "vllm" else "",
         )
 
-    step = [result(1, "step", STEP_TARGETS.get((spec.rollout, spec.our_rollout), 1.0))] if spec.n == 4 else []
-    return [*step, result(2, "update", UPDATE_TARGETS.get(spec.n, 1.0))]
+    step_target = STEP_TARGETS.get((spec.rollout, spec.our_rollout), 1.0) if long else 1.0
+    update_target = UPDATE_TARGETS.get(spec.n, 1.0) if long else 1.0
+    return [result(1, "step", step_target), result(2, "update", update_target)]
 
 
 def main() -> None:
@@ -160,6 +179,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollout", choices=ENGINES, default="hf")
     parser.add_argument("--our-rollout", choices=ENGINES, default="vllm")
+    parser.add_argument("--trl-head", choices=HEADS, default="responses")
+    parser.add_argument("--prompt-text", choices=MAX_PROMPT, default="all")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--response", type=int, default=64)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from common import answer, cpu_seconds, requests
 from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
-from step import CHECKED_RESPONSES, MAX_PROMPT, Spec, check_rows, first_tasks, reward, stream
+from step import CHECKED_RESPONSES, Spec, check_rows, first_tasks, reward, stream
 from transformers import AutoTokenizer
 
 from verl.batch.samples import batch_of, sample_from_completion
@@ -49,7 +49,9 @@ async def engine_of(spec: Spec) -> AsyncIterator[RolloutEngine]:
     if spec.our_rollout == "hf":
         yield load_hf_engine(spec.model, torch.bfloat16, "cpu", max_batch=spec.prompts * spec.n)
         return
-    engine = await VLLMEngine.start(VLLMSettings(spec.model, MAX_PROMPT + spec.response, kv_cache_gib=KV_CACHE_GIB))
+    engine = await VLLMEngine.start(
+        VLLMSettings(spec.model, spec.max_prompt + spec.response, kv_cache_gib=KV_CACHE_GIB)
+    )
     yield engine
     await engine.close()
 

@@ -16,10 +16,11 @@ from accelerate.utils import AutocastKwargs
 from common import answer, cpu_seconds, requests
 from datasets import Dataset
 from local import LEARNING_RATE
-from step import MAX_PROMPT, MICRO_BATCH, CheckRows, Spec, check_rows, first_tasks, reward
+from step import MICRO_BATCH, CheckRows, Spec, check_rows, first_tasks, reward
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 from verl.chat.template import ChatTemplate
 
@@ -99,7 +100,7 @@ def build_trainer(spec: Spec, chat: ChatTemplate, steps: Steps, folder: str) -> 
         use_vllm=on_vllm,
         vllm_mode="colocate",
         vllm_importance_sampling_correction=False,  # needs a pass that our side does not have either
-        vllm_max_model_length=MAX_PROMPT + spec.response,
+        vllm_max_model_length=spec.max_prompt + spec.response,
     )
     trainer = GRPOTrainer(
         model=spec.model,
@@ -167,6 +168,8 @@ def main() -> None:
     os.environ.update(VLLM_VARIABLES)
     torch.set_num_threads(1)
     spec = Spec(**json.loads(sys.argv[1]))
+    if spec.trl_head == "responses":  # TRL has no option for it: it decides by the device
+        trl_utils._use_triton = lambda device: True  # of this module alone: the loss itself keeps its code for CPUs
     chat = ChatTemplate(AutoTokenizer.from_pretrained(spec.model))
     incoming = requests()
     with tempfile.TemporaryDirectory() as folder:
