@@ -454,7 +454,7 @@ class TrainerConfig:
     save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
     val_before_train: bool = True
-    critic_warmup: int = 0  # initial steps that update the critic only
+    critic_warmup: int = 0  # number of the first step that updates the policy; those before it, the critic only
     preflight: bool | None = None  # dry run on a tiny model first; default: on GPU only
     on_collapse: str = "warn"  # warn | stop (early stopping) | rollback (to the last checkpoint); docs/collapse.md
     record: bool = False  # record every step's inputs for replay (docs/replay.md)
@@ -476,6 +476,11 @@ class TrainerConfig:
         _one_of(("warn", "stop", "rollback"), "trainer.on_collapse", self.on_collapse)
         if self.on_collapse == "rollback" and self.save_freq == 0:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")
+
+    @property
+    def critic_only_updates(self) -> int:
+        """Steps before the policy's first update; steps count from 1, so they are one less than critic_warmup."""
+        return max(0, self.critic_warmup - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

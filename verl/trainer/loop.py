@@ -231,10 +231,11 @@ class TrainingRun:
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
-        rollouts = await self.validator.rollouts()
+        step = self.trainer.step
+        rollouts = await self.validator.rollouts(step)
         if rollouts:
-            self.transcripts.write_validation(self.trainer.step, self.validator.rows(rollouts, self.trainer.step))
-        metrics = self.validator.metrics(rollouts)
+            self.transcripts.write_validation(step, self.validator.rows(rollouts, step))
+        metrics = self.validator.metrics(rollouts, step)
         if self.online_eval is not None:
             self.display.phase("benchmarks")
             metrics |= await self.online_eval.run(self.validator.greedy)
