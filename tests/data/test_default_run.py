@@ -136,5 +136,5 @@ def test_the_command_trains_at_once(mine: str, tmp_path: Path) -> None:
     words = [f"data={mine}", "model=embedded", "trainer.total_training_steps=2", "trainer.device=cpu"]
     assert main_ppo.main([*words, f"trainer.default_local_dir={tmp_path}"]) == 0
     folder = tmp_path / "embedded"
-    assert list(read_jsonl(folder / DATA_VERSIONS)) == [version_of(mine)]
+    assert list(read_jsonl(folder / DATA_VERSIONS)) == [{"step": 0, **version_of(mine)}]
     assert CheckpointStore(folder / "checkpoints", 1, 1).latest() is not None

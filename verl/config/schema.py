@@ -441,6 +441,8 @@ class TrainerConfig:
     project_name: str = "toolrl"  # for trackers
     default_local_dir: str = "outputs"  # the run's folder is <default_local_dir>/<experiment_name>
     resume_mode: str = "auto"  # auto (resume the run in the folder) | disable (refuse a folder with a run)
+    # settings and ToolRL's variables that may differ from the saved run, also by the content of files they name
+    allow_changed: list[str] = field(default_factory=list)
     keep_last: int = 2  # latest checkpoints to keep, besides the best
     keep_best: int = 1
     logger: list[str] = field(default_factory=lambda: ["console"])  # also rollouts, wandb ..: docs/tracking.md

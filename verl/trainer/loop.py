@@ -66,6 +66,7 @@ class TrainingRun:
     transcripts: Transcripts
     display: Display
     resume_config: Mapping[str, Any]  # settings that must not change on resume
+    contents: Mapping[str, Any]  # of what they name (verl/checkpoint/contents.py)
     folder: Path  # of the run
     saved: Saved | None = None  # checkpoint to resume from
     watch: Watch = field(default_factory=NoWatch)
@@ -259,6 +260,7 @@ class TrainingRun:
         return {
             "command": COMMAND,
             "resume_config": dict(self.resume_config),
+            "contents": dict(self.contents),
             "trainer": self.trainer.state(),
             "trackers": self.trackers.state(),
             "watch": self.watch.state(),
