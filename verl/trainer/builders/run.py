@@ -315,7 +315,10 @@ def load_tasks(
     num_train = len(data.train_files)
     train, val = sets[:num_train], sets[num_train:]
     if data.val_share:
-        held_out = [split_rows(tasks, data.val_share, config.trainer.seed) for tasks in train]
+        held_out = [
+            split_rows(tasks, data.val_share, config.trainer.seed, report.num_rows)
+            for tasks, report in zip(train, reports, strict=False)  # the reports of training files come first
+        ]
         names, train, val = _set_names(data.train_files), [rest for rest, _ in held_out], [part for _, part in held_out]
     _check_batch(config, sum(map(len, train)))
     return train, dict(zip(names, val, strict=True)), reports
