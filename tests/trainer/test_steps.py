@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,11 +19,13 @@ from hypothesis import strategies as st
 from tests.episodes.test_collection import group
 from tests.support.local_run import local_fit, local_trainer
 from tests.support.tiny import MINI, run_words, save_tiny_model
+from tests.trainer.test_run import run
 from tests.trainer.test_train_step import AlwaysOne
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.estimators.remax import REMAX
 from verl.algorithms.losses.dapo import DAPO
+from verl.checkpoint.state import CHANGES
 from verl.config.load import load_config
 from verl.config.schema import Config, DataConfig, RewardConfig, RolloutConfig, TrainerConfig
 from verl.data.tasks import TaskSet, TaskStream
@@ -33,6 +36,7 @@ from verl.kit.collapse.collapse import CollapseWatch
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer, Fault
 from verl.scoring.rewards import Rewards, build_rewards
+from verl.tracking.jsonl import read_jsonl
 from verl.trainer.policy import Critic, Policy
 from verl.trainer.validate import Validator
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
@@ -235,6 +239,51 @@ def test_a_run_has_the_transcript_of_the_published_loop(tmp_path: Path, monkeypa
         asyncio.run(fit.run())
     published = PUBLISHED.replace("\n", ", ").strip(", ").split(", ")
     assert events == [*published[:-1], "score 5", "critic 5", "policy 5", published[-1]]
+
+
+REWARD = """
+from verl.types import Score
+
+class TellsStep:
+    def score(self, trajectory, task, step):
+        return Score(float(trajectory.index), {"step": float(step)})
+"""
+
+
+@pytest.mark.long
+def test_a_run_in_two_parts_with_two_scorers_and_stale_rollouts(tmp_path: Path) -> None:
+    """Through the command: the steps that rewards get, the refusal of other inputs, and the records of both parts."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    rows = tmp_path / "train.parquet"
+    shutil.copy(MINI / "train.parquet", rows)
+    words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 2), "trainer.test_freq=1"]
+    words += [f"data.train_files=[{rows}]", f"data.val_files=[{MINI / 'test.parquet'}]", "data.max_response_length=4"]
+    words += [f"reward.name={tmp_path / 'mine.py'}:TellsStep", "reward.num_workers=2", "rollout.max_staleness=1"]
+    words.append("algorithm.kl_placement=none")  # the reference would read the weights of the model's folder again
+    run(words, WITHLENGTH="1")
+    (tmp_path / "mine.py").write_text(REWARD + "# another")
+    (tmp_path / "model/model.safetensors").touch()
+    more = [*words, "trainer.total_training_steps=4"]
+    said = " ".join(run(more, 2, COARSEREWARD="1").split())
+    assert "COARSEREWARD=1 (originally None); WITHLENGTH=None (originally 1); reward.name=sha256" in said
+    run([*more, "trainer.allow_changed=[WITHLENGTH,COARSEREWARD,reward.name]"], COARSEREWARD="1")
+    folder = tmp_path / "run"
+    for step in range(1, 5):
+        rolled = read_jsonl(folder / "transcripts" / f"step-{step:06d}.jsonl")
+        assert {row["score"]["parts"]["step"] for row in rolled} == {float(step)}
+    for step in range(5):
+        rolled = read_jsonl(folder / "validation" / f"step-{step:06d}.jsonl")
+        assert {row["score"]["parts"]["step"] for row in rolled} == {float(step)}
+    ages = [row["staleness/max"] for row in read_jsonl(folder / "metrics.jsonl") if "staleness/max" in row]
+    assert ages == [0, 1, 0, 1]
+    code = read_jsonl(folder / "code_version.json")
+    assert [(row["step"], "WITHLENGTH" in row, "COARSEREWARD" in row) for row in code] == [
+        (0, True, False),
+        (2, False, True),
+    ]
+    (change,) = read_jsonl(folder / CHANGES)
+    assert change["step"] == 2 and [*change["changed"]] == ["COARSEREWARD", "WITHLENGTH", "reward.name"]
+    assert [row["step"] for row in read_jsonl(folder / "data_versions.jsonl")] == [0, 0]
 
 
 def test_the_warm_up_of_the_critic_is_that_of_the_published_loop() -> None:
