@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from verl.checkpoint.contents import contents_of
 from verl.checkpoint.state import CHANGES, Saved, find_saved, resume_config
 from verl.config.commands import SFT, TRAIN
 from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.data.tasks import TaskStream
 from verl.errors import ConfigError, DataError
 from verl.system import digests
 from verl.tracking.jsonl import read_jsonl
+from verl.trainer.builders.run import resumed_stream
 from verl.trainer.records import append_changed, write_records
+from verl.types import Task
 
 WORDS = {
     "data.train_files": "[{place}/train.jsonl,{place}/more.jsonl]",
@@ -211,7 +216,8 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path: Path, monkeypatch: 
         assert contents_of(settings, True) == {"model.path": f"owner/name at commit {commit}"}
 
 
-def test_an_sft_run_is_compared_in_the_same_way(place: Path) -> None:
+def test_an_sft_run_is_compared_in_the_same_way(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WITHLENGTH", "1")  # of the reward, which it has not
     words = [f"data.train_files=[{place}/train.jsonl]", f"model.path={place}/model"]
     settings = resume_config(load_config(words, SFT), SFT)
     before = contents_of(settings, reads_weights=False)
@@ -220,6 +226,33 @@ def test_an_sft_run_is_compared_in_the_same_way(place: Path) -> None:
     (place / WEIGHTS[0]).write_text("others")
     now = contents_of(settings, reads_weights=False)
     assert now["data.train_files"] != before["data.train_files"] and now["model.path"] == before["model.path"]
+
+
+@pytest.mark.parametrize(
+    ("file", "rows", "changed", "expected"),
+    [
+        ("moved.jsonl", 4, {}, ["moved.jsonl", 3, 2]),  # the same content under another name
+        ("train.jsonl", 4, {"reward.name": {}}, ["train.jsonl", 3, 2]),
+        ("train.jsonl", 6, {"data.train_files": {}}, ["train.jsonl", 0, 0]),  # other rows: from their start
+    ],
+)
+def test_where_the_data_goes_on(
+    file: str, rows: int, changed: dict[str, Any], expected: list[Any], tmp_path: Path
+) -> None:
+    def tasks(file: str, rows: int) -> list[list[Task]]:
+        return [[Task(f"{file}#{number}", (), "", "s") for number in range(rows)]]
+
+    old = TaskStream(tasks("train.jsonl", 4))
+    for _ in range(3):
+        next(old)
+    state = {"data": asdict(old.cursor), "pending": [{"drawn": [each], "attempt": 1} for each in (1, 2)]}
+    saved = Saved(tmp_path, {"contents": {}, "trainer": {"rollouts": state}}, changed)
+    stream = resumed_stream(Config(), tasks(file, rows), saved)
+    assert [next(stream).id.partition("#")[0], stream.cursor.drawn[0] - 1, len(state["pending"])] == expected
+    if file != "train.jsonl":  # of an earlier version, whose files were not compared
+        del saved.state["contents"]
+        with pytest.raises(DataError, match="differ from those of the saved run in files"):
+            resumed_stream(Config(), tasks(file, rows), saved)
 
 
 # --- digests of large files

@@ -32,11 +32,11 @@ _TEXTS = ("*.md", "LICENSE*")
 
 
 def contents_of(settings: Mapping[str, Any], reads_weights: bool) -> Contents:
-    """{setting: contents} of those that name files, and {variable: "1"} of ToolRL's that are on.
+    """{setting: contents} of those that name files, and {variable: "1"} of ToolRL's that are on, if there is a reward.
 
     reads_weights: the folder `model.path` is read again on a resume, as the reference of a KL penalty
     """
-    found: Contents = dict(switches())
+    found: Contents = dict(switches()) if "reward.name" in settings else {}
     for key, value in settings.items():
         if key in _MODELS:
             content = value and _of_model(value, reads_weights and key == "model.path")

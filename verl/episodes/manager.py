@@ -112,10 +112,8 @@ class RolloutManager:
             waited += self.clock() - started
             self._slots.remove(slot)
             group = await self._group(slot, step)
-            if (
-                not self._add(collected, slot, group, step, wanted)
-                and slot.draw.attempt < self.algorithm.max_resample_rounds
-            ):
+            kept = self._add(collected, slot, group, step, wanted)
+            if not kept and slot.draw.attempt < self.algorithm.max_resample_rounds:
                 await self._draw(1, step, slot.draw.attempt + 1)
             else:
                 left -= 1

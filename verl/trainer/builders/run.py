@@ -205,6 +205,8 @@ def resumed_stream(config: Config, train: Sequence[Sequence[Task]], saved: Saved
         return anew
     rollouts = saved.state["trainer"]["rollouts"]
     cursor = TaskCursor(**rollouts["data"])
+    if "contents" in saved.state and not saved.changed:
+        cursor = TaskCursor(cursor.drawn, anew.cursor.made_of)  # of the same files, which may have other names
     if saved.changed and cursor.made_of != anew.cursor.made_of:
         _log.warning("the order of the training data starts anew: its rows, data.weights or trainer.seed have changed")
         rollouts["pending"] = []
