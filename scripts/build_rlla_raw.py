@@ -32,7 +32,7 @@ from scripts.raw.rlla import check_example, to_row
 from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
-from verl.system.files import replacing
+from verl.system.files import ending_in, replacing
 
 Decisions = Callable[[Any], Iterator[dict[str, str]]]
 NUM_SHOWN = 10
@@ -130,7 +130,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-xlam", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=31415)
     parser.add_argument("--instruction-from", metavar="RAW_FILE", help="use the wording of a published raw file")
-    parser.add_argument("--out", default="dataset/rlla_4k_raw/rlla_rl.json")
+    parser.add_argument("--out", type=ending_in(".json"), default=Path("dataset/rlla_4k_raw/rlla_rl.json"))
     arguments = parser.parse_args(argv)
     for name in ("num_toolace", "num_hammer", "num_xlam"):
         if getattr(arguments, name) < 0:
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mixer = Mixer(generator, console)
     try:
         examples = build(arguments, mixer, generator)
-        write(Path(arguments.out), examples)
+        write(arguments.out, examples)
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2

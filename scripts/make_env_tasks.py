@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 from verl.envs.registry import build_tasks
 from verl.errors import VerlError
 from verl.registry import option
-from verl.system.files import replacing
+from verl.system.files import ending_in, replacing
 from verl.types import Task
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python scripts/make_env_tasks.py", description="Tasks of an environment.")
     parser.add_argument("env")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, required=True, help="a .jsonl file")
+    parser.add_argument("--out", type=ending_in(".jsonl"), required=True, metavar="FILE.jsonl")
     arguments = parser.parse_args(argv)
     try:
         tasks = build_tasks(arguments.env, dict(arguments.option))

@@ -5,8 +5,9 @@
     python scripts/preprocess_rlla.py --drop-in test.parquet --tokenizer MODEL --max-prompt-tokens 2048
 
 The raw file is a list of {"instruction", "input", "output"}. Shuffle and split are ToolRL's: numpy seed 31415, the last
-2 % are the test split. Rows pass the checks of training, and a summary line is printed. Rows are buffered on disk, not
-in memory.
+2 % are the test split. Rows pass the checks of training, and a summary line is printed. Rows that are dropped leave a
+gap: the others keep the split, order and index that they have in ToolRL's files. Rows are buffered on disk, not in
+memory.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def kept_examples(
     summary: Summary,
     report: RowReport,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
-) -> Iterator[dict[str, str]]:
-    """The checked examples of the input file, filtered by the options."""
+) -> Iterator[dict[str, str] | None]:
+    """The checked examples of the input file, and None for each row that a check or an option drops."""
     dropped = prompts_of(arguments.drop_in)
     count = token_counter(arguments.tokenizer) if arguments.tokenizer else None
     for number, row in enumerate(progress(read_rows(arguments.input))):
@@ -126,14 +127,17 @@ def kept_examples(
             if error.field == GROUND_TRUTH:
                 error.field = "output"  # its name in the raw file
             report.add_bad(error.at(file=arguments.input, row=number), arguments.max_bad_share)
+            yield None
             continue
         if dropped and prompt_hash(example) in dropped:
             report.drop(f"that occur in {', '.join(arguments.drop_in)}", number)
+            yield None
             continue
         if count:
             tokens = count(example)
             if arguments.max_prompt_tokens is not None and tokens > arguments.max_prompt_tokens:
                 report.drop(f"longer than {arguments.max_prompt_tokens} tokens", number)
+                yield None
                 continue
             summary.prompt_tokens.append(tokens)
         unlisted = unlisted_call(task)
@@ -152,13 +156,17 @@ def split_order(num_rows: int, test_fraction: float, seed: int) -> tuple[list[in
     return order[:num_train], order[num_train:]
 
 
-def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, console: Console) -> None:
-    """Atomically write the rows in this order."""
+def write_split(path: Path, store: RowStore, order: Sequence[int], split: str, console: Console) -> int:
+    """Atomically write the kept rows in this order. Returns their number."""
+    written = 0
     with replacing(path) as unfinished, pq.ParquetWriter(unfinished, SCHEMA) as writer:
         for start in track(range(0, len(order), _WRITE_ROWS), escape(f"Writing {path.name}"), console=console):
             chosen = enumerate(order[start : start + _WRITE_ROWS], start)
-            rows = [to_row(store[number], split, index) for index, number in chosen]
+            examples = [(index, store[number]) for index, number in chosen]
+            rows = [to_row(example, split, index) for index, example in examples if example is not None]
             writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+            written += len(rows)
+    return written
 
 
 def show(summary: Summary, written: dict[Path, int], console: Console) -> None:
@@ -233,13 +241,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             kept_examples(arguments, summary, report, lambda rows: track(rows, "Reading", total=None, console=console))
         )
         train, test = split_order(len(store), arguments.test_fraction, arguments.seed)
-        for split, order in (("train", train), ("test", test)):
-            write_split(folder / f"{split}.parquet", store, order, split, console)
+        written = {
+            path: write_split(path, store, order, path.stem, console)
+            for path, order in ((folder / "train.parquet", train), (folder / "test.parquet", test))
+        }
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     Console().print(str(report), markup=False, highlight=False, soft_wrap=True)
-    show(summary, {folder / "train.parquet": len(train), folder / "test.parquet": len(test)}, Console())
+    show(summary, written, Console())
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.skips import summary
 from verl.kit.doctor.versions import find_gpus, find_installed
 from verl.utils.reward_score import rlla
 
@@ -40,9 +42,26 @@ def smollm2() -> Path:
 def need_vllm() -> None:
     """A skip where no engine can start: without vLLM, or with its build for GPUs on a machine that has none."""
     if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed (scripts/setup_env.sh)", allow_module_level=True)
+        pytest.skip("vLLM is not installed; source scripts/setup_env.sh", allow_module_level=True)
     if "vllm" in find_installed(["vllm"]) and not find_gpus():
         pytest.skip("vLLM's build for GPUs, and no GPU", allow_module_level=True)
+
+
+def pytest_configure() -> None:
+    """A shell or nohup ignores interrupts and hang-ups in background jobs, and all that tests start would inherit that.
+
+    This process still survives a hang-up; what it starts has the default action.
+    """
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Skips by reason, each with what would enable them, in place of one line for each test."""
+    reports = terminalreporter.stats.get("skipped", [])
+    for line in summary(str(report.longrepr[2]) for report in reports if isinstance(report.longrepr, tuple)):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

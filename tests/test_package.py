@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.programs import need
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +33,7 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 
 def tracked() -> set[str]:
     """The files under verl/ that git knows, the embedded ones at the place where the package has them."""
+    need("git")
     listed = run("git", "ls-files", "verl", "toolrl.py", "dataset/mini", cwd=ROOT).splitlines()
     return {name.replace("dataset/mini", "verl/mini") for name in listed} - {"verl/mini"}
 
@@ -39,6 +41,7 @@ def tracked() -> set[str]:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of what git knows, as a fresh clone would be."""
+    need("git")
     source = tmp_path_factory.mktemp("source")
     for name in run("git", "ls-files", cwd=ROOT).splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
@@ -22,7 +23,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from verl.errors import ConfigError
 
@@ -47,6 +48,15 @@ def read_tokenizer(path: str, key: str = "model.path") -> Any:
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise ConfigError(f"{key}: the tokenizer in {path!r} has no vocabulary; add its tokenizer.json")
     return tokenizer
+
+
+def revision_of(name: str) -> str | None:
+    """The commit of a model on the hub that has been loaded here, by its hub name; None if it has not been."""
+    for file in (CONFIG_NAME, "tokenizer_config.json"):
+        path = try_to_load_from_cache(name, file)
+        if isinstance(path, str):
+            return Path(path).parent.name  # snapshots/<commit>/<file>
+    return None
 
 
 def end_tokens(model: str) -> tuple[int, ...]:

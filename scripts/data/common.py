@@ -1,4 +1,7 @@
-"""Shared by the data scripts: reading, checking, a seeded split, writing, and a summary table."""
+"""Shared by the data scripts: reading, checking, a seeded split, writing, and a summary table.
+
+The split is one of the published rows, also of those that are skipped: a bad row moves no other to the other side.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from verl.data.rows import RowStore, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
 from verl.kit.sft.demonstrations import to_demonstration
-from verl.system.files import replacing
+from verl.system.files import ending_in, replacing
 
 Row = dict[str, Any]
 Convert = Callable[[Any, argparse.Namespace], Iterable[Row]]  # one published row -> the resulting rows
@@ -79,8 +83,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """The common options of the data scripts."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--input", required=True, action="append", metavar="FILE", help="may be given several times")
-    options.add_argument("--output", required=True, metavar="FILE.parquet")
-    options.add_argument("--test-fraction", type=_share, default=0.0, help="held out, in <output>_test.parquet")
+    output = ending_in(".parquet", ".jsonl")
+    options.add_argument("--output", required=True, type=output, metavar="FILE.parquet|FILE.jsonl")
+    options.add_argument("--test-fraction", type=_share, default=0.0, help="of the published rows, in <output>_test")
     options.add_argument("--seed", type=int, default=0, help="seed of the split")
     options.add_argument("--skip-bad-rows", action="store_true", help="count and skip unusable rows")
     return options
@@ -97,10 +102,10 @@ def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TAS
     """Convert every row of every input; returns the exit code."""
     console = Console(stderr=True)
     dropped: Counter[str] = Counter()
-    output = Path(arguments.output)
+    output: Path = arguments.output
     try:
         store = RowStore(_converted(arguments, convert, dropped))
-        if not len(store):
+        if not any(store[number] for number in range(len(store))):
             raise DataError("has no usable row", "at least one", file=", ".join(arguments.input))
         order = list(range(len(store)))
         num_held_out = round(len(order) * arguments.test_fraction)
@@ -109,30 +114,34 @@ def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TAS
         splits = {output: order[: len(order) - num_held_out]}
         if num_held_out:
             splits[output.with_stem(f"{output.stem}_test")] = order[len(order) - num_held_out :]
-        for path, rows in splits.items():
-            _write(path, (store[row] for row in rows), schema, "train" if path == output else "test")
+        written = {
+            path: _write(path, (row for number in numbers for row in store[number]), schema, split)
+            for (path, numbers), split in zip(splits.items(), ("train", "test"), strict=False)
+        }
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     table = Table("what", "rows", title="Summary")
-    for path, rows in splits.items():
-        table.add_row(escape(str(path)), str(len(rows)))
+    for path, rows in written.items():
+        table.add_row(escape(str(path)), str(rows))
     for why, count in dropped.most_common():
         table.add_row(f"dropped: {escape(why)}", str(count))
     console.print(table)
     return 0
 
 
-def _converted(arguments: argparse.Namespace, convert: Convert, dropped: Counter[str]) -> Iterator[Row]:
+def _converted(arguments: argparse.Namespace, convert: Convert, dropped: Counter[str]) -> Iterator[list[Row]]:
+    """For every published row the rows that it becomes; none for a bad one."""
     for source in arguments.input:
         for number, row in enumerate(read(source)):
             try:
-                yield from _checked(row, convert, arguments)
+                yield _checked(row, convert, arguments)
             except DataError as error:
                 if not arguments.skip_bad_rows:
                     error.hint = error.hint or "Fix or drop the row, or skip all such rows with --skip-bad-rows"
                     raise error.at(file=source, row=number) from error
                 dropped[f"{error.field} {error.problem}".strip()] += 1
+                yield []
 
 
 def _checked(row: Any, convert: Convert, arguments: argparse.Namespace) -> list[Row]:
@@ -150,14 +159,32 @@ def _checked(row: Any, convert: Convert, arguments: argparse.Namespace) -> list[
     return made
 
 
-def _write(path: Path, rows: Iterator[Row], schema: pa.Schema, split: str) -> None:
-    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
-        batch = []
-        for index, row in enumerate(rows):
-            if "extra_info" in row:
-                row["extra_info"] |= {"index": index, "split": split}
-            batch.append(row)
-            if len(batch) == _WRITE_ROWS:
-                writer.write_table(pa.Table.from_pylist(batch, schema))
-                batch = []
-        writer.write_table(pa.Table.from_pylist(batch, schema))
+def _write(path: Path, rows: Iterator[Row], schema: pa.Schema, split: str) -> int:
+    """Write the rows in the form that the path's ending names. Returns their number."""
+    write = _write_parquet if path.suffix == ".parquet" else _write_lines
+    with replacing(path) as unfinished:
+        return write(unfinished, _numbered(rows, split), schema)
+
+
+def _numbered(rows: Iterator[Row], split: str) -> Iterator[Row]:
+    for index, row in enumerate(rows):
+        if "extra_info" in row:
+            row["extra_info"] |= {"index": index, "split": split}
+        yield row
+
+
+def _write_parquet(path: Path, rows: Iterator[Row], schema: pa.Schema) -> int:
+    count = 0
+    with pq.ParquetWriter(path, schema) as writer:
+        while batch := list(islice(rows, _WRITE_ROWS)):
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+            count += len(batch)
+    return count
+
+
+def _write_lines(path: Path, rows: Iterator[Row], schema: pa.Schema) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for count, row in enumerate(rows, 1):  # noqa: B007  the number of the last row
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return count

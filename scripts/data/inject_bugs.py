@@ -43,7 +43,7 @@ from verl.errors import ConfigError, VerlError
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.runtime import Runtimes
 from verl.kit.swe.tasks import Repository, SweTask
-from verl.system.files import replacing
+from verl.system.files import ending_in, replacing
 
 BATCH = 8  # mutations that a worker tries before it validates what it found
 DOCUMENTED = """`{function}` in `{path}` does not do what its documentation says:
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--package", action="append", default=[], metavar="NAME==VERSION")
     options.add_argument("--repo", action="append", default=[], type=Path, metavar="FOLDER")
-    options.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl")
+    options.add_argument("--output", required=True, type=ending_in(".jsonl"), metavar="FILE.jsonl")
     options.add_argument(
         "--environment", type=Path, metavar="FOLDER", help="with pytest; default: the system's python3"
     )

@@ -28,7 +28,7 @@ from verl.data.tasks import to_task
 from verl.embedded import embedded_path
 from verl.errors import VerlError
 from verl.formats.toolrl_text import parse_calls
-from verl.system.files import replacing
+from verl.system.files import ending_in, replacing
 from verl.types import Task
 
 _TOOL = re.compile(r"^\d+\. Name: (.*)\nDescription: (.*)\nParameters: (.*)$", re.MULTILINE)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--input", required=True, metavar="FILE", help="rows of ToolRL's form, such as embedded:train.parquet"
     )
-    parser.add_argument("--output", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--output", required=True, type=ending_in(".jsonl"), metavar="FILE.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N rows; default: all")
     arguments = parser.parse_args(argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}")
         return 2
-    with replacing(Path(arguments.output)) as unfinished:
+    with replacing(arguments.output) as unfinished:
         unfinished.write_text(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in converted), encoding="utf-8"
         )

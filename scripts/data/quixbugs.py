@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.validation import Journal, Validation, diff, validate_all, write_files
 from verl.data.rows import read_rows
 from verl.errors import DataError, VerlError
-from verl.system.files import replacing
+from verl.system.files import ending_in, replacing
 
 STATEMENT = """`{path}` contains a bug on a single line: it gives wrong results, raises, or does not end. \
 The text at the end of the file describes what it should do. Find the bug and fix it. Do not change the signature."""
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert and validate; returns the exit code."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--input", required=True, metavar="FILE.jsonl")
-    options.add_argument("--output", required=True, type=Path, metavar="FILE.jsonl")
+    options.add_argument("--output", required=True, type=ending_in(".jsonl"), metavar="FILE.jsonl")
     options.add_argument(
         "--environment", default="", metavar="FOLDER", help="with pytest; default: the system's python3"
     )

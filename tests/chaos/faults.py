@@ -32,6 +32,7 @@ from tests.chaos.harness import (
 )
 from tests.chaos.outcome import metrics, newest, weights
 from tests.chaos.place import Place
+from tests.support.programs import need
 from tests.support.service import free_port
 from verl.tracking.jsonl import read_jsonl
 
@@ -219,15 +220,13 @@ def all_checkpoints_damaged(lab: Lab, result: Result) -> None:
 
 def _clock(lab: Lab, result: Result, seconds: int) -> None:
     """The wall clock of all Python code jumps in the second step; the monotonic one goes on."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
+    need("cc")
     with _outputs() as (where, out):
         folder = where.tmp.with_suffix(".talk")
         folder.mkdir()
         library, clock = folder / "clock.so", folder / "clock"
         source = Path(__file__).with_name("clock.c")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
         clock.write_bytes(_NO_JUMP)
         faked = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(clock)}
         running = lab.start(where, lab.words("hf", out), "rollout", faked)

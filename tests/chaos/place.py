@@ -157,7 +157,8 @@ class Place:
 
 def possible() -> bool:
     """Whether mounts of one's own can be had here: by root, or in a namespace where one is root."""
-    return subprocess.run([*_apart(), "true"], capture_output=True, check=False).returncode == 0
+    have = shutil.which("unshare") is not None
+    return have and subprocess.run([*_apart(), "true"], capture_output=True, check=False).returncode == 0
 
 
 def _apart() -> list[str]:

@@ -14,6 +14,7 @@ from tests.chaos.cases import CASES, FAULTS, POINTS, SIGNALS, TARGETS, End
 from tests.chaos.faults import NAMES
 from tests.chaos.harness import Baseline, Ended, Result, check_end, place
 from tests.chaos.place import possible
+from tests.support.programs import need
 from verl.system import watcher
 
 
@@ -44,6 +45,7 @@ def test_expectations_by_target_and_signal() -> None:
 
 
 def test_what_git_does_not_know_yet_is_a_part_of_the_commit(tmp_path: Path) -> None:
+    need("git")
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
         for folder in ("verl", "tests", "docs"):
             (tmp_path / folder).mkdir(exist_ok=True)
@@ -107,6 +109,7 @@ def test_every_fault_is_written_out() -> None:
 
 
 def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last_result(tmp_path: Path) -> None:
+    need("git")
     file, page, name = tmp_path / "results.jsonl", tmp_path / "page.md", CASES[0].name
     assert not results.passed(file, name)
     results.note(file, name, ["too slow"], {"exit": 1})

@@ -60,7 +60,7 @@ FAMILIES = {
 }
 SINGLE = ("llama3_1", "llama3_2")  # their templates render one call a turn
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (scripts/setup_env.sh)")
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed; source scripts/setup_env.sh")
 
 
 def trl_template(name: str) -> str:

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.batch.test_packing import random_samples, tiny_model
 from tests.conftest import ROOT
 from tests.support.every import every
+from tests.support.programs import need
 from tests.workers.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss, values
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import with_loss_weights
@@ -553,9 +554,9 @@ with store.writing(int(sys.argv[2])) as unfinished:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
 def test_a_clock_that_jumps_does_not_change_the_order(tmp_path: Path) -> None:
     """A year ahead, then back by two: the newest is what was written last."""
+    need("faketime")
     for step, clock in ((10, "+0d"), (20, "+365d"), (30, "-365d"), (25, "-730d")):
         command = ["faketime", "-f", clock, sys.executable, "-c", WRITES_ONE, str(tmp_path), str(step)]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -612,6 +613,7 @@ make_engine("policy", 1, torch.float32).load(store.latest() / "policy")
 
 def on_a_small_disk(size: str, script: str, folder: Path) -> list[str]:
     """The lines a script prints that gets a file system of its own as its argument; nobody else sees that one."""
+    need("unshare", "mount")
     mounted = f'mount -t tmpfs -o size={size} tmpfs {folder} && exec "$0" "$@"'
     for isolation in (["unshare", "-rm"], ["unshare", "-m"]):
         if subprocess.run([*isolation, "sh", "-c", mounted, "true"], capture_output=True).returncode == 0:

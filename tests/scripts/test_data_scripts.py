@@ -9,9 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-from scripts.data import math_problems, retool_sft, search_qa, tool_n1, tool_n1_sft
+from scripts import build_rlla_raw, make_env_tasks
+from scripts.data import (
+    inject_bugs,
+    math_problems,
+    openai_rows,
+    quixbugs,
+    retool_sft,
+    search_qa,
+    tool_n1,
+    tool_n1_sft,
+)
 from tests.conftest import real_data
 from tests.kit.lab.lab import try_reward
 from tests.kit.papers.test_recipe_rewards import episode
@@ -307,3 +318,52 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, caps
     with pytest.raises(SystemExit):
         math_problems.main(words)
     assert "2 is not a share in [0, 1)" in capsys.readouterr().err
+
+
+def test_the_ending_of_an_output_is_its_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": str(number), "problem": f"{number}?", "answer": "1"} for number in range(8)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    for name in ("out.parquet", "out.jsonl"):
+        words = ["--input", str(source), "--output", str(tmp_path / name), "--test-fraction", "0.25"]
+        assert math_problems.main(words) == 0
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 6
+    for name in ("out", "out_test"):
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert lines == list(read_rows(str(tmp_path / f"{name}.parquet"))), name
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "wrong", "endings"),
+    [
+        (math_problems.main, ["--input", "x.jsonl", "--output"], "x.json", ".parquet or .jsonl"),
+        (search_qa.main, ["--input", "x.jsonl", "--output"], "x", ".parquet or .jsonl"),
+        (openai_rows.main, ["--input", "x.jsonl", "--output"], "x.parquet", ".jsonl"),
+        (inject_bugs.main, ["--repo", "x", "--output"], "x.parquet", ".jsonl"),
+        (quixbugs.main, ["--input", "x.jsonl", "--output"], "x.json", ".jsonl"),
+        (make_env_tasks.main, ["bfcl", "--out"], "x.parquet", ".jsonl"),
+        (build_rlla_raw.main, ["--out"], "x.jsonl", ".json"),
+    ],
+)
+def test_another_ending_is_refused_before_anything_is_read(
+    main: Main, words: list[str], wrong: str, endings: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, wrong])
+    assert ended.value.code == 2 and f"{wrong!r} does not end in {endings}\n" in capsys.readouterr().err
+
+
+def test_a_bad_row_moves_no_other_to_the_other_side(tmp_path: Path) -> None:
+    """The held-out rows are chosen among all published ones, so that they stay out of training after a correction."""
+    rows: list[Any] = [{"id": str(number), "problem": f"{number}?", "answer": "1"} for number in range(40)]
+
+    def split(bad: set[int]) -> tuple[list[str], list[str]]:
+        made_of = [5 if number in bad else row for number, row in enumerate(rows)]
+        made_by(math_problems.main, tmp_path, made_of, "--test-fraction", "0.25", "--skip-bad-rows")
+        train, test = (read_rows(str(tmp_path / name)) for name in ("out.parquet", "out_test.parquet"))
+        return [row["extra_info"]["id"] for row in train], [row["extra_info"]["id"] for row in test]
+
+    whole = split(set())
+    for bad in ({0}, {39}, {3, 17, 22, 31}):
+        for part, found in zip(whole, split(bad), strict=True):
+            assert found == [id for id in part if int(id) not in bad]

@@ -16,6 +16,7 @@ from scripts import get_toolrl_data
 from scripts.get_toolrl_data import RAW_FILES, TEST_FILES, Published, main
 from scripts.raw.rlla import SCHEMA, to_row
 from tests.data.test_tasks import example
+from tests.support.programs import need
 
 REWARD = """
 import os
@@ -27,6 +28,7 @@ def compute_score(solution_str, ground_truth, step=0):
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
+    need("git")
     folder = tmp_path / "ToolRL"
     for published in [*RAW_FILES.values(), *TEST_FILES.values(), Published(get_toolrl_data.REWARD_FILE)]:
         path = folder / published.path
@@ -76,5 +78,6 @@ def test_a_file_that_is_not_the_published_one_is_refused(
 
 
 def test_a_repository_that_cannot_be_reached_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need("git")
     assert run(tmp_path / "gone", tmp_path) == 2
     assert "git fetch failed" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.preprocess_rlla import main
 from scripts.raw.rlla import CALL_THOUGHT, SCHEMA, strip_thought
-from tests.conftest import real_data
+from tests.conftest import ROOT, real_data
 from tests.data.test_tasks import example
 from verl.data.rows import read_rows
 from verl.formats.toolrl_text import render_response
@@ -47,6 +47,37 @@ def test_schema_shuffle_and_split_are_toolrls(tmp_path: Path) -> None:
     ]
     assert rows[0]["reward_model"] == {"style": "rule", "ground_truth": wanted[0]["output"]}
     assert (rows[0]["data_source"], rows[0]["ability"]) == ("rlla", "math")
+
+
+def published_split(examples: list[Any]) -> dict[str, list[tuple[int, str]]]:
+    """(index, input) of the rows of ToolRL's rlla.py, which drops none."""
+    shuffled = list(examples)
+    np.random.seed(31415)
+    np.random.shuffle(shuffled)
+    num_test = int(len(shuffled) * 0.02)
+    parts = {"train": shuffled[:-num_test], "test": shuffled[-num_test:]}
+    return {split: [(index, row["input"]) for index, row in enumerate(rows)] for split, rows in parts.items()}
+
+
+@pytest.mark.parametrize("why", ["bad output", "occurs elsewhere", "too long"])
+def test_dropped_rows_leave_the_split_order_and_index_of_the_others(why: str, tmp_path: Path) -> None:
+    examples = [example(f"city {number}") for number in range(300)]
+    dropped = {4, 77, 150, 199, 298}
+    words = {
+        "bad output": [],
+        "occurs elsewhere": ["--drop-in", raw_file(tmp_path / "o.json", [examples[each] for each in sorted(dropped)])],
+        "too long": ["--tokenizer", str(ROOT / "dataset/mini/tokenizer"), "--max-prompt-tokens", "500"],
+    }[why]
+    if why == "bad output":
+        examples = [{**row, "output": "<tool_call>\n{\n"} if n in dropped else row for n, row in enumerate(examples)]
+    if why == "too long":
+        examples = [example(f"city {n} " * 300) if n in dropped else row for n, row in enumerate(examples)]
+    source = raw_file(tmp_path / "r.json", examples)
+    assert main(["--input", source, "--local_dir", str(tmp_path), *words]) == 0
+    lost = {examples[each]["input"] for each in dropped}
+    for split, rows in published_split(examples).items():
+        found = [(row["extra_info"]["index"], row["extra_info"]["input"]) for row in split_rows(tmp_path, split)]
+        assert found == [row for row in rows if row[1] not in lost]
 
 
 def test_the_published_schema_is_ours() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -27,6 +26,7 @@ import pytest
 import torch
 
 import verl.single_controller.ray
+from tests.support.programs import need
 from verl.errors import ConfigError
 from verl.kit.preflight.local_group import LocalGroup
 from verl.registry import resolve
@@ -378,8 +378,9 @@ def test_every_socket_of_a_run_listens_on_the_loopback_address(of_the_run: Socke
 @pytest.fixture
 def elsewhere() -> Iterator[list[str]]:
     """How to run a command in a network namespace whose address is 198.18.77.2, and where this machine is ..1."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("a network namespace needs root and iproute2 (apt-get install iproute2)")
+    need("ip")
+    if os.geteuid():
+        pytest.skip("a network namespace needs root")
     name = f"verl{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode:

@@ -79,6 +79,7 @@ def local_fit(
         transcripts=Transcripts(folder),
         display=Display(total_steps, Console(file=io.StringIO())),
         resume_config={},
+        contents={},
         folder=folder,
         watch=watch,
         recorder=recorder,

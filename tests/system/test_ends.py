@@ -369,7 +369,7 @@ def learned(model: Path, out: Path, moment: str = "", saving: bool = True) -> li
             rollouts.tasks = TaskStream(load_inputs(config).train, config.data.weights, config.trainer.seed, cursor)
         fit.settings = replace(fit.settings, save_on_signal=saving, test_freq=1)
         fit.validator = SimpleNamespace(
-            sets={"val": ()}, rollouts=signaled("validation", no_rollouts), metrics=lambda _: {"val/val/total": 1.0}
+            sets={"val": ()}, rollouts=signaled("validation", no_rollouts), metrics=lambda *_: {"val/val/total": 1.0}
         )
         trainer.rollouts.take = signaled("rollout", trainer.rollouts.take)
         trainer.learner.learn = signaled("update", trainer.learner.learn)
@@ -377,7 +377,7 @@ def learned(model: Path, out: Path, moment: str = "", saving: bool = True) -> li
     return calls
 
 
-async def no_rollouts() -> dict[str, object]:
+async def no_rollouts(_: int) -> dict[str, object]:
     await asyncio.sleep(0.01)
     return {}
 

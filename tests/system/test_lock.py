@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.programs import need
 from verl.errors import ConfigError, DataError
 from verl.system import lock
 from verl.system.lock import alone_in
@@ -75,9 +75,9 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, caplog: pyte
     assert caplog.text == ""
 
 
-@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
 @pytest.mark.parametrize("clock", ["+400d", "-400d"])
 def test_a_clock_that_is_wrong_changes_nothing(clock: str, tmp_path: Path) -> None:
+    need("faketime")
     with held(tmp_path, "faketime", "-f", clock), pytest.raises(ConfigError, match="another run"), alone_in(tmp_path):
         pass
     with alone_in(tmp_path):

@@ -279,7 +279,7 @@ def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
 
 def test_in_the_warm_up_the_critic_alone_learns() -> None:
     learning = trainer(PPO, critic=value_model())
-    learning.learner.config = replace(learning.learner.config, trainer=TrainerConfig(critic_warmup=1))
+    learning.learner.config = replace(learning.learner.config, trainer=TrainerConfig(critic_warmup=2))
     before = weights(learning)
     first = stepped(learning)
     assert every(torch.equal(full, before[name]) for name, full in weights(learning).items())

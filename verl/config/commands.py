@@ -132,6 +132,12 @@ def _check_eval(config: Config) -> None:
         raise ConfigError(f"rollout.n={n} greedy responses are identical; set rollout.temperature, or rollout.n=1")
 
 
+def _check_generate(config: Config) -> None:
+    if not config.eval.output.endswith(".jsonl"):
+        raise ConfigError(f"eval.output must end in .jsonl, the form of the transcripts, got {config.eval.output!r}")
+    _check_env_judges(config)
+
+
 def _keys(group: str, names: str) -> tuple[str, ...]:
     return tuple(f"{group}.{name}" for name in names.split())
 
@@ -216,7 +222,7 @@ GENERATE = Command(
     name="generate",
     uses=(*_EPISODES, "data.val_files"),
     defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
-    check=_check_env_judges,
+    check=_check_generate,
 )
 _CHAT_ENV = "tools tool_call_format tool_call_format_options max_turn_tokens max_observation_tokens observation_cut"
 CHAT = Command(

@@ -441,6 +441,8 @@ class TrainerConfig:
     project_name: str = "toolrl"  # for trackers
     default_local_dir: str = "outputs"  # the run's folder is <default_local_dir>/<experiment_name>
     resume_mode: str = "auto"  # auto (resume the run in the folder) | disable (refuse a folder with a run)
+    # settings and ToolRL's variables that may differ from the saved run, also by the content of files they name
+    allow_changed: list[str] = field(default_factory=list)
     keep_last: int = 2  # latest checkpoints to keep, besides the best
     keep_best: int = 1
     logger: list[str] = field(default_factory=lambda: ["console"])  # also rollouts, wandb ..: docs/tracking.md
@@ -454,7 +456,7 @@ class TrainerConfig:
     save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
     val_before_train: bool = True
-    critic_warmup: int = 0  # initial steps that update the critic only
+    critic_warmup: int = 0  # number of the first step that updates the policy; those before it, the critic only
     preflight: bool | None = None  # dry run on a tiny model first; default: on GPU only
     on_collapse: str = "warn"  # warn | stop (early stopping) | rollback (to the last checkpoint); docs/collapse.md
     record: bool = False  # record every step's inputs for replay (docs/replay.md)
@@ -476,6 +478,11 @@ class TrainerConfig:
         _one_of(("warn", "stop", "rollback"), "trainer.on_collapse", self.on_collapse)
         if self.on_collapse == "rollback" and self.save_freq == 0:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")
+
+    @property
+    def critic_only_updates(self) -> int:
+        """Steps before the policy's first update; steps count from 1, so they are one less than critic_warmup."""
+        return max(0, self.critic_warmup - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

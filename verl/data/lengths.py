@@ -40,21 +40,24 @@ class TaskSubset(Sequence[Task]):
         return self._tasks[self._numbers[place]]
 
 
-def split_rows(tasks: Sequence[Task], share: float, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
+def split_rows(tasks: Sequence[Task], share: float, seed: int, num_rows: int) -> tuple[Sequence[Task], Sequence[Task]]:
     """(the other tasks, those of a seeded share of the rows, at least one). The tasks of a row stay together.
 
-    Raises DataError if there is one row only.
+    num_rows: of the file, with those that give no task: which rows are held out does not depend on the others
+    Raises DataError if fewer than two rows give tasks.
     """
     rows: dict[Any, list[int]] = {}
     for number, task in enumerate(tasks):
-        rows.setdefault(file_and_row(task.id), []).append(number)
+        rows.setdefault(file_and_row(task.id)[1], []).append(number)
     if len(rows) < 2:
         raise DataError("has one row, so none can be held out", "at least two", field="data.val_share")
-    order = np.random.default_rng(seed).permutation(len(rows))
-    held_out = set(order[: min(max(1, round(share * len(rows))), len(rows) - 1)].tolist())
+    order = np.random.default_rng(seed).permutation(num_rows).tolist()
+    drawn = sum(number in rows for number in order[: round(share * num_rows)])
+    used = [number for number in order if number in rows]
+    held_out = set(used[: min(max(1, drawn), len(used) - 1)])
     parts: tuple[list[int], list[int]] = ([], [])
-    for place, numbers in enumerate(rows.values()):
-        parts[place in held_out].extend(numbers)
+    for row, numbers in rows.items():
+        parts[row in held_out].extend(numbers)
     return TaskSubset(tasks, parts[0]), TaskSubset(tasks, parts[1])
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from verl.data.task_folders import find_task_folders, read_task_folders
 from verl.errors import DataError
+from verl.system.digests import file_digest, folder_digests
 
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
@@ -248,15 +249,9 @@ def version_of(source: str) -> dict[str, str]:
     if not path.exists():
         return {"source": source, "revision": _commit(source)}
     if path.is_file():
-        return {"source": source, "sha256": _hash(path)}
-    files = sorted(each for each in path.rglob("*") if each.is_file())
-    listing = "".join(f"{_hash(file)}  {file.relative_to(path)}\n" for file in files)  # as sha256sum writes it
+        return {"source": source, "sha256": file_digest(path)}
+    listing = "".join(f"{each}  {name}\n" for name, each in folder_digests(path).items())  # as sha256sum writes it
     return {"source": source, "sha256": hashlib.sha256(listing.encode()).hexdigest()}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -22,27 +22,35 @@ class GroupRollout:
     episode_runner: EpisodeRunner
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
-        """Runs and scores `num_rollouts` episodes of the task, with consecutive seeds from `first_seed`."""
+        """Runs and scores `num_rollouts` episodes of the task, with consecutive seeds from `first_seed`.
+
+        step: as for `Reward.score`
+        """
         runner = self.episode_runner.for_group()
         # A joined request ends with its longest response, so episodes with a next turn do not wait for one another.
         engine = JoinedRequests(self.engine) if runner.limits.max_turns == 1 else self.engine
         seeds = [None if first_seed is None else first_seed + index for index in range(num_rollouts)]
         started = [runner.run(engine, self.sampling, task, index, seed) for index, seed in enumerate(seeds)]
         judged = await asyncio.gather(*(self._judge(task, *numbered, step) for numbered in enumerate(started)))
-        scored = [each for each in judged if not isinstance(each, Fault)]
-        return TrajectoryGroup(
-            task,
-            trajectories=tuple(episode for episode, _ in scored),
-            scores=tuple(score for _, score in scored),
-            rewards=tuple(score.total for _, score in scored),
-            faults=tuple(str(each) for each in judged if isinstance(each, Fault)),
-            lost_uses=tuple(use for each in judged for use in (each if isinstance(each, Fault) else each[0]).lost_uses),
-        )
+        lost = tuple(use for each in judged for use in (each if isinstance(each, Fault) else each[0]).lost_uses)
+        return _scored(TrajectoryGroup(task, (), (), (), lost_uses=lost), judged)
 
-    async def run_all(self, tasks: Sequence[Task], n: int, seed: int | None = None) -> list[TrajectoryGroup]:
-        """`n` rollouts of every task, with rewards as at step 0. None: without seeds"""
+    async def rescored(self, group: TrajectoryGroup, step: int) -> TrajectoryGroup:
+        """The same episodes with their scores at another step, before any shaping."""
+        scores = await asyncio.gather(*(self.scorer.score(each, each.task, step) for each in group.trajectories))
+        judged = [
+            score if isinstance(score, Fault) else (episode, score)
+            for episode, score in zip(group.trajectories, scores, strict=True)
+        ]
+        return _scored(group, judged)
+
+    async def run_all(
+        self, tasks: Sequence[Task], n: int, seed: int | None = None, step: int = 0
+    ) -> list[TrajectoryGroup]:
+        """`n` rollouts of every task. seed: None: without seeds"""
         firsts = [None if seed is None else (seed << 40) + number * n for number in range(len(tasks))]
-        return await asyncio.gather(*(self.run(task, n, 0, first) for task, first in zip(tasks, firsts, strict=True)))
+        runs = [self.run(task, n, step, first) for task, first in zip(tasks, firsts, strict=True)]
+        return await asyncio.gather(*runs)
 
     async def close(self) -> None:
         """Close the episodes' shared resources; the engine and the scorer belong to the caller."""
@@ -59,3 +67,15 @@ class GroupRollout:
             return episode
         score = await self.scorer.score(episode, episode.task, step)
         return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
+
+
+def _scored(group: TrajectoryGroup, judged: Sequence[tuple[Trajectory, Score] | Fault]) -> TrajectoryGroup:
+    """The group with these scored episodes in place of its own, and with their faults besides its own."""
+    scored = [each for each in judged if not isinstance(each, Fault)]
+    return replace(
+        group,
+        trajectories=tuple(episode for episode, _ in scored),
+        scores=tuple(score for _, score in scored),
+        rewards=tuple(score.total for _, score in scored),
+        faults=(*group.faults, *(str(each) for each in judged if isinstance(each, Fault))),
+    )

@@ -6,6 +6,9 @@ drawn, and freed by the weight sync after the step that trained on it; if the fi
 the next prompt takes over its slot. A step takes groups as they finish, unless a later group would overtake one that
 would then exceed max_staleness. With max_staleness=0 this is the synchronous, on-policy loop: a step's own prompts, all
 of them, in order.
+
+Episodes are scored as they finish, for the update that comes next. If another one trains them, a reward that reads the
+step scores them again then, so that the step of a schedule is always that of the update.
 """
 
 from __future__ import annotations
@@ -48,13 +51,16 @@ class Draw:
         return sum(self.drawn)
 
 
+_Rolled = tuple[TrajectoryGroup, TrajectoryGroup | None]  # a prompt's rollouts, and its greedy one for a baseline
+
+
 @dataclass(frozen=True, eq=False)
 class _Slot:
     """A prompt in flight, or finished and not yet trained on."""
 
     draw: Draw
     policy_version: int  # weight version at its start
-    work: asyncio.Task[TrajectoryGroup]
+    work: asyncio.Task[_Rolled]
 
 
 @dataclass(eq=False)
@@ -74,7 +80,7 @@ class RolloutManager:
     algorithm: Algorithm
     tasks: TaskStream
     rollout: GroupRollout
-    rewards: Rewards | None = None  # for reward shaping within a group; None: no shaping
+    rewards: Rewards | None = None  # shape the rewards within a group, and may read the step; None: neither
     shaping_state: Mapping[str, Any] = field(default_factory=dict)  # by the reward's name
     clock: Callable[[], float] = time.monotonic  # seconds
     depth: LookaheadController = field(init=False)
@@ -82,7 +88,7 @@ class RolloutManager:
     _used: list[_Used] = field(default_factory=list)  # newest last
     _pending: list[Draw] = field(default_factory=list)  # to be drawn again after a resume or rollback
     _finished: asyncio.Future[None] | None = None
-    _failed: asyncio.Task[TrajectoryGroup] | None = None
+    _failed: asyncio.Task[_Rolled] | None = None
 
     def __post_init__(self) -> None:
         rollout = self.config.rollout
@@ -105,7 +111,9 @@ class RolloutManager:
             slot = await self._next_finished(step, left)
             waited += self.clock() - started
             self._slots.remove(slot)
-            if not self._add(collected, slot, step, wanted) and slot.draw.attempt < self.algorithm.max_resample_rounds:
+            group = await self._group(slot, step)
+            kept = self._add(collected, slot, group, step, wanted)
+            if not kept and slot.draw.attempt < self.algorithm.max_resample_rounds:
                 await self._draw(1, step, slot.draw.attempt + 1)
             else:
                 left -= 1
@@ -174,20 +182,30 @@ class RolloutManager:
         seed = self.config.rollout_seed
         return None if seed is None else (seed << 40) + draw.number * self.config.rollout.n
 
-    async def _roll(self, task: Task, version: int, seed: int | None) -> TrajectoryGroup:
-        """One prompt's rollouts; an empty group if its greedy baseline failed."""
-        rolled = self.rollout.run(task, self.config.rollout.n, version, seed)
+    async def _roll(self, task: Task, version: int, seed: int | None) -> _Rolled:
+        """One prompt's rollouts, scored for the first update that can train them."""
+        update = version + 1
+        rolled = self.rollout.run(task, self.config.rollout.n, update, seed)
         if not self.algorithm.greedy_baseline:
-            return await rolled
+            return await rolled, None
         greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
-        group, baseline = await asyncio.gather(rolled, greedy.run(task, 1, version, seed))
-        lost = (*group.lost_uses, *baseline.lost_uses)
-        if baseline.faults:
-            return TrajectoryGroup(task, (), (), (), (*group.faults, *baseline.faults), lost)
-        baseline = apply_overlong_penalty(baseline, self.algorithm.overlong)
-        return replace(group, baseline=baseline.rewards[0], lost_uses=lost)
+        return await asyncio.gather(rolled, greedy.run(task, 1, update, seed))
 
-    def _on_done(self, work: asyncio.Task[TrajectoryGroup]) -> None:
+    async def _group(self, slot: _Slot, step: int) -> TrajectoryGroup:
+        """A slot's rollouts, scored for the update that follows `step` others; an empty group without its baseline."""
+        group, greedy = slot.work.result()
+        if slot.policy_version != step and self.rewards is not None and self.rewards.reads_step(group.task):
+            group = await self.rollout.rescored(group, step + 1)
+            greedy = greedy and await self.rollout.rescored(greedy, step + 1)
+        if greedy is None:
+            return group
+        lost = (*group.lost_uses, *greedy.lost_uses)
+        if greedy.faults:
+            return TrajectoryGroup(group.task, (), (), (), (*group.faults, *greedy.faults), lost)
+        greedy = apply_overlong_penalty(greedy, self.algorithm.overlong)
+        return replace(group, baseline=greedy.rewards[0], lost_uses=lost)
+
+    def _on_done(self, work: asyncio.Task[_Rolled]) -> None:
         """Wake `_next_finished`."""
         if not work.cancelled() and work.exception() is not None:
             self._failed = work
@@ -216,12 +234,11 @@ class RolloutManager:
                 return None
         return None
 
-    def _add(self, collected: StepGroups, slot: _Slot, step: int, wanted: int) -> bool:
+    def _add(self, collected: StepGroups, slot: _Slot, group: TrajectoryGroup, step: int, wanted: int) -> bool:
         """Add a slot's group to the collection. Returns whether the filters kept any response.
 
         wanted: number of fresh groups of this step
         """
-        group = slot.work.result()
         check_turn_rewards(group, self.algorithm)
         if self.rewards is not None:
             group, self.shaping_state = self.rewards.shaped(group, self.shaping_state)

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.errors import DataError
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.base import AUTO, GroupReward, LabReward, Reward, build_reward, named_reward
+from verl.utils.reward_score.base import AUTO, GroupReward, LabReward, Reward, build_reward, named_reward, reads_step
 from verl.utils.reward_score.weighted import WeightedSum
 
 _RLLA, _CALLS = "rlla", "calls"  # of auto; they have the same options
@@ -46,6 +46,10 @@ class Rewards:
                     hint="Add one, or set reward.name to a reward that needs none",
                 ).of_row(task.id)
             yield task
+
+    def reads_step(self, task: Task) -> bool:
+        """Whether the task's scores may depend on the step."""
+        return reads_step(self.of(task))
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         return self.of(task).score(trajectory, task, step)

@@ -1,9 +1,10 @@
 """Atomic file writes."""
 
+import argparse
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +30,17 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def ending_in(*endings: str) -> Callable[[str], Path]:
+    """An argparse type: a path with one of these endings, each of which is a form of file."""
+
+    def path(text: str) -> Path:
+        if not text.endswith(endings):
+            raise argparse.ArgumentTypeError(f"{text!r} does not end in {' or '.join(endings)}")
+        return Path(text)
+
+    return path
 
 
 def step_files(folder: Path, suffix: str) -> dict[int, Path]:

@@ -86,7 +86,7 @@ class Learner:
 
     def _rows_after_first(self, batch: TokenBatch, step: int) -> Ints | None:
         """Rows whose old log-probs need a pass, if the first mini-batch's update estimates its own advantages."""
-        if self._old_pass_share == 1.0 or step < self.config.trainer.critic_warmup:
+        if self._old_pass_share == 1.0 or not self._trains_policy(step):
             return None
         first = next(batch.minibatch_rows(self.config.minibatches_per_step))
         return np.setdiff1d(np.arange(len(batch)), first) if self.policy.can_estimate(batch.rows(first)) else None
@@ -123,7 +123,7 @@ class Learner:
             minibatch = with_selected(part, self.algorithm, first_seed + number)
             if self.critic:
                 critic_updates.append(self.critic.update(minibatch))
-            if step >= self.config.trainer.critic_warmup:
+            if self._trains_policy(step):
                 # With the engine's old log-probs, only the first update sees the policy that has sampled.
                 compare_engine = self.algorithm.old_logprobs is OldLogprobs.TRAINER or not policy_updates
                 algorithm = self._current_algorithm()
@@ -137,6 +137,10 @@ class Learner:
             self.critic.offload()
             metrics["critic/explained_variance"] = explained_variance(batch)
         return metrics, joined_updates(traces), batch
+
+    def _trains_policy(self, step: int) -> bool:
+        """Whether the update after `step` others is not one of the critic's alone."""
+        return step >= self.config.trainer.critic_only_updates
 
     def _completed(self, batch: TokenBatch, first: Floats) -> TokenBatch:
         """With the old log-probs of the first mini-batch, and the advantages that its update estimated with them."""

@@ -66,6 +66,7 @@ class TrainingRun:
     transcripts: Transcripts
     display: Display
     resume_config: Mapping[str, Any]  # settings that must not change on resume
+    contents: Mapping[str, Any]  # of what they name (verl/checkpoint/contents.py)
     folder: Path  # of the run
     saved: Saved | None = None  # checkpoint to resume from
     watch: Watch = field(default_factory=NoWatch)
@@ -231,10 +232,11 @@ class TrainingRun:
 
     async def _validate(self) -> dict[str, float]:
         self.display.phase("validation")
-        rollouts = await self.validator.rollouts()
+        step = self.trainer.step
+        rollouts = await self.validator.rollouts(step)
         if rollouts:
-            self.transcripts.write_validation(self.trainer.step, self.validator.rows(rollouts, self.trainer.step))
-        metrics = self.validator.metrics(rollouts)
+            self.transcripts.write_validation(step, self.validator.rows(rollouts, step))
+        metrics = self.validator.metrics(rollouts, step)
         if self.online_eval is not None:
             self.display.phase("benchmarks")
             metrics |= await self.online_eval.run(self.validator.greedy)
@@ -258,6 +260,7 @@ class TrainingRun:
         return {
             "command": COMMAND,
             "resume_config": dict(self.resume_config),
+            "contents": dict(self.contents),
             "trainer": self.trainer.state(),
             "trackers": self.trackers.state(),
             "watch": self.watch.state(),

@@ -48,19 +48,14 @@ def train(config: Config, console: Console, only_preflight: bool) -> None:
 
 def _train(config: Config, console: Console, folder: Path, only_preflight: bool) -> None:
     """Everything heavy is imported here."""
-    from verl.config.show import as_yaml
     from verl.data.overlap import TRAIN_TASKS
-    from verl.data.rows import DATA_VERSIONS, version_of
-    from verl.system.code_version import CODE_VERSION, code_version
     from verl.system.daemon import run_async
-    from verl.system.files import replacing
     from verl.tracking.console import before_after_table
-    from verl.tracking.jsonl import write_jsonl
     from verl.trainer.builders.env import with_tool_call_format
     from verl.trainer.builders.run import built, load_chat_template, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu, warn_of_slow_dtype
     from verl.trainer.hooks import installed_tool, needed_tool
-    from verl.utils.reward_score.rlla import switches
+    from verl.trainer.records import write_records
 
     check_device(config.trainer)
     warn_of_slow_dtype(config)
@@ -79,11 +74,8 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         return
     console.print(config.batch_arithmetic(), markup=False)
     with built(config, inputs, folder, console) as run:
-        with replacing(folder / "config.yaml") as unfinished:
-            unfinished.write_text(as_yaml(config, TRAIN), encoding="utf-8")
         inputs.train_tasks.write(folder / TRAIN_TASKS)
-        write_jsonl(folder / CODE_VERSION, [{**code_version(), **switches()}])
-        write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
+        write_records(folder, config, TRAIN, run.saved)
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))

@@ -27,22 +27,15 @@ def run(args: CliArgs, console: Console) -> None:
     check_files("data.train_files", config.data.train_files, needed=True)
     check_files("data.val_files", config.data.val_files)
     with in_run_folder(config) as folder:
-        from verl.config.show import as_yaml
-        from verl.data.rows import DATA_VERSIONS, version_of
-        from verl.system.code_version import CODE_VERSION, code_version
-        from verl.system.files import replacing
-        from verl.tracking.jsonl import write_jsonl
-        from verl.trainer.hooks import needed_tool
+        from verl.trainer.hooks import needed_tool  # slow imports: after the cheap checks
+        from verl.trainer.records import write_records
 
         batch = config.data.train_batch_size
         pack = config.actor.max_tokens_per_pack
         step = f"a step: {batch} responses, one optimizer step; packs of at most {pack} tokens"
         console.print(step, markup=False)
         with needed_tool("sft")(config, folder, console) as run:
-            with replacing(folder / "config.yaml") as unfinished:
-                unfinished.write_text(as_yaml(config, SFT), encoding="utf-8")
-            write_jsonl(folder / CODE_VERSION, [code_version()])
-            write_jsonl(folder / DATA_VERSIONS, map(version_of, (*config.data.train_files, *config.data.val_files)))
+            write_records(folder, config, SFT, run.saved)
             last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
     console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Validation: responses to every task of the validation sets, with reward schedules fixed."""
+"""Validation: responses to every task of the validation sets, scored as at the step that it follows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
 from verl.types import Task, TrajectoryGroup
 
-_STEP = 0  # for rewards with a schedule: the same at every validation, so that scores are comparable
 _TOLERANCE = 1e-9
 
 
@@ -33,42 +32,42 @@ class Validator:
     def greedy(self) -> GroupRollout:
         return replace(self.rollout, sampling=replace(self.rollout.sampling.whole(), temperature=0.0))
 
-    async def rollouts(self) -> dict[str, Sequence[TrajectoryGroup]]:
-        """The scored responses by set, with the same seeds at every validation."""
+    async def rollouts(self, step: int) -> dict[str, Sequence[TrajectoryGroup]]:
+        """The scored responses by set, with the same seeds at every validation. step: completed updates"""
         seed = self.seed if self.rollout.sampling.temperature > 0 else None  # greedy responses can share batches
-        return {name: await self.rollout.run_all(tasks, self.n, seed) for name, tasks in self.sets.items()}
+        return {name: await self.rollout.run_all(tasks, self.n, seed, step) for name, tasks in self.sets.items()}
 
-    def metrics(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]]) -> dict[str, float]:
+    def metrics(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]], step: int) -> dict[str, float]:
         """val/<set>/total, /<part>, /<data source>/total, and /exact; with _stderr those of total and exact.
 
-        exact: the fraction of responses with the maximum score, among those whose reward defines one
+        exact: the fraction of responses with the maximum score of this step, among those whose reward defines one
         """
-        means = {name: self._means(groups) for name, groups in rollouts.items()}
+        means = {name: self._means(groups, step) for name, groups in rollouts.items()}
         return {f"val/{name}/{key}": value for name, its in means.items() for key, value in its.items()}
 
     def rows(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]], step: int) -> Iterator[dict[str, Any]]:
         """The transcript of every response, with its set and, where the reward defines it, `exact`."""
         for name, groups in rollouts.items():
             for group in groups:
-                exact = [{"exact": reached} for reached in self._reached(group)]
+                exact = [{"exact": reached} for reached in self._reached(group, step)]
                 for row, found in zip(group_rows(step, group), exact or [{}] * len(group.scores), strict=True):
                     yield {"set": name, **row, **found}
 
-    def _means(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    def _means(self, groups: Sequence[TrajectoryGroup], step: int) -> dict[str, float]:
         totals = [[score.total for score in group.scores] for group in groups]
         means = score_means([score for group in groups for score in group.scores]) | _estimate("total", totals)
         sources = [group.task.data_source for group in groups]
         for source in dict.fromkeys(sources) if len(set(sources)) > 1 else ():
             own = [each for each, its in zip(totals, sources, strict=True) if its == source]
             means |= _estimate(f"{source}/total", own)
-        means |= _estimate("exact", [self._reached(group) for group in groups])
+        means |= _estimate("exact", [self._reached(group, step) for group in groups])
         if faults := sum(len(group.faults) for group in groups):
             means["faults"] = faults
         return means
 
-    def _reached(self, group: TrajectoryGroup) -> list[float]:
+    def _reached(self, group: TrajectoryGroup, step: int) -> list[float]:
         """1 for each response with the maximum score, else 0; empty: the reward defines none."""
-        most = self.rewards.maximum(group.task, _STEP)
+        most = self.rewards.maximum(group.task, step)
         return [] if most is None else [float(score.total >= most - _TOLERANCE) for score in group.scores]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import real_data
 from tests.kit.evaluation.eval_play import category, groups
+from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
 from verl.kit.evaluation.benchmark import BenchmarkContext
@@ -80,6 +81,7 @@ def test_plain_is_one_response_under_any_handler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool_call_format", ["hermes", "toolrl"])
 def test_python_is_run_and_the_last_message_answers(tmp_path: Path, tool_call_format: str) -> None:
+    need_bubblewrap()
     one = category(math(small(tmp_path)), "math/aime24_python")
     code = build_tool_call_format(tool_call_format).render(
         [ToolCall("python", {"code": r"print(6 * 7, '\\boxed{7}')"})]
@@ -99,6 +101,7 @@ ZEROTIR = ("So\n```python", "\nprint(6 * 7)\n```")  # a call takes two turns
 def test_calls_are_as_many_as_the_setting_says(
     tool_call_format: str, call: tuple[str, ...], told: int | None, calls: int, tmp_path: Path
 ) -> None:
+    need_bubblewrap()
     one = category(math(replace(small(tmp_path), max_tool_calls=told)), "math/aime24_python")
     (group,) = groups(one, tool_call_format, lambda _: [*call * calls, r"\boxed{42}"])
     assert (group.trajectories[0].num_tool_calls, group.scores[0].total) == (calls, 1.0)

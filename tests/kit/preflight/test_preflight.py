@@ -168,7 +168,7 @@ def test_validation_counts_totals_parts_and_exact_responses(model: Path) -> None
     rollout = GroupRollout(ScriptedEngine(script), DirectScorer(reward), Sampling(400), single_turn_runner(chat, 400))
     validator = Validator({"test": tasks}, rollout, reward)
     found = validated(validator)
-    rows = list(validator.rows(asyncio.run(validator.rollouts()), 7))
+    rows = list(validator.rows(asyncio.run(validator.rollouts(7)), 7))
     assert [(row["step"], row["set"], row["task_id"], row["exact"]) for row in rows] == [
         (7, "test", task.id, exact) for task, exact in zip(tasks, (1.0, 1.0, 1.0, 0.0), strict=True)
     ]
@@ -221,4 +221,4 @@ def test_a_part_that_a_score_lacks_counts_as_none_of_it() -> None:
 
 
 def validated(validator: Validator) -> dict[str, float]:
-    return validator.metrics(asyncio.run(validator.rollouts()))
+    return validator.metrics(asyncio.run(validator.rollouts(0)), 0)

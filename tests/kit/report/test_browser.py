@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.damage import add_wrong_rows
+from tests.support.programs import need
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.kit.report.page import write_report
 from verl.kit.report.serve import ReportServer
@@ -33,15 +34,13 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver")
-    binary, chosen = shutil.which("chromium"), shutil.which("chromedriver")
-    if binary is None or chosen is None:
-        pytest.skip("needs Debian's packages chromium and chromium-driver")
+    need("chromium", "chromedriver")
     options = webdriver.ChromeOptions()
-    options.binary_location = binary
+    options.binary_location = shutil.which("chromium")
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(chosen))
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
     started.set_script_timeout(20)
     yield started
     started.quit()

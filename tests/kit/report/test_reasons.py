@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import MINI
+from verl.checkpoint.state import CHANGES
 from verl.data.tasks import TaskSet
 from verl.kit.report.folder import read_run
 from verl.kit.report.reasons import Reasons, reasons_of
+from verl.tracking.jsonl import write_jsonl
 from verl.types import Message
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward, score_response
 
@@ -133,8 +135,13 @@ def test_the_format_of_calls_is_one_of_two(points: float, known: str | None) -> 
 
 def test_the_reward_follows_from_the_recorded_variables(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("reward:\n  name: rlla\n  options: {}\n")
-    (tmp_path / "code_version.json").write_text(json.dumps({"toolrl": "1", "REFINEDREWARD": "1"}) + "\n")
+    starts = [{"step": 0, "toolrl": "1", "COARSEREWARD": "1"}, {"step": 7, "toolrl": "1", "REFINEDREWARD": "1"}]
+    write_jsonl(tmp_path / "code_version.json", starts)
+    change = {"COARSEREWARD": {"before": "1", "now": None}, "REFINEDREWARD": {"before": None, "now": "1"}}
+    write_jsonl(tmp_path / CHANGES, [{"step": 7, "changed": change}, {"step": "x"}])
     run = read_run(tmp_path)
+    assert "after step 7 the run went on with other COARSEREWARD, REFINEDREWARD" in run.notes
+    assert any(note.startswith("allowed_changes.jsonl: 1 of 2 lines") for note in run.notes), run.notes
     assert run.settings["export REFINEDREWARD"] == "1" and run.code == {"toolrl": "1"}
     found = reasons_of(run)
     assert found is not None and found.options == RllaOptions(refined=True)

@@ -9,13 +9,15 @@ import subprocess
 
 import pytest
 
+from tests.support.programs import lacks
+
 REQUIRED = bool(os.environ.get("CI") or os.environ.get("VERL_REQUIRE_SANDBOX") == "1")
 
 
 def why_not() -> str:
     """Why bubblewrap does not work here; empty where it does."""
     if shutil.which("bwrap") is None:
-        return "no program `bwrap`: apt-get install bubblewrap"
+        return lacks("bwrap")
     command = ["bwrap", "--unshare-all", "--unshare-user", "--cap-add", "ALL", "--ro-bind", "/", "/", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"bubblewrap does not work here: {tried.stderr.strip()}" if tried.returncode else ""

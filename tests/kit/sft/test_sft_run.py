@@ -87,6 +87,7 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
         trackers=build_trackers([], RunInfo(out)),
         timer=PhaseTimer(),
         resume_config={"optim.lr": 1e-2},
+        contents={},
         saved=find_saved(store, "main_sft", {"optim.lr": 1e-2}),
         train_tasks=TRAINED,
     )
@@ -135,7 +136,7 @@ def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     assert [row["actor/loss"] for row in one[1:]] == [row["actor/loss"] for row in two[1:]]
     assert one[8]["val/demonstrations/loss"] < 0.8 * one[0]["val/demonstrations/loss"]
     store = CheckpointStore(broken / "checkpoints", keep_last=2, keep_best=0)
-    with pytest.raises(ConfigError, match=r"different settings: optim\.lr=0\.5 \(originally 0\.01\)"):
+    with pytest.raises(ConfigError, match=r"different inputs: optim\.lr=0\.5 \(originally 0\.01\)"):
         find_saved(store, "main_sft", {"optim.lr": 0.5})
     with pytest.raises(ConfigError, match="contains a run of main_sft, not of main_ppo"):
         find_saved(store, "main_ppo", {})

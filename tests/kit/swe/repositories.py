@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 from scripts.data.validation import diff
 from scripts.swe.prepare import make_environment
+from tests.support.programs import need
 from verl.kit.swe.runtime import RuntimeLimits
 from verl.kit.swe.tasks import Repository, SweTask
 
+need("git")  # also a program of every repository's own, for its patch
 T = TypeVar("T")
 BUG = "def add(a, b):\n    return a - b\n\n\ndef name():\n    return 'calc'\n"
 FIX = BUG.replace("a - b", "a + b")

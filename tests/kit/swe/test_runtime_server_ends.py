@@ -17,6 +17,7 @@ import pytest
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.repositories import calc_task, run
 from tests.kit.swe.test_swe_remote import ROOT, TOKEN, runtime_server
+from tests.support.programs import need
 from verl.kit.swe import wire
 from verl.kit.swe.remote import RemoteRuntimes
 from verl.kit.swe.runtime import RuntimeLostError
@@ -140,6 +141,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 def test_on_a_full_disk_runtimes_are_lost_and_nothing_scores_zero(tmp_path: Path) -> None:
+    need("unshare", "mount")
     (tmp_path / "disk").mkdir()
     (tmp_path / "full.py").write_text(FULL)
     script = f"mount -t tmpfs -o size=200m none {tmp_path}/disk && exec {sys.executable} {tmp_path}/full.py {tmp_path}"

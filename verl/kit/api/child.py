@@ -113,6 +113,7 @@ def _describe_end(code: int) -> str:
 def main() -> None:
     """In the new process, with the arguments: file for the outcome, command, settings."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a killed notebook ends its run
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # sent by `_wait`; ignored in a background job's children
     file, name, *arguments = sys.argv[1:]
     from rich.console import Console
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.formats.toolrl_text import THINK_END, call_text
 from verl.types import Score, Task, Trajectory
@@ -21,6 +21,8 @@ from verl.types import Score, Task, Trajectory
 @dataclass(frozen=True)
 class ApiBankReward:
     """Task.answer: JSON of the gold call, {"name": str, "parameters": object}. The total is `soft`."""
+
+    reads_step: ClassVar[bool] = False
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         gold = _gold(task.answer)

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import DataError
 from verl.types import Score, Task, ToolCall, Trajectory
@@ -42,6 +42,8 @@ class BfclReward:
     It scores the calls parsed by the tool-call format, which an episode therefore needs; a plain text is scored as a
     response without calls.
     """
+
+    reads_step: ClassVar[bool] = False
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Scores the calls of the last turn. Raises DataError, naming the task, if its key cannot be parsed."""

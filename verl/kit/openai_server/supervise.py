@@ -2,7 +2,8 @@
 
     python supervise.py COMMAND ..
 
-Signals go to the server. If this process is killed, the server ends, too.
+Signals go to the server, but for those that are ignored here, as nohup does. If this process is killed, the server
+ends, too.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ def supervise(command: Sequence[str]) -> int:
     """The exit code of the command. 1: it ended with 0, but without a signal. Over 128: it failed after that signal."""
     asked: list[int] = []
     parent = os.getpid()
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
     def begin() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -36,7 +38,7 @@ def supervise(command: Sequence[str]) -> int:
         asked.append(number)
         process.send_signal(number)
 
-    for number in _SIGNALS:
+    for number in heeded:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     code = process.wait()

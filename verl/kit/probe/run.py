@@ -49,7 +49,7 @@ from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.rlla import TOGGLES
 
 _COSTS = "cost.jsonl"  # of every completed start
-_STEP = 0  # for rewards with a schedule: the first of training
+_STEP = 1  # for rewards with a schedule: the first of training
 _TOLERANCE = 1e-9
 _FREE = {  # settings that do not affect rollouts
     *("model.path", "model.tokenizer_path", "data.train_files", "data.max_bad_share", "eval.limit", "eval.output"),

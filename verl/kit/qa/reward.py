@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import ConfigError, ServiceDownError
 from verl.formats.toolrl_text import RESPONSE, RESPONSE_END, THINK_END
@@ -50,6 +50,8 @@ class QaReward:
 
     The total is the judge's verdict, or exact match without a judge. Raises ConfigError for one without url or model.
     """
+
+    reads_step: ClassVar[bool] = False
 
     judge: Mapping[str, Any] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from verl.checkpoint.crash import CRASH_FILES
+from verl.checkpoint.state import CHANGES
 from verl.config.commands import SFT, TRAIN
 from verl.config.load import restored_config
 from verl.config.schema import Config
@@ -151,7 +152,8 @@ def read_run(folder: Path, user_code: bool = False) -> RunFolder:
         raise ConfigError(f"{folder} cannot be read ({error.strerror})") from error
     notes: list[str] = []
     settings = _settings(folder / "config.yaml", notes)
-    code = {name: str(value) for row in _lines_if_any(folder / CODE_VERSION, notes) for name, value in row.items()}
+    starts = _lines_if_any(folder / CODE_VERSION, notes)  # a line for each that had other code or variables
+    code = {name: str(value) for row in starts[-1:] for name, value in row.items() if name != "step"}
     settings |= {_EXPORT + name: code.pop(name) for name in TOGGLES if name in code}
     run = RunFolder(
         folder=folder,
@@ -167,7 +169,7 @@ def read_run(folder: Path, user_code: bool = False) -> RunFolder:
         notes=notes,
         user_code=user_code,
     )
-    run.notes.extend([*_crashes(folder), *_foreign(folder), *_missing(run)])
+    run.notes.extend([*_crashes(folder), *_changes(folder, notes), *_foreign(folder), *_missing(run)])
     return run
 
 
@@ -194,6 +196,16 @@ def _crashes(folder: Path) -> list[str]:
         first = f"cannot be read ({error.strerror})"
     times = f" {len(reports)} times, the last time" if len(reports) > 1 else ""
     return [f"the run has crashed{times}: {first}; crash report: {reports[-1]}"]
+
+
+def _changes(folder: Path, notes: list[str]) -> list[str]:
+    """What trainer.allow_changed let differ, with the step after which it did."""
+    rows = _json_lines(folder / CHANGES, notes, _has_changes, "changes") if (folder / CHANGES).exists() else []
+    return [f"after step {row['step']} the run went on with other {', '.join(row['changed'])}" for row in rows]
+
+
+def _has_changes(row: Mapping[str, Any]) -> bool:
+    return is_step(row.get("step")) and isinstance(row.get("changed"), dict)
 
 
 def _foreign(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from verl.batch.samples import Sample
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.contents import contents_of
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.state import find_saved, resume_config
 from verl.config.commands import SFT
@@ -61,7 +62,8 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
     train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     resumable = resume_config(config, SFT)
-    saved = find_saved(store, COMMAND, resumable)
+    contents = contents_of(resumable, reads_weights=False)
+    saved = find_saved(store, COMMAND, resumable, contents, trainer.allow_changed)
     batch_size = config.data.train_batch_size
     if batch_size > len(train):
         raise ConfigError(f"data.train_batch_size={batch_size} exceeds the {len(train)} responses of the training data")
@@ -114,6 +116,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
                 trackers=trackers,
                 timer=timer,
                 resume_config=resumable,
+                contents=contents,
                 saved=saved,
                 train_tasks=train_tasks,
                 # without a format, schemas are rendered by the chat template

@@ -56,6 +56,7 @@ class SFTRun:
     trackers: Trackers
     timer: PhaseTimer
     resume_config: Mapping[str, Any]  # settings that must not change on resume
+    contents: Mapping[str, Any]  # of what they name (verl/checkpoint/contents.py)
     saved: Saved | None = None  # checkpoint to resume from
     step: int = 0
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
@@ -124,6 +125,7 @@ class SFTRun:
         state = {
             "command": COMMAND,
             "resume_config": dict(self.resume_config),
+            "contents": dict(self.contents),
             "step": self.step,
             "trackers": self.trackers.state(),
             "tool_call_format": self.tool_call_format,

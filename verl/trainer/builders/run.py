@@ -16,9 +16,10 @@ from rich.console import Console
 from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.contents import contents_of
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.deadline import start_shutdown_timer
-from verl.checkpoint.state import find_saved, resume_config
+from verl.checkpoint.state import Saved, find_saved, resume_config
 from verl.config.commands import TRAIN
 from verl.config.schema import Config, ModelConfig, TrainerConfig
 from verl.data.lengths import PromptIds, read_tasks, split_rows
@@ -141,9 +142,9 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = resume_config(config, TRAIN)
-    saved = find_saved(store, COMMAND, settings)
-    cursor = TaskCursor(**saved.state["trainer"]["rollouts"]["data"]) if saved else None
-    stream = TaskStream(inputs.train, config.data.weights, config.trainer.seed, cursor, config.data.shuffle)
+    contents = contents_of(settings, reads_weights=needs_reference(inputs.algorithm))
+    saved = find_saved(store, COMMAND, settings, contents, config.trainer.allow_changed)
+    stream = resumed_stream(config, inputs.train, saved)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
@@ -187,12 +188,30 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 transcripts=Transcripts(folder),
                 display=display,
                 resume_config=settings,
+                contents=contents,
                 folder=folder,
                 saved=saved,
                 watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
                 train_tasks=inputs.train_tasks,
             )
+
+
+def resumed_stream(config: Config, train: Sequence[Sequence[Task]], saved: Saved | None) -> TaskStream:
+    """The stream from where the checkpoint left it, or from its start if a change was allowed that makes it another."""
+    made_of = (train, config.data.weights, config.trainer.seed)
+    anew = TaskStream(*made_of, shuffle=config.data.shuffle)
+    if saved is None:
+        return anew
+    rollouts = saved.state["trainer"]["rollouts"]
+    cursor = TaskCursor(**rollouts["data"])
+    if "contents" in saved.state and not saved.changed:
+        cursor = TaskCursor(cursor.drawn, anew.cursor.made_of)  # of the same files, which may have other names
+    if saved.changed and cursor.made_of != anew.cursor.made_of:
+        _log.warning("the order of the training data starts anew: its rows, data.weights or trainer.seed have changed")
+        rollouts["pending"] = []
+        return anew
+    return TaskStream(*made_of, cursor, config.data.shuffle)
 
 
 @contextmanager
@@ -298,7 +317,10 @@ def load_tasks(
     num_train = len(data.train_files)
     train, val = sets[:num_train], sets[num_train:]
     if data.val_share:
-        held_out = [split_rows(tasks, data.val_share, config.trainer.seed) for tasks in train]
+        held_out = [
+            split_rows(tasks, data.val_share, config.trainer.seed, report.num_rows)
+            for tasks, report in zip(train, reports, strict=False)  # the reports of training files come first
+        ]
         names, train, val = _set_names(data.train_files), [rest for rest, _ in held_out], [part for _, part in held_out]
     _check_batch(config, sum(map(len, train)))
     return train, dict(zip(names, val, strict=True)), reports

@@ -155,7 +155,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
     """The specification from which every trainer rank builds its models and optimizers."""
     assert config.model.path is not None
     critic_updates = total_steps * config.updates_per_step
-    policy_updates = (total_steps - config.trainer.critic_warmup) * config.updates_per_step
+    policy_updates = (total_steps - config.trainer.critic_only_updates) * config.updates_per_step
     actor, critic = config.actor, config.critic
     return RankSpec(
         model_path=config.model.path,

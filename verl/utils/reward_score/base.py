@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, isawaitable, signature
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from verl.errors import ConfigError, DataError
 from verl.registry import check_options, resolve
@@ -38,9 +38,19 @@ REWARDS: Mapping[str, str] = {
 
 
 class Reward(Protocol):
-    """Scores one finished trajectory. `step` is the global training step, for rewards that follow a schedule."""
+    """Scores one finished trajectory.
+
+    step: for rewards that follow a schedule: the number of the update that trains the trajectory, counted from 1; in a
+        validation, of the update before it, 0 before the first
+    reads_step (optional attribute): False if the score does not depend on the step. Otherwise a trajectory that waits
+        for a later update (rollout.max_staleness) is scored again
+    """
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score: ...
+
+
+def reads_step(reward: Reward) -> bool:
+    return getattr(reward, "reads_step", True)
 
 
 @runtime_checkable
@@ -107,6 +117,7 @@ class FunctionReward:
     (prompts, completions, and columns: extra_info's, answer), here of one row, to return a list of one number.
     """
 
+    reads_step: ClassVar[bool] = False
     function: Callable[..., Any]
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
@@ -181,6 +192,8 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 class EnvReward:
     """The environment's final verdict (`judge`). Raises ConfigError if there is none."""
+
+    reads_step: ClassVar[bool] = False
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         if trajectory.score is None:

@@ -39,6 +39,7 @@ class CallsReward:
 
     def __init__(self, **options: Any) -> None:
         self.options = RllaOptions.from_env(overrides=options)
+        self.reads_step = self.options.follows_schedule
 
     def check_task(self, task: Task) -> None:
         """Raises DataError if the task has no gold turn."""

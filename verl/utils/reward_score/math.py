@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import ConfigError
 from verl.system.timer import PROCESSOR, raising_after
@@ -154,6 +154,8 @@ def corrupted_boxes(answer: str) -> dict[str, str]:
 
 class BoxLab:
     """Reward-lab methods of rewards that give 1 to a response with the right box, and less to any other."""
+
+    reads_step: ClassVar[bool] = False
 
     def maximum(self, task: Task, step: int) -> float:
         return 1.0

@@ -122,6 +122,10 @@ class RllaOptions:
     def scores_length(self) -> bool:
         return self.with_length or self.schedule_length
 
+    @property
+    def follows_schedule(self) -> bool:
+        return self.schedule_length or self.two_stage or self.schedule_reward
+
 
 def switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """ToolRL's variables that are on."""
@@ -305,6 +309,7 @@ class RllaReward:
 
     def __init__(self, **options: Any) -> None:
         self.options = RllaOptions.from_env(overrides=options)
+        self.reads_step = self.options.follows_schedule
 
     def check_task(self, task: Task) -> None:
         """Raises DataError for a row with messages whose gold turn is not in ToolRL's format: only the format of a

@@ -12,7 +12,7 @@ from verl.errors import ConfigError
 from verl.net.services import check_services
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.base import AUTO, GroupReward, Reward, TaskCheckingReward, build_reward
+from verl.utils.reward_score.base import AUTO, GroupReward, Reward, TaskCheckingReward, build_reward, reads_step
 
 SUM = "sum"  # its name in the configuration
 _KEYS = ("name", "weight", "options")
@@ -49,6 +49,7 @@ class WeightedSum:
         self.names = tuple(term.name for term in self.terms)
         rewards = [term.reward for term in self.terms]
         self.reads_calls = any(getattr(reward, "reads_calls", False) for reward in rewards)
+        self.reads_step = any(map(reads_step, rewards))
         if any(isinstance(reward, GroupReward) for reward in rewards):
             self.shape = self._shape  # makes it a GroupReward
 

@@ -16,6 +16,7 @@ The reward lab does not support these: the maximum requires an episode with succ
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.errors import ConfigError
 from verl.types import Score, Task, ToolStatus, Trajectory
@@ -27,6 +28,8 @@ from verl.utils.reward_score.math import last_box, same_answer
 @dataclass(frozen=True)
 class ArtistMathReward:
     """Options: the weights of the three parts, the third part of an episode without calls, the tags."""
+
+    reads_step: ClassVar[bool] = False
 
     answer: float = 2.0
     format: float = 0.5
@@ -54,6 +57,8 @@ class ArtistMathReward:
 @dataclass(frozen=True)
 class ArtistToolsReward:
     """Options: the weights of the three parts."""
+
+    reads_step: ClassVar[bool] = False
 
     state: float = 0.5
     functions: float = 0.5

@@ -12,7 +12,7 @@ many calls), plus optional `format` points.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, pi, sin
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import ConfigError
 from verl.text import prompt_sha256
@@ -38,6 +38,8 @@ class _OtcReward:
 
     format: points of r_phi for the right format. Search: thought, call, observation, .. , thought, answer; math: a box
     """
+
+    reads_step: ClassVar[bool] = False
 
     answers: str = "search"  # search | math
     max_calls: float = 4.0

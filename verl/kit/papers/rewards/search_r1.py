@@ -9,6 +9,7 @@ code also reads the prompt and has to skip its example.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.answers import (
@@ -25,6 +26,8 @@ from verl.utils.reward_score.base import Mutation, as_mutations
 @dataclass(frozen=True)
 class SearchR1Reward:
     """Option `with_form`: score the format as in v0.3; the other two options are its constants."""
+
+    reads_step: ClassVar[bool] = False
 
     with_form: bool = False
     good_form: float = 0.2

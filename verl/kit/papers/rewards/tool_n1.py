@@ -17,7 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
@@ -95,6 +95,8 @@ def gold_calls(answer: str) -> list[Call]:
 @dataclass(frozen=True)
 class ToolN1Reward:
     """Option `version`: v0 to v4, or llama."""
+
+    reads_step: ClassVar[bool] = False
 
     version: str = "v0"
 

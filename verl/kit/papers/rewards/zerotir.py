@@ -8,6 +8,7 @@ The published version with tools adds 0.5 for the tail; the one without tools su
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from verl.algorithms.filters import num_written
 from verl.algorithms.overlong import Overlong
@@ -41,6 +42,8 @@ class ZeroTirReward:
     failing_code_penalty: for a right answer after several executions of which more than 90 % failed (0.1 as published)
     longest, margin: tokens of DAPO's soft overlong punishment
     """
+
+    reads_step: ClassVar[bool] = False
 
     format_penalties: bool = False
     loose: bool = False

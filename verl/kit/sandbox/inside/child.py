@@ -19,6 +19,7 @@ INNER_ID = 1000  # uid and gid inside the user namespace
 MIB = 1024 * 1024
 NUM_FILES = 256  # open files per process
 CELLS = 3  # the descriptor on which a session receives its cells
+IGNORED_IN_BACKGROUND = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by what a shell or nohup starts there
 FREE = 64  # descriptors from here on are unused
 ARGUMENT_BYTES = 1 << 17  # per program argument, with its NUL: Linux's MAX_ARG_STRLEN
 RUN_SCRIPT = 'IFS= read -rd "" <&{0}; exec {0}<&-; eval "$REPLY"'  # bash code from a descriptor; words: allowed
@@ -95,6 +96,8 @@ def restrict(jail: Jail, limits: dict[str, Any]) -> None:
 
 
 def _run(request: dict[str, Any]) -> Never:
+    for number in IGNORED_IN_BACKGROUND:
+        signal.signal(number, signal.SIG_DFL)
     if request["language"] == "bash":
         _run_bash(os.fsencode(request["code"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)

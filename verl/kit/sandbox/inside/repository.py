@@ -26,7 +26,7 @@ from typing import Any, Never
 
 from . import disk, frames, kernel, processes
 from .cgroup import Cgroup
-from .child import FREE, restrict
+from .child import FREE, IGNORED_IN_BACKGROUND, restrict
 from .zygote import finish_root, make_jail
 
 IMAGE, EPISODE = Path("/image"), Path("/episode")
@@ -150,7 +150,7 @@ class Supervisor:
         """Turn this process, just forked, into the requested program."""
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            for number in (signal.SIGCHLD, *IGNORED_IN_BACKGROUND, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
             above = [os.dup2(each, FREE + place) for place, each in enumerate(descriptors)]
