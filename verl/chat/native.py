@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
-from itertools import takewhile
 from typing import ClassVar
 
 from verl.chat.template import ChatTemplate
@@ -22,6 +21,7 @@ from verl.formats.response import spoken
 from verl.formats.text import BadCallError, read_whole_json, to_call
 from verl.formats.toolrl_text import THINK_END
 from verl.registry import nearest
+from verl.text import shared_start
 from verl.types import Message, ToolCall, ToolSpec
 
 Read = Callable[[str, Sequence[ToolSpec]], list[ToolCall]]  # raises BadCallError
@@ -104,13 +104,13 @@ class BoundNativeFormat(NativeFormat):
     @cached_property
     def mark(self) -> str:
         """The text with which every call begins, such as a tag: a response with it, but without a call, is malformed"""
-        begin = _shared_start(*(self.render([call]) for call in _TRIAL_CALLS)).rpartition(THINK_END)[2].strip()
+        begin = shared_start(*(self.render([call]) for call in _TRIAL_CALLS)).rpartition(THINK_END)[2].strip()
         return begin.partition("{")[0].strip() or begin
 
     @cached_property
     def end_mark(self) -> str:
         """The tag with which every call ends, such as </tool_call>; empty: calls end otherwise"""
-        reversed_end = _shared_start(*(self.render([call])[::-1] for call in _TRIAL_CALLS))
+        reversed_end = shared_start(*(self.render([call])[::-1] for call in _TRIAL_CALLS))
         found = _LAST_TAG.search(reversed_end[::-1].rstrip())
         return found[0] if found else ""
 
@@ -142,10 +142,6 @@ class BoundNativeFormat(NativeFormat):
             )
 
 
-def _shared_start(one: str, other: str) -> str:
-    return "".join(pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
 def _where(chat: ChatTemplate) -> str:
     return f"the chat template of the tokenizer in {chat.tokenizer.name_or_path!r}"
 
@@ -157,7 +153,7 @@ def _rendered_turn(chat: ChatTemplate, calls: Sequence[ToolCall]) -> tuple[str, 
     whole, prompt = chat.rendered((_QUESTION, turn), (), False), chat.rendered((_QUESTION,))
     head = prompt
     if not whole.startswith(prompt):  # it opens a thought, which the template drops from whole turns
-        head = _shared_start(*(chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS))
+        head = shared_start(*(chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS))
     if not whole.startswith(head) or not all(call.name in whole for call in calls):
         raise DataError(f"{_where(chat)} does not render calls")
     text = whole.removeprefix(head)

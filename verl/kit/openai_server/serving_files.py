@@ -10,7 +10,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from verl.chat.native import NativeFormat
+from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
+from verl.episodes.start_check import check_turns
 from verl.errors import ConfigError
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
@@ -46,9 +48,11 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
     )
     chat = ChatTemplate(tokenizer, end_tokens(str(folder)), template_options=trained.template_options)
     if isinstance(tool_call_format, NativeFormat):
-        tool_call_format.bound(chat)  # an error here, not in the server
+        tool_call_format = tool_call_format.bound(chat)  # an error here, not in the server
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:  # as in training
         trained = replace(trained, options={**trained.options, "in_thought": True})
+        tool_call_format = trained.build()
+    check_turns(ObservationTokenizer(chat, tool_call_format, 0))
     return {CHAT_TEMPLATE: template, TOOL_PARSER: _parser_text(trained)}
 
 
