@@ -19,7 +19,13 @@ from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.kit.sft.demonstrations import read_demonstrations, sft_samples, to_demonstration
 from verl.types import Message
 
-NAMES = ("mini", "qwen2.5", "qwen3", "smollm2")
+ROLLOUTS = {
+    "mini": "de6403eb7bdffea6",
+    "qwen2.5": "f3dc601fe4148f58",
+    "qwen3": "e210be09c8f14b26",
+    "smollm2": "8b1a91c34ddbd1d8",
+}
+DEMONSTRATIONS = {"mini": "209baa91f9713ce9", "qwen2.5": "7495321999333c01", "smollm2": "f99c11c3908456cb"}
 RESULTS = ("21 degrees", "  21\n", "\n\nsunny", "", "<|im_end|> no", "3.5", "é 雨")
 # what a policy writes before it pauses, or ends its turn
 WRITTEN = {

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, with a chat template: byte-level BPE, and the three ways of SentencePiece's spaces."""
+"""Small tokenizers of every kind, with a chat template: byte-level BPE, and three ways of SentencePiece's spaces."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TEMPLATES = {
         "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
     ),
     "empty_thought": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last and "
-        "'</think>' not in m['content'] %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
         "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + _ASK
     ),
 }

@@ -5,20 +5,22 @@ The parser is the tokenizer's response template (transformers) if it has one, el
 are parsed once, so a parser of another family is an error.
 """
 
+import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from verl.chat.template import ChatTemplate
 from verl.errors import ConfigError, DataError
 from verl.formats.base import Calls, Final, Parsed, ParseError
 from verl.formats.prompt import function_schema
 from verl.formats.response import spoken
-from verl.formats.text import BadCallError, read_whole_json, to_call
+from verl.formats.split import Split, content_before
+from verl.formats.text import BadCallError, find_spoken, read_whole_json, speech_start, to_call
 from verl.formats.toolrl_text import THINK_END
 from verl.registry import nearest
 from verl.text import shared_start
@@ -119,10 +121,25 @@ class BoundNativeFormat(NativeFormat):
             calls = self.read(written, tools)
         except BadCallError as error:
             return ParseError(str(error))
-        attempted = spoken(written, self.in_thought).count(self.mark)
+        attempted = spoken(written, self.in_thought).count(self.mark) - _quoted(self.mark, calls, written)
         if attempted > len(calls) and (not calls or self.mark.startswith("<")):  # other marks also occur in arguments
             return ParseError("A call cannot be parsed, or its tool is unknown.")  # some parsers drop such calls
         return Calls(tuple(calls)) if calls else Final()
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """By the marks, because some parsers read calls that are not closed."""
+        parsed = self.parse(text, tools)
+        if not isinstance(parsed, Calls):
+            return Split(text)
+        start = find_spoken(text, self.mark, speech_start(text, self.in_thought))
+        end = text.rfind(self.end_mark) + len(self.end_mark) if self.end_mark and self.end_mark in text else len(text)
+        return Split(text[: max(start, 0)].rstrip(), parsed.calls, text[end:].strip())
+
+    def certain_content(self, text: str) -> str:
+        if not self.mark.startswith("<"):  # a text that content may have, too
+            return ""
+        start = find_spoken(text, self.mark, speech_start(text, self.in_thought))
+        return content_before(text, start, (self.mark,)).rstrip()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """The calls as the chat template writes them, without the end of the turn. Raises DataError if it does not."""
@@ -144,6 +161,25 @@ class BoundNativeFormat(NativeFormat):
 
 def _where(chat: ChatTemplate) -> str:
     return f"the chat template of the tokenizer in {chat.tokenizer.name_or_path!r}"
+
+
+def _quoted(mark: str, calls: Sequence[ToolCall], written: str) -> int:
+    """How often the arguments of the calls quote the mark, as text or in JSON."""
+    texts = [text for call in calls for text in _texts(call.arguments) if mark in text]
+    return sum(text.count(mark) for text in texts if text in written or json.dumps(text)[1:-1] in written)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def _rendered_turn(chat: ChatTemplate, calls: Sequence[ToolCall]) -> tuple[str, str]:

@@ -142,8 +142,10 @@ class ChatTemplate:
         for content in _ANSWERS:
             text, (ids, _) = self.response(prompt, content)
             whole = self.rendered((_QUESTION, Message("assistant", content)), (), False)
+            if not whole.startswith(frame.prompt):  # the thought is taken out of finished turns
+                whole = frame.prompt + text + frame.end
             theirs, own = self.encoded(whole)[0], (*prompt, *ids)
-            if not whole.startswith(frame.prompt) or theirs[: len(prompt)] != prompt:
+            if theirs[: len(prompt)] != prompt:
                 continue  # no policy can write a turn whose first token is half in the prompt
             theirs = theirs[: len(own)] if end else (*theirs[: len(own) - 1], self.end_token_id)
             if theirs != own:

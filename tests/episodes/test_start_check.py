@@ -1,0 +1,246 @@
+"""The start check: gold responses through the tokens of a run, with tokenizers and templates of all kinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.chat.test_chat import TEMPLATES as FILES
+from tests.support.tokenizers import KINDS, TAGS, TEMPLATES, small_tokenizer
+from verl.chat.observations import ObservationTokenizer
+from verl.chat.template import ChatTemplate, Encoded, TurnFrame
+from verl.envs.registry import ClassFactory
+from verl.envs.single_turn import SingleTurnEnv
+from verl.envs.task_envs import TaskEnvs
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.start_check import check_golds, check_turns
+from verl.errors import ConfigError
+from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
+from verl.formats.inline import InlineFormat
+from verl.formats.prompt import TurnFormat
+from verl.kit.openai_server.parsing import ResponseReader
+from verl.kit.sft.demonstrations import Demonstration, sft_samples
+from verl.scoring.rewards import Rewards, build_rewards
+from verl.types import Message, Task, ToolCall
+
+QUESTION = (Message("user", "How warm is it in Paris?"),)
+RLLA = '<think> I look. </think>\n<tool_call>\n{"name": "weather", "parameters": {"city": "Paris"}}\n</tool_call>'
+N1 = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
+WEATHER = ToolCall("weather", {"city": "Paris"})
+GOLD = Message("assistant", "", (WEATHER,), calls_in_content=False)
+# format: (reward, answer, gold turn)
+SCORED = {
+    "artist": ("search_r1", "21", None),
+    "artist_tools": ("calls", "", GOLD),
+    "fence": ("torl", "21", None),
+    "hermes": ("calls", "", GOLD),
+    "llama3_json": ("calls", "", GOLD),
+    "otc_search": ("search_r1", "21", None),
+    "retool": ("retool", "21", None),
+    "search_r1": ("search_r1", "21", None),
+    "tags": ("search_r1", "21", None),
+    "tool_n1": ("tool_n1", N1, None),
+    "toolrl": ("rlla", RLLA, None),
+    "xml": ("calls", "", GOLD),
+    "zerotir": ("zerotir", "21", None),
+}
+CHAT = {**TEMPLATES, "qwen3": (FILES / "qwen3.jinja").read_text()}
+assert SCORED.keys() == TOOL_CALL_FORMATS.keys() - {"native"}
+
+
+def runner_of(chat: ChatTemplate, name: str | None, **options: Any) -> EpisodeRunner:
+    """Episodes of one turn."""
+    style = build_tool_call_format(name or "hermes", options)
+    if isinstance(style, TurnFormat) and chat.opens_thought:
+        style = replace(style, in_thought=True)
+    observations = ObservationTokenizer(chat, style, 512)
+    return EpisodeRunner(TaskEnvs("single_turn", ClassFactory(SingleTurnEnv)), observations, EpisodeLimits())
+
+
+def task_of(name: str) -> Task:
+    reward, answer, gold = SCORED[name]
+    return Task("rows#0", QUESTION, answer, "rows", reward=reward, gold=gold)
+
+
+def check(chat: ChatTemplate, name: str, *tasks: Task, reward: str = "rlla") -> None:
+    """What train and eval do at their start."""
+    runner = runner_of(chat, name)
+    check_turns(runner.observations)
+    asyncio.run(check_golds(runner, build_rewards(reward), tasks or (task_of(name),)))
+
+
+def demonstrated(chat: ChatTemplate, content: str, runner: EpisodeRunner | None = None) -> list[int]:
+    """The tokens that SFT trains."""
+    rows = [Demonstration((*QUESTION, Message("assistant", content)), 1)]
+    (sample,) = sft_samples(rows, chat, 4096, observations=runner and runner.observations)
+    return [int(token) for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
+
+
+def chats(kind: str) -> list[tuple[str, ChatTemplate]]:
+    """Every template with a tokenizer of the kind: tags of its vocabulary or not, ends of instruction and base models.
+
+    A space before every part of a text (`always`, `prepend`) falls between a tag of the vocabulary and what follows.
+    """
+    found = []
+    for name, template in CHAT.items():
+        for tags in ("special", "plain", "none"):
+            if tags == "none" or kind in ("bytes", "first"):
+                for eos in ("</s>",) if name == "inst" else ("<|im_end|>", "<|endoftext|>"):
+                    own = () if tags == "none" else TAGS
+                    made = small_tokenizer(kind, template, tags == "special", eos, own)
+                    found.append((f"{name}, {tags}, {eos}", ChatTemplate(made)))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tokenizer_template_and_format_trains_and_scores_what_is_meant(kind: str) -> None:
+    """train and eval: the gold response earns the maximum. sft: the tokens are the template's own. serve: the calls."""
+    for where, chat in chats(kind):
+        for name in SCORED:
+            runner = runner_of(chat, name)
+            try:
+                check(chat, name)
+                for content in ("Yes: 21.", "<think>\nI know.\n</think>\n\nYes: 21."):
+                    if not runner.observations.raw and not (chat.opens_thought and "</think>" not in content):
+                        assert demonstrated(chat, content, runner) == in_template(chat, content)
+                style = runner.observations.tool_call_format
+                call = style.call("Paris") if isinstance(style, InlineFormat) else WEATHER
+                rendered = style.render((call,))
+                said = "" if name == "llama3_json" else "I look.\n"  # its calls are the whole response
+                _, (ids, _) = chat.response(chat.question_ids, said + rendered, runner.observations.raw)
+                read = ResponseReader(style).read(chat.response_text(ids))
+                assert read.calls == (call,) and read.content.strip().endswith(said.strip()), read
+            except (AssertionError, ConfigError) as error:
+                raise AssertionError(f"{where}, {name}: {error}") from error
+
+
+def in_template(chat: ChatTemplate, content: str) -> list[int]:
+    """The tokens of a turn in the template's own rendering, from the prompt to the end token."""
+    prompt = chat.prompt_ids(QUESTION)
+    whole = list(chat.encoded(chat.rendered((*QUESTION, Message("assistant", content)), (), False))[0])
+    end = whole.index(chat.end_token_id, len(prompt))
+    return whole[len(prompt) : end + 1]
+
+
+class SkipsSpecialTokens(ChatTemplate):
+    def response_text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+class ForgetsTheOpenedThought(ChatTemplate):
+    def turn_of(
+        self, context_ids: Sequence[int], token_ids: Sequence[int], before: Sequence[int] = ()
+    ) -> tuple[Message, str]:
+        return Message("assistant", self.response_text(token_ids)), ""
+
+
+class EncodesTextsAlone(ChatTemplate):
+    def response_ids(self, text: str) -> Encoded:
+        return self.encoded(text)
+
+
+class EndsWithEos(ChatTemplate):
+    @property
+    def end_token_id(self) -> int:  # type: ignore[override]
+        return int(self.tokenizer.eos_token_id)
+
+
+class LeavesOutTheEmptyThought(ChatTemplate):
+    @property
+    def frame(self) -> TurnFrame:  # type: ignore[override]
+        return replace(ChatTemplate(self.tokenizer).frame, lead="")
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "template", "special", "eos", "names", "said"),
+    [
+        (SkipsSpecialTokens, "bytes", "chatml", True, "<|im_end|>", ("toolrl", "tool_n1", "search_r1"), "is read as"),
+        (ForgetsTheOpenedThought, "bytes", "opened", False, "<|im_end|>", ("toolrl", "tool_n1"), "is read as"),
+        (EncodesTextsAlone, "first", "chatml", False, "<|im_end|>", ("hermes", "toolrl"), "has other tokens"),
+        (EncodesTextsAlone, "prepend", "chatml", False, "<|im_end|>", ("hermes", "toolrl"), "has other tokens"),
+        (EncodesTextsAlone, "always", "opened", False, "<|im_end|>", ("hermes", "toolrl"), "has other tokens"),
+        (EndsWithEos, "bytes", "chatml", False, "<|endoftext|>", ("hermes", "toolrl"), "rather than with a token"),
+        (LeavesOutTheEmptyThought, "bytes", "empty_thought", False, "<|im_end|>", ("hermes",), "has other tokens"),
+        (LeavesOutTheEmptyThought, "first", "qwen3", False, "<|im_end|>", ("hermes",), "has other tokens"),
+    ],
+)
+def test_a_run_that_would_train_on_other_texts_or_tokens_is_refused(
+    broken: type[ChatTemplate],
+    kind: str,
+    template: str,
+    special: bool,
+    eos: str,
+    names: Sequence[str],
+    said: str,
+) -> None:
+    tokenizer = small_tokenizer(kind, CHAT[template], special, eos, TAGS if kind == "bytes" else ())
+    for name in names:
+        check(ChatTemplate(tokenizer), name)
+        with pytest.raises(ConfigError, match=said):
+            check(broken(tokenizer), name)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (TEMPLATES["chatml"].partition("{% if add")[0], "ignores add_generation_prompt"),
+        (TEMPLATES["chatml"].replace("if add_generation_prompt", "if false"), "ignores add_generation_prompt"),
+        (TEMPLATES["chatml"].replace("assistant\n", "model\n"), "does not continue its own generation prompt"),
+        (TEMPLATES["chatml"].replace("+ m['content'] +", "+"), "does not render the text of the assistant"),
+        (TEMPLATES["chatml"].replace("<|im_end|>", "<|end|>"), "rather than with a token"),
+    ],
+)
+def test_a_template_that_does_not_frame_a_turn_is_refused(template: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_turns(runner_of(ChatTemplate(small_tokenizer("bytes", template)), "toolrl").observations)
+
+
+@pytest.mark.parametrize(("toggle", "maximum"), [("WITHLENGTH", 5.0), ("SCHEDULEREWARD", 4.0), ("CORRECTMAX1", 2.0)])
+def test_toolrls_switches_change_the_maximum_and_the_gold_response_still_earns_it(
+    toggle: str, maximum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The placeholder thought of a row earns a 512th of the length part; the reward's own gold response all of it."""
+    monkeypatch.setenv(toggle, "1")
+    chat = ChatTemplate(small_tokenizer("bytes", "chatml"))
+    task = replace(task_of("toolrl"), reward=None)
+    rewards = build_rewards("rlla")
+    assert rewards.maximum(task, 1) == pytest.approx(maximum, abs=0.1)
+    check(chat, "toolrl", task)
+
+
+def test_one_bad_row_is_let_through_and_a_reward_whose_gold_never_wins_is_not() -> None:
+    chat = ChatTemplate(small_tokenizer("bytes", "chatml"))
+    bad = replace(task_of("toolrl"), answer=RLLA.replace("</think>\n", "</think>"), id="rows#1")  # misses its format
+    check(chat, "toolrl", task_of("toolrl"), bad)
+    with pytest.raises(ConfigError, match=r"gives the gold response of rows#1 3 of 4"):
+        check(chat, "toolrl", bad)
+
+
+def test_a_part_of_a_sum_is_tried_too() -> None:
+    tokenizer = small_tokenizer("bytes", "chatml", special=True)
+    task = replace(task_of("toolrl"), reward=None)
+    terms = {"terms": ["rlla", {"name": "search_r1", "weight": 0.0}]}
+    for made, fails in ((ChatTemplate(tokenizer), False), (SkipsSpecialTokens(tokenizer), True)):
+        run = check_golds(runner_of(made, "toolrl"), build_rewards("sum", terms), [task])
+        if fails:
+            with pytest.raises(ConfigError, match="'rlla' gives the gold response"):
+                asyncio.run(run)
+        else:
+            asyncio.run(run)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A reward without a gold response, as one with a judge or a service."""
+
+    def score(self, trajectory: Any, task: Task, step: int) -> Any:
+        raise AssertionError("called")
+
+
+def test_rewards_without_a_gold_response_are_not_called() -> None:
+    chat = ChatTemplate(small_tokenizer("bytes", "chatml"))
+    asyncio.run(check_golds(runner_of(chat, "hermes"), Rewards(Judged()), [replace(task_of("hermes"), reward=None)]))
