@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from tests.chat.test_chat import TEMPLATES as FILES
 from tests.support.tokenizers import KINDS, TAGS, TEMPLATES, small_tokenizer
@@ -24,8 +25,10 @@ from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
 from verl.kit.openai_server.parsing import ResponseReader
 from verl.kit.sft.demonstrations import Demonstration, sft_samples
+from verl.rollout.engine import Sampling
 from verl.scoring.rewards import Rewards, build_rewards
-from verl.types import Message, Task, ToolCall
+from verl.types import Completion, FinishReason, Message, Task, ToolCall, Trajectory
+from verl.utils.reward_score.rlla import RllaOptions, RllaReward, compute_score
 
 QUESTION = (Message("user", "How warm is it in Paris?"),)
 RLLA = '<think> I look. </think>\n<tool_call>\n{"name": "weather", "parameters": {"city": "Paris"}}\n</tool_call>'
@@ -244,3 +247,60 @@ class Judged:
 def test_rewards_without_a_gold_response_are_not_called() -> None:
     chat = ChatTemplate(small_tokenizer("bytes", "chatml"))
     asyncio.run(check_golds(runner_of(chat, "hermes"), Rewards(Judged()), [replace(task_of("hermes"), reward=None)]))
+
+
+def test_a_tokenizer_that_changes_texts_is_refused() -> None:
+    """Lower case, as in old encoders, is lost in every call and every gold response."""
+    tokenizer = small_tokenizer("bytes", "chatml")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(ConfigError, match=r"has other tokens|loses the calls|is read as"):
+        check(ChatTemplate(tokenizer), "toolrl")
+
+
+def test_a_gold_response_that_no_policy_could_finish_is_refused() -> None:
+    """A stop token inside it ends it."""
+    tokenizer = small_tokenizer("bytes", "chatml")
+    inside = tokenizer.convert_tokens_to_ids("</tool_call>")
+    with pytest.raises(ConfigError, match="is read as"):
+        check(ChatTemplate(tokenizer, more_stops=(inside,)), "toolrl")
+
+
+IM_START = "<|im_start|>assistant\n"
+GOOD, BAD = RLLA, "I do not know."
+
+
+@pytest.mark.parametrize(
+    ("written", "end", "total"),
+    [
+        (GOOD, "<|im_end|>", 4.0),
+        (GOOD, "<|endoftext|>", 3.0),  # no end marker: the token belongs to the text, and the format is lost
+        (f"<|im_start|>{GOOD}", "<|im_end|>", 3.0),
+        (f"{BAD}<|im_end|>\n{IM_START}{GOOD}", "<|im_end|>", -3.0),  # it ended before
+        (f"{BAD}\n{IM_START}{GOOD}", "<|im_end|>", 4.0),
+        (f"{GOOD}\n{IM_START}{BAD}", "<|im_end|>", -3.0),
+        (f"{GOOD}\n{IM_START}", "<|endoftext|>", -3.0),
+        (f"{GOOD}<|endoftext|>{BAD}", "<|im_end|>", 3.0),  # where the model's configuration does not stop at it
+        (f"<s>{GOOD}", "<|endoftext|>", 3.0),
+    ],
+)
+def test_control_tokens_of_the_policy_count_as_in_toolrl(written: str, end: str, total: float) -> None:
+    """ToolRL scores the decoded sequence from the last assistant marker to the first end marker."""
+    tokenizer = small_tokenizer("bytes", "chatml")
+    task = replace(task_of("toolrl"), reward=None)
+    stops = [tokenizer.convert_tokens_to_ids(stop) for stop in ("<|im_end|>", end)]
+    chat = ChatTemplate(tokenizer, () if "<|endoftext|>" in written else tuple(stops))
+    ids = list(tokenizer(written + end, add_special_tokens=False)["input_ids"])
+    first = next(place for place, token in enumerate(ids) if token in chat.stop_token_ids)
+
+    class Says:
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+            said = ids[: first + 1]
+            return (Completion(said, [0.0] * len(said), FinishReason.STOP, 0),)
+
+    runner = runner_of(chat, "toolrl")
+    episode = asyncio.run(runner.run(Says(), Sampling(4000), task, 0, None))
+    assert isinstance(episode, Trajectory)
+    decoded = tokenizer.decode([*chat.prompt_ids(QUESTION), *ids[: first + 1]])
+    assert (
+        RllaReward().score(episode, task, 1).total == compute_score(decoded, task.answer, 1, RllaOptions())[0] == total
+    )

@@ -27,7 +27,8 @@ TEMPLATES = {
     ),
     "empty_thought": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}"
+        "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
         "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + _ASK
     ),
 }

@@ -72,15 +72,17 @@ class _WriteOnce:
     written: bool = field(default=False, init=False)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
-        """Ends at the first stop string, without the end token."""
+        """Ends at the first stop string, without the end token, or at a stop token inside the text."""
         content, self.content = self.content, ""
         if self.written:
             ids: Sequence[int] = (self.observations.chat.end_token_id,)
         else:
             ends = [place + len(stop) for stop in sampling.stop_strings if (place := content.find(stop)) >= 0]
             end = min(ends, default=None)
-            _, (ids, _) = self.observations.chat.response(prompt_ids, content[:end], self.observations.raw)
-            ids = ids if end is None else ids[:-1]
+            chat = self.observations.chat
+            _, (ids, _) = chat.response(prompt_ids, content[:end], self.observations.raw)
+            ended = next(place for place, token in enumerate(ids) if token in chat.stop_token_ids)
+            ids = ids[:-1] if end is not None and ended == len(ids) - 1 else ids[: ended + 1]
             self.written = True
         return (Completion(tuple(ids), (0.0,) * len(ids), FinishReason.STOP, 0),)
 
