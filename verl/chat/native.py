@@ -154,13 +154,9 @@ class BoundNativeFormat(NativeFormat):
         if found != Calls((call,)):
             parser = f"vLLM's parser {self.parser}" if self.parser else "the tokenizer's response template"
             raise ConfigError(
-                f"env.tool_call_format=native: {parser} does not read the calls of {_where(self.chat)}, such as "
+                f"env.tool_call_format=native: {parser} does not read the calls of {self.chat.where}, such as "
                 f"{text!r}; {_OPTION}, or choose another format"
             )
-
-
-def _where(chat: ChatTemplate) -> str:
-    return f"the chat template of the tokenizer in {chat.tokenizer.name_or_path!r}"
 
 
 def _quoted(mark: str, calls: Sequence[ToolCall], written: str) -> int:
@@ -191,7 +187,7 @@ def _rendered_turn(chat: ChatTemplate, calls: Sequence[ToolCall]) -> tuple[str, 
     if not whole.startswith(prompt):  # it opens a thought, which the template drops from whole turns
         head = shared_start(*(chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS))
     if not whole.startswith(head) or not all(call.name in whole for call in calls):
-        raise DataError(f"{_where(chat)} does not render calls")
+        raise DataError(f"{chat.where} does not render calls")
     text = whole.removeprefix(head)
     ends = [text.rfind(str(chat.tokenizer.decode([stop]))) for stop in chat.stop_token_ids]
     place = max(ends) if max(ends) >= 0 else len(text)
@@ -225,7 +221,7 @@ def _family(chat: ChatTemplate) -> str:
         if mark in template:
             return name
     raise ConfigError(
-        f"env.tool_call_format=native: {_where(chat)} is of no known family, and the tokenizer has no response "
+        f"env.tool_call_format=native: {chat.where} is of no known family, and the tokenizer has no response "
         f"template; {_OPTION} with one of vLLM's tool parsers, or choose another format"
     )
 
@@ -237,7 +233,7 @@ def _vllm_reader(name: str, chat: ChatTemplate) -> Read:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise ConfigError(
-            f"env.tool_call_format=native: {_where(chat)} has no response template, and vLLM, whose parser {name} "
+            f"env.tool_call_format=native: {chat.where} has no response template, and vLLM, whose parser {name} "
             f"reads its calls, cannot be imported ({error}); install vLLM, or choose another format"
         ) from error
     known = ToolParserManager.list_registered()
@@ -265,6 +261,6 @@ def _vllm_reader(name: str, chat: ChatTemplate) -> Read:
         read("", ())
     except Exception as error:  # such as special tokens that the tokenizer lacks
         raise ConfigError(
-            f"env.tool_call_format=native: vLLM's parser {name} does not support {_where(chat)}: {error}"
+            f"env.tool_call_format=native: vLLM's parser {name} does not support {chat.where}: {error}"
         ) from error
     return read

@@ -40,13 +40,11 @@ class TurnFrame:
     """What a chat template writes around the text of an assistant's turn.
 
     prompt: the whole rendering before it, with the generation prompt
-    opened: the end of the prompt that opens a thought, such as "<think>\\n"; empty: none
     lead: between the prompt and an answer without a thought: nothing, white space, or an empty thought
     end: from the answer to the end of the rendering
     """
 
     prompt: str
-    opened: str
     lead: str
     end: str
 
@@ -126,7 +124,7 @@ class ChatTemplate:
                 f"{self.where} ignores add_generation_prompt, so the policy would have to begin its turn itself, with "
                 f"{lead!r}; set model.tokenizer_path to a tokenizer whose template begins it"
             )
-        return TurnFrame(prompt, opened, lead, end)
+        return TurnFrame(prompt, lead, end)
 
     @property
     def question_ids(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The start check: what a policy should write goes through the tokens, texts, parser and reward of the run.
 
 A tokenizer or a chat template may lose what a reward or a tool-call format needs: tags that are special tokens, a
-thought that the prompt opens, the beginning of a text, the end of a turn. A run would then train on scores of texts
-that nobody wrote. The check takes a moment, and needs no engine; rewards without a gold response are not called.
+thought that the prompt opens, the beginning of a text, the end of a turn. A run would then train on scores of other
+texts than it sampled. The check takes a moment and needs no engine; rewards without a gold response are not called.
 """
 
 from __future__ import annotations

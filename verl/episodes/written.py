@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from verl.chat.observations import ObservationTokenizer
 from verl.envs.base import Env, Observation, StepResult
@@ -68,22 +68,18 @@ class _WriteOnce:
     """A generator of one response; after it, every turn is empty."""
 
     observations: ObservationTokenizer
-    content: str
-    written: bool = field(default=False, init=False)
+    content: str | None
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """Ends at the first stop string, without the end token, or at a stop token inside the text."""
-        content, self.content = self.content, ""
-        if self.written:
-            ids: Sequence[int] = (self.observations.chat.end_token_id,)
-        else:
+        chat, content, self.content = self.observations.chat, self.content, None
+        ids: Sequence[int] = (chat.end_token_id,)
+        if content is not None:
             ends = [place + len(stop) for stop in sampling.stop_strings if (place := content.find(stop)) >= 0]
             end = min(ends, default=None)
-            chat = self.observations.chat
             _, (ids, _) = chat.response(prompt_ids, content[:end], self.observations.raw)
             ended = next(place for place, token in enumerate(ids) if token in chat.stop_token_ids)
             ids = ids[:-1] if end is not None and ended == len(ids) - 1 else ids[: ended + 1]
-            self.written = True
         return (Completion(tuple(ids), (0.0,) * len(ids), FinishReason.STOP, 0),)
 
 
