@@ -43,7 +43,9 @@ ROME = ToolCall("weather", {"city": "Rome", "days": 3})
 NOON = ToolCall("clock", {"zone": "UTC"})
 QUESTION = Message("user", "How warm is it?")
 SYSTEM = Message("system", "Be brief.")
-MARK = re.compile(r"<\|[a-zA-Z_]+\|?>|<[a-z_]+\|>|</?(?:tool_call|think|arg_key|arg_value|tool_response)>")
+MARK = re.compile(
+    r"<[|\uff5c][a-zA-Z_\u2581]+[|\uff5c]?>|<[a-z_]+\|>|</?(?:tool_call|think|arg_key|arg_value|tool_response)>|<(?:start|end)_of_turn>"
+)
 ENDS = {"llama3": "<|eot_id|>", "glm4moe": "<|user|>", "gemma4": "<turn|>", "gptoss": "<|return|>"}
 # chat templates in TRL -> the parser, or None where only a response template of the tokenizer is known
 FAMILIES = {

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import normalizers
+from transformers import AutoTokenizer
 
 from tests.chat.test_chat import TEMPLATES as FILES
+from tests.chat.test_native import chat_of
 from tests.support.tokenizers import KINDS, TAGS, TEMPLATES, small_tokenizer
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate, Encoded, TurnFrame
@@ -304,3 +310,39 @@ def test_control_tokens_of_the_policy_count_as_in_toolrl(written: str, end: str,
     assert (
         RllaReward().score(episode, task, 1).total == compute_score(decoded, task.answer, 1, RllaOptions())[0] == total
     )
+
+
+MISTRAL = ("tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3")
+PUBLISHED = (  # chat templates in TRL's package
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "gemma4", "glm4moe", "gptoss"),
+    *("lfm2", "llama3", "llama3_1", "llama3_2", "nemotron_3_nano", "nemotron_3_super", "phi3", "phi3_5"),
+    *("qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_instruct_2507"),
+)
+
+
+@pytest.mark.parametrize("file", MISTRAL)
+def test_mistrals_own_tokenizers_keep_the_beginning_of_a_text(file: str, tmp_path: Path) -> None:
+    if (found := find_spec("mistral_common")) is None or found.origin is None or find_spec("sentencepiece") is None:
+        pytest.skip("mistral_common, whose package has Mistral's tokenizers, or sentencepiece is not installed")
+    shutil.copy(Path(found.origin).parent / "data" / file, tmp_path / "tokenizer.model")
+    words = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**words, "legacy": False}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = TEMPLATES["inst"]
+    chat = ChatTemplate(tokenizer)
+    for name in SCORED:
+        check(chat, name)
+    assert tokenizer.convert_ids_to_tokens(demonstrated(chat, "The answer")) == ["The", "▁answer", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(chat.continuation_ids("\nThe")) == ["<0x0A>", "The"]
+    with pytest.raises(ConfigError, match="has other tokens"):
+        check(EncodesTextsAlone(tokenizer), "toolrl")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_chat_templates_frame_turns_that_earn_their_reward(name: str) -> None:
+    chat = chat_of(name)
+    assert chat.frame.lead.strip().removeprefix("<think>").strip() in ("", "</think>") or name == "gptoss"
+    end = chat.tokenizer.convert_ids_to_tokens(chat.end_token_id)
+    assert chat.frame.end.startswith(end) or (name == "glm4moe" and not chat.frame.end)
+    for each in ("toolrl", "tool_n1", "retool"):
+        check(chat, each)
