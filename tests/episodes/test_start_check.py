@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,7 +80,7 @@ def check(chat: ChatTemplate, name: str, *tasks: Task, reward: str = "rlla") -> 
     """What train and eval do at their start."""
     runner = runner_of(chat, name)
     check_turns(runner.observations)
-    asyncio.run(check_golds(runner, build_rewards(reward), tasks or (task_of(name),)))
+    check_golds(runner, build_rewards(reward), tasks or (task_of(name),))
 
 
 def demonstrated(chat: ChatTemplate, content: str, runner: EpisodeRunner | None = None) -> list[int]:
@@ -94,14 +95,14 @@ def chats(kind: str) -> list[tuple[str, ChatTemplate]]:
 
     A space before every part of a text (`always`, `prepend`) falls between a tag of the vocabulary and what follows.
     """
+    ends = {"special": "<|im_end|>", "plain": "<|endoftext|>", "none": "<|endoftext|>"}
     found = []
     for name, template in CHAT.items():
-        for tags in ("special", "plain", "none"):
+        for tags, end in ends.items():
             if tags == "none" or kind in ("bytes", "first"):
-                for eos in ("</s>",) if name == "inst" else ("<|im_end|>", "<|endoftext|>"):
-                    own = () if tags == "none" else TAGS
-                    made = small_tokenizer(kind, template, tags == "special", eos, own)
-                    found.append((f"{name}, {tags}, {eos}", ChatTemplate(made)))
+                own, eos = () if tags == "none" else TAGS, "</s>" if name == "inst" else end
+                made = small_tokenizer(kind, template, tags == "special", eos, own)
+                found.append((f"{name}, {tags}, {eos}", ChatTemplate(made)))
     return found
 
 
@@ -234,12 +235,8 @@ def test_a_part_of_a_sum_is_tried_too() -> None:
     task = replace(task_of("toolrl"), reward=None)
     terms = {"terms": ["rlla", {"name": "search_r1", "weight": 0.0}]}
     for made, fails in ((ChatTemplate(tokenizer), False), (SkipsSpecialTokens(tokenizer), True)):
-        run = check_golds(runner_of(made, "toolrl"), build_rewards("sum", terms), [task])
-        if fails:
-            with pytest.raises(ConfigError, match="'rlla' gives the gold response"):
-                asyncio.run(run)
-        else:
-            asyncio.run(run)
+        with pytest.raises(ConfigError, match="'rlla' gives the gold response") if fails else nullcontext():
+            check_golds(runner_of(made, "toolrl"), build_rewards("sum", terms), [task])
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ class Judged:
 
 def test_rewards_without_a_gold_response_are_not_called() -> None:
     chat = ChatTemplate(small_tokenizer("bytes", "chatml"))
-    asyncio.run(check_golds(runner_of(chat, "hermes"), Rewards(Judged()), [replace(task_of("hermes"), reward=None)]))
+    check_golds(runner_of(chat, "hermes"), Rewards(Judged()), [replace(task_of("hermes"), reward=None)])
 
 
 def test_a_tokenizer_that_changes_texts_is_refused() -> None:

@@ -448,7 +448,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     template = model / "chat_template.jinja"
     template.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
-        "{{ messages[0].content }}"
+        "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
     )
     words = [*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]", "data.train_batch_size=1"]
     config = load_config(words)

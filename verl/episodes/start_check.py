@@ -8,6 +8,7 @@ texts than it sampled. The check takes a moment and needs no engine; rewards wit
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from verl.chat.observations import ObservationTokenizer
 from verl.episodes.episode import EpisodeRunner
@@ -15,27 +16,36 @@ from verl.episodes.written import as_trajectory, episode_of, written_response
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.base import Calls
 from verl.formats.inline import InlineFormat
+from verl.scoring.gold_check import check_gold_wins, gold_scores, sample_rows
 from verl.scoring.rewards import Rewards
+from verl.system.daemon import run_async
 from verl.text import shortened
-from verl.types import Task, ToolCall, ToolSpec
+from verl.types import Message, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score.base import LabReward
 from verl.utils.reward_score.weighted import WeightedSum
 
 _STEP = 1  # for rewards with a schedule
-_ROWS = 3  # per reward and data source
-_LOOKED_AT = 1000  # rows of a file, to find these
 _TOLERANCE = 1e-6
 _SHOWN = 300  # characters of a response
 _TRIAL = ToolSpec("trial", "", {"type": "object", "properties": {"text": {"type": "string"}}})
 
 
-async def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
+def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
     """Raises ConfigError if gold responses of sample rows do not earn the maximum that their reward promises: one whose
-    text earns it, or all of a reward."""
-    for reward, name, rows in _sample(rewards, tasks):
-        problems = [await _problem(runner, reward, name, task) for task in rows]
+    text earns it, or all of a reward; or if they do not score above an empty response and a bare thought."""
+    rows, found = sample_rows(rewards, tasks), []
+
+    def score(task: Task, response: str | Message) -> float:
+        return rewards.score(_episode(runner, task, response), task, _STEP).total
+
+    for task in rows:
+        with suppress(DataError):  # a row that cannot be scored is dropped in training, too
+            found.append(gold_scores(rewards, task, score))
+    check_gold_wins(scores for scores in found if scores is not None)
+    for reward, name, own in _by_reward(rewards, rows):
+        problems = [_problem(runner, reward, name, task) for task in own]
         failed = [(lost, problem) for lost, problem in problems if problem]
-        if any(lost for lost, _ in failed) or (failed and len(failed) == len(rows)):
+        if any(lost for lost, _ in failed) or (failed and len(failed) == len(own)):
             raise ConfigError(next((problem for lost, problem in failed if lost), failed[0][1]))
 
 
@@ -59,16 +69,20 @@ def check_turns(observations: ObservationTokenizer) -> None:
         )
 
 
-async def _problem(runner: EpisodeRunner, reward: LabReward, name: str, task: Task) -> tuple[bool, str]:
+def _episode(runner: EpisodeRunner, task: Task, response: str | Message) -> Trajectory:
+    return run_async(episode_of(runner, task, response))
+
+
+def _problem(runner: EpisodeRunner, reward: LabReward, name: str, task: Task) -> tuple[bool, str]:
     """(whether the run's tokens are at fault, what is wrong); the latter is empty for a gold response that earns the
     maximum, and for a row that cannot be scored at all."""
     style = runner.observations.tool_call_format
     try:
         maximum, gold = reward.maximum(task, _STEP), reward.gold(task, _STEP)
         as_text = reward.score(as_trajectory(task, gold, style), task, _STEP).total
-        episode = await episode_of(runner, task, gold)
+        episode = _episode(runner, task, gold)
         score = reward.score(episode, task, _STEP).total
-    except DataError:  # dropped in training, too
+    except DataError:
         return False, ""
     except VerlError:
         raise
@@ -88,16 +102,13 @@ def _reaches(score: float, maximum: float) -> bool:
     return score >= maximum - _TOLERANCE  # false for NaN
 
 
-def _sample(rewards: Rewards, tasks: Iterable[Task]) -> Iterable[tuple[LabReward, str, list[Task]]]:
-    """(a reward with gold responses, its name, some of its rows)"""
+def _by_reward(rewards: Rewards, tasks: Iterable[Task]) -> Iterable[tuple[LabReward, str, list[Task]]]:
+    """(a reward with gold responses, or such a part of a sum, its name, its rows of one data source)"""
     found: dict[tuple[int, str], tuple[LabReward, str, list[Task]]] = {}
-    for _, task in zip(range(_LOOKED_AT), tasks, strict=False):
+    for task in tasks:
         own = rewards.of(task)
-        parts = zip(own.names, own.terms, strict=True) if isinstance(own, WeightedSum) else ()
-        named = [(name, term.reward) for name, term in parts] or [(rewards.names(task)[0], own)]
-        for name, reward in named:
+        parts = own.terms if isinstance(own, WeightedSum) else ()
+        for name, reward in [(term.name, term.reward) for term in parts] or [(rewards.names(task)[0], own)]:
             if isinstance(reward, LabReward):
-                _, _, rows = found.setdefault((id(reward), task.data_source), (reward, name, []))
-                if len(rows) < _ROWS:
-                    rows.append(task)
+                found.setdefault((id(reward), task.data_source), (reward, name, []))[2].append(task)
     return found.values()

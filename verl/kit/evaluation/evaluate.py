@@ -160,7 +160,7 @@ async def _run_episodes(
         needed = [each for own, (_, tasks) in zip(rewards, missing, strict=True) for each in own.all_of(tasks)]
         await check_services([*episode_runners, *needed])  # before the slow start of the engine
         for runner, own, (_, tasks) in zip(episode_runners, rewards, missing, strict=True):
-            await check_golds(runner, own, tasks)
+            check_golds(runner, own, tasks)
         config = replace(model.config, env=env_of(widest, model.tool_call_format))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, model.chat))
         progress = stack.enter_context(Progress(console=console, transient=True, disable=not console.is_interactive))

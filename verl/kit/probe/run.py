@@ -128,7 +128,7 @@ async def _roll_out(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(episode_runner.close)
         await check_services([episode_runner, *rewards.all_of(tasks)])  # before the slow start of the engine
-        await check_golds(episode_runner, rewards, tasks)
+        check_golds(episode_runner, rewards, tasks)
         scorer = stack.enter_context(build_scorer(config))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, episode_runner.chat))
         rollout = Shaped(engine, scorer, sampling, episode_runner, rewards)
