@@ -60,13 +60,22 @@ def revision_of(name: str) -> str | None:
 
 
 def end_tokens(model: str) -> tuple[int, ...]:
-    """The eos_token_id entries of a model's generation config; empty if it has none. ConfigError if it is unreadable"""
+    """The eos_token_id entries of a model's generation config, or of its config.json without one, as in transformers.
+
+    Raises ConfigError if a file is unreadable.
+    """
     try:
         found = GenerationConfig.from_pretrained(model).eos_token_id
     except Exception as error:  # a damaged file may raise anything
         if isinstance(error, OSError) and not (Path(model) / GENERATION_CONFIG_NAME).exists():
-            return ()
+            if not (Path(model) / CONFIG_NAME).exists():
+                return ()  # the folder of a tokenizer
+            return _as_tuple(GenerationConfig.from_model_config(read_model_config(model)).eos_token_id)
         raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
+    return _as_tuple(found)
+
+
+def _as_tuple(found: int | Sequence[int] | None) -> tuple[int, ...]:
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 

@@ -41,6 +41,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
+def shared_start(one: str, other: str) -> str:
+    length = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return one[:length] if length is not None else min(one, other, key=len)
+
+
 def counted(count: int, noun: str) -> str:
     """`1 line`, `2 lines`"""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -34,6 +34,8 @@ class ToolCall:
 class Message:
     """One chat message, before the chat template is applied.
 
+    content: the policy's is its turn as the chat sees it: the thought that its prompt opens, then all that it wrote,
+        special tokens included, without the token that ended it
     tool_calls: calls of the assistant. The policy's are parsed from `content`, which is not modified; those of a row
         are given in addition to its content
     tool: in a message with role "tool", the tool's name (OpenAI's `name`)
@@ -128,6 +130,7 @@ class Turn:
     reward: float | None = None  # the environment's reward for this turn, if any
     parsed: ParsedResponse | None = None  # None: the response reached a token limit
     segment: int = 0  # the ledger that this turn continues, or begins
+    other_end: str = ""  # the token that ended the response, if it is not the chat template's end of a turn
 
 
 class StopReason(StrEnum):

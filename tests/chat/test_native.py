@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -42,7 +43,9 @@ ROME = ToolCall("weather", {"city": "Rome", "days": 3})
 NOON = ToolCall("clock", {"zone": "UTC"})
 QUESTION = Message("user", "How warm is it?")
 SYSTEM = Message("system", "Be brief.")
-MARK = re.compile(r"<\|[a-zA-Z_]+\|?>|<[a-z_]+\|>|</?(?:tool_call|think|arg_key|arg_value|tool_response)>")
+MARK = re.compile(
+    r"<[|\uff5c][a-zA-Z_\u2581]+[|\uff5c]?>|<[a-z_]+\|>|</?(?:tool_call|think|arg_key|arg_value|tool_response)>|<(?:start|end)_of_turn>"
+)
 ENDS = {"llama3": "<|eot_id|>", "glm4moe": "<|user|>", "gemma4": "<turn|>", "gptoss": "<|return|>"}
 # chat templates in TRL -> the parser, or None where only a response template of the tokenizer is known
 FAMILIES = {
@@ -357,3 +360,24 @@ def test_a_parser_of_another_family_and_an_unknown_one_are_errors() -> None:
 def test_without_the_tokenizer_nothing_is_parsed() -> None:
     with pytest.raises(ConfigError, match="needs the model's tokenizer"):
         build_tool_call_format("native").parse("x")
+
+
+QUOTING = (
+    {"text": "what does <tool_call> mean"},
+    {"text": 'a "<tool_call>" and\n<tool_call>'},
+    {"texts": ["no", {"inner": "<tool_call>"}]},
+    {"<tool_call>": 3, "é": "雨 <tool_call>"},
+)
+
+
+@needs_vllm
+@pytest.mark.parametrize("arguments", QUOTING)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_a_quoted_tag_in_an_argument_is_no_second_call(arguments: dict[str, Any], escaped: bool) -> None:
+    style = native(qwen(), parser="hermes")
+    call = json.dumps({"name": "say", "arguments": arguments}, ensure_ascii=escaped)
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    assert style.parse(text) == Calls((ToolCall("say", arguments),))
+    twice = style.parse(f"{text}\n{text}")
+    assert twice == Calls((ToolCall("say", arguments),) * 2)
+    assert isinstance(style.parse(f"{text}\n<tool_call>\n{{"), ParseError)  # a quoted tag hides no broken call

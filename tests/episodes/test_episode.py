@@ -571,7 +571,7 @@ def test_the_last_turn_stops_at_its_answer_like_every_other(chat: ChatTemplate, 
             "zerotir",
             ("```python\nsearch", "a\n```. So", "Done."),
             "\n```output\nParis is the capital.\n```\n\n\n",
-            ["```python\n", "a\n```.", "Done."],
+            ["<think>```python\n", "a\n```.", "Done."],  # its prompt opens the thought
         ),
     ],
 )

@@ -448,7 +448,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     template = model / "chat_template.jinja"
     template.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system role!') }}{% endif %}"
-        "{{ messages[0].content }}"
+        "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
     )
     words = [*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]", "data.train_batch_size=1"]
     config = load_config(words)
@@ -489,6 +489,20 @@ def test_a_turn_ends_at_every_token_that_the_model_lists(listed: object, expecte
     assert chat.stop_token_ids == expected and chat.end_token_id == 2
     for stop in chat.stop_token_ids:
         assert chat.response_text((*chat.response_ids("so be it")[0], stop)) == "so be it"
+
+
+@pytest.mark.parametrize(("listed", "expected"), [([2, 5, 7], (2, 5, 7)), (5, (2, 5)), (None, (2,))])
+def test_without_a_generation_configuration_the_models_own_list_counts(
+    listed: object, expected: object, tmp_path: Path
+) -> None:
+    """As in transformers, which makes one from config.json."""
+    model = save_tiny_model(tmp_path)
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": listed}))
+    assert load_chat_template(ModelConfig(path=str(model))).stop_token_ids == expected
+    own = load_hf_engine(str(model), torch.float32, "cpu", 8)._model.generation_config.eos_token_id
+    assert own == listed
 
 
 def test_whichever_token_ends_a_turn_is_trained_and_not_judged(tmp_path: Path) -> None:

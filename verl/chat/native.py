@@ -5,23 +5,25 @@ The parser is the tokenizer's response template (transformers) if it has one, el
 are parsed once, so a parser of another family is an error.
 """
 
+import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
-from itertools import takewhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from verl.chat.template import ChatTemplate
 from verl.errors import ConfigError, DataError
 from verl.formats.base import Calls, Final, Parsed, ParseError
 from verl.formats.prompt import function_schema
 from verl.formats.response import spoken
-from verl.formats.text import BadCallError, read_whole_json, to_call
+from verl.formats.split import Split, content_before
+from verl.formats.text import BadCallError, find_spoken, read_whole_json, speech_start, to_call
 from verl.formats.toolrl_text import THINK_END
 from verl.registry import nearest
+from verl.text import shared_start
 from verl.types import Message, ToolCall, ToolSpec
 
 Read = Callable[[str, Sequence[ToolSpec]], list[ToolCall]]  # raises BadCallError
@@ -104,13 +106,13 @@ class BoundNativeFormat(NativeFormat):
     @cached_property
     def mark(self) -> str:
         """The text with which every call begins, such as a tag: a response with it, but without a call, is malformed"""
-        begin = _shared_start(*(self.render([call]) for call in _TRIAL_CALLS)).rpartition(THINK_END)[2].strip()
+        begin = shared_start(*(self.render([call]) for call in _TRIAL_CALLS)).rpartition(THINK_END)[2].strip()
         return begin.partition("{")[0].strip() or begin
 
     @cached_property
     def end_mark(self) -> str:
         """The tag with which every call ends, such as </tool_call>; empty: calls end otherwise"""
-        reversed_end = _shared_start(*(self.render([call])[::-1] for call in _TRIAL_CALLS))
+        reversed_end = shared_start(*(self.render([call])[::-1] for call in _TRIAL_CALLS))
         found = _LAST_TAG.search(reversed_end[::-1].rstrip())
         return found[0] if found else ""
 
@@ -119,10 +121,25 @@ class BoundNativeFormat(NativeFormat):
             calls = self.read(written, tools)
         except BadCallError as error:
             return ParseError(str(error))
-        attempted = spoken(written, self.in_thought).count(self.mark)
+        attempted = spoken(written, self.in_thought).count(self.mark) - _quoted(self.mark, calls, written)
         if attempted > len(calls) and (not calls or self.mark.startswith("<")):  # other marks also occur in arguments
             return ParseError("A call cannot be parsed, or its tool is unknown.")  # some parsers drop such calls
         return Calls(tuple(calls)) if calls else Final()
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """By the marks, because some parsers read calls that are not closed."""
+        parsed = self.parse(text, tools)
+        if not isinstance(parsed, Calls):
+            return Split(text)
+        start = find_spoken(text, self.mark, speech_start(text, self.in_thought))
+        end = text.rfind(self.end_mark) + len(self.end_mark) if self.end_mark and self.end_mark in text else len(text)
+        return Split(text[: max(start, 0)].rstrip(), parsed.calls, text[end:].strip())
+
+    def certain_content(self, text: str) -> str:
+        if not self.mark.startswith("<"):  # a text that content may have, too
+            return ""
+        start = find_spoken(text, self.mark, speech_start(text, self.in_thought))
+        return content_before(text, start, (self.mark,)).rstrip()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """The calls as the chat template writes them, without the end of the turn. Raises DataError if it does not."""
@@ -137,17 +154,28 @@ class BoundNativeFormat(NativeFormat):
         if found != Calls((call,)):
             parser = f"vLLM's parser {self.parser}" if self.parser else "the tokenizer's response template"
             raise ConfigError(
-                f"env.tool_call_format=native: {parser} does not read the calls of {_where(self.chat)}, such as "
+                f"env.tool_call_format=native: {parser} does not read the calls of {self.chat.where}, such as "
                 f"{text!r}; {_OPTION}, or choose another format"
             )
 
 
-def _shared_start(one: str, other: str) -> str:
-    return "".join(pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def _quoted(mark: str, calls: Sequence[ToolCall], written: str) -> int:
+    """How often the arguments of the calls quote the mark, as text or in JSON."""
+    texts = [text for call in calls for text in _texts(call.arguments) if mark in text]
+    return sum(text.count(mark) for text in texts if text in written or json.dumps(text)[1:-1] in written)
 
 
-def _where(chat: ChatTemplate) -> str:
-    return f"the chat template of the tokenizer in {chat.tokenizer.name_or_path!r}"
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def _rendered_turn(chat: ChatTemplate, calls: Sequence[ToolCall]) -> tuple[str, str]:
@@ -157,9 +185,9 @@ def _rendered_turn(chat: ChatTemplate, calls: Sequence[ToolCall]) -> tuple[str, 
     whole, prompt = chat.rendered((_QUESTION, turn), (), False), chat.rendered((_QUESTION,))
     head = prompt
     if not whole.startswith(prompt):  # it opens a thought, which the template drops from whole turns
-        head = _shared_start(*(chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS))
+        head = shared_start(*(chat.rendered((_QUESTION, answer), (), False) for answer in _ANSWERS))
     if not whole.startswith(head) or not all(call.name in whole for call in calls):
-        raise DataError(f"{_where(chat)} does not render calls")
+        raise DataError(f"{chat.where} does not render calls")
     text = whole.removeprefix(head)
     ends = [text.rfind(str(chat.tokenizer.decode([stop]))) for stop in chat.stop_token_ids]
     place = max(ends) if max(ends) >= 0 else len(text)
@@ -193,7 +221,7 @@ def _family(chat: ChatTemplate) -> str:
         if mark in template:
             return name
     raise ConfigError(
-        f"env.tool_call_format=native: {_where(chat)} is of no known family, and the tokenizer has no response "
+        f"env.tool_call_format=native: {chat.where} is of no known family, and the tokenizer has no response "
         f"template; {_OPTION} with one of vLLM's tool parsers, or choose another format"
     )
 
@@ -205,7 +233,7 @@ def _vllm_reader(name: str, chat: ChatTemplate) -> Read:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise ConfigError(
-            f"env.tool_call_format=native: {_where(chat)} has no response template, and vLLM, whose parser {name} "
+            f"env.tool_call_format=native: {chat.where} has no response template, and vLLM, whose parser {name} "
             f"reads its calls, cannot be imported ({error}); install vLLM, or choose another format"
         ) from error
     known = ToolParserManager.list_registered()
@@ -233,6 +261,6 @@ def _vllm_reader(name: str, chat: ChatTemplate) -> Read:
         read("", ())
     except Exception as error:  # such as special tokens that the tokenizer lacks
         raise ConfigError(
-            f"env.tool_call_format=native: vLLM's parser {name} does not support {_where(chat)}: {error}"
+            f"env.tool_call_format=native: vLLM's parser {name} does not support {chat.where}: {error}"
         ) from error
     return read

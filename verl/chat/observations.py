@@ -54,17 +54,14 @@ class ObservationTokenizer:
         return self.chat.initial_ids(shown)
 
     @cached_property
+    def raw(self) -> bool:
+        """Whether prompts are plain texts, without the chat template."""
+        return isinstance(self.tool_call_format.render_prompt((Message("user", "a"),), ()), str)
+
+    @cached_property
     def untruncated(self) -> Self:
         """The same without limits, for text that a program has chosen itself."""
         return replace(self, chat=replace(self.chat, max_prompt_tokens=None), max_observation_tokens=sys.maxsize)
-
-    def written(self, token_ids: Sequence[int]) -> str:
-        """The response text without its end token, but with special tokens, which some formats use."""
-        return str(self.chat.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids))
-
-    def ended(self, token_ids: Sequence[int]) -> bool:
-        """Whether the policy ended its turn, rather than pausing at a stop string."""
-        return len(token_ids) > 0 and token_ids[-1] in self.chat.stop_token_ids
 
     def answer_ids(
         self, answers: Sequence[Message], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
@@ -80,7 +77,7 @@ class ObservationTokenizer:
         return self.chat.answer_ids(shown, ended)
 
     def _short(self, answer: Message) -> Message:
-        _, spans = self.chat.response_ids(answer.content)
+        _, spans = self.chat.encoded(answer.content)
         if len(spans) <= self.max_observation_tokens:
             return answer
         return replace(answer, content=self._shortened(answer.content, spans))

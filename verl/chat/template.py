@@ -1,7 +1,8 @@
 """Messages to tokens and back, with the model's own chat template.
 
-An episode's tokens are append-only. Everything after a response is therefore tokenized separately: `answer_ids` for
-messages of other roles, `continuation_ids` for text that continues the assistant's turn.
+An episode's tokens are append-only. Everything after a prompt is therefore tokenized separately, but as it is tokenized
+in its place, because a tokenizer may put a space before the first word of a text: `response_ids` for the policy's own
+text, `answer_ids` for messages of other roles, `continuation_ids` for text that continues the assistant's turn.
 """
 
 import re
@@ -19,12 +20,33 @@ from verl.chat.dropped_fields import check_messages, tool_fault, tools_left_out
 from verl.data.messages import as_openai
 from verl.errors import ConfigError, DataError
 from verl.formats.prompt import function_schema
-from verl.text import utf8
+from verl.formats.toolrl_text import THINK, THINK_END
+from verl.text import shared_start, utf8
 from verl.types import Message, Task, ToolCall, ToolSpec
 
 # two conversations that differ only in the assistant's message; their common suffix is what follows that message
 _QUESTION, _RESPONSES = Message("user", "a"), (Message("assistant", "b"), Message("assistant", "c"))
+_ANSWERS = ("Yes.", "7")  # to compare the tokens of turns
 _HINT = "choose another tool-call format, or a tokenizer whose template supports them"
+_OPENED = re.compile(rf"{THINK}\s*\Z")
+_TAIL = 16  # tokens at the end of a context in which it may open a thought
+_BEFORE = ("\n", "a")  # texts that a continuation may follow; no tokenizer merges both of them with its first character
+
+Encoded = tuple[tuple[int, ...], list[tuple[int, int]]]  # tokens, character span of each
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFrame:
+    """What a chat template writes around the text of an assistant's turn.
+
+    prompt: the whole rendering before it, with the generation prompt
+    lead: between the prompt and an answer without a thought: nothing, white space, or an empty thought
+    end: from the answer to the end of the rendering
+    """
+
+    prompt: str
+    lead: str
+    end: str
 
 
 @dataclass(frozen=True)
@@ -54,14 +76,84 @@ class ChatTemplate:
             raise ConfigError(f"{where} has no end-of-turn token (eos_token)")
 
     @property
-    def end_token_id(self) -> int:
-        """The end-of-turn token appended to turns that the policy did not end itself."""
-        return int(self.tokenizer.eos_token_id)
+    def where(self) -> str:
+        """The chat template, for errors."""
+        return f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
 
-    @property
+    @cached_property
+    def end_token_id(self) -> int:
+        """The token with which the chat template ends the assistant's turn: added where the policy did not write it.
+
+        It need not be the tokenizer's eos_token, as in base models; that one counts where the template writes none.
+        """
+        try:
+            after = self.frame.end.lstrip()
+        except (ConfigError, DataError):  # reported where the template is used
+            after = ""
+        added = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()}
+        ends = [token for token in added if after.startswith(token)]
+        return int(added[max(ends, key=len)] if ends else self.tokenizer.eos_token_id)
+
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """All tokens that end the assistant's turn."""
-        return tuple(dict.fromkeys((self.end_token_id, *self.more_stops)))
+        return tuple(dict.fromkeys((self.end_token_id, int(self.tokenizer.eos_token_id), *self.more_stops)))
+
+    @cached_property
+    def frame(self) -> TurnFrame:
+        """Of a turn that answers one user message. Raises ConfigError if the chat template does not begin such a turn,
+        or begins it in other ways with and without its text; DataError if it rejects the messages."""
+        prompt = self.rendered((_QUESTION,))
+        one, other = (self.rendered((_QUESTION, response), (), False) for response in _RESPONSES)
+        before, end = shared_start(one, other), shared_start(one[::-1], other[::-1])[::-1]
+        found = _OPENED.search(prompt)
+        opened = found[0] if found else ""
+        if one == other:
+            raise ConfigError(f"{self.where} does not render the text of the assistant; {_HINT}")
+        if before.startswith(prompt):
+            lead = before.removeprefix(prompt)
+        elif opened and before.startswith(unopened := prompt.removesuffix(opened)):
+            # a finished turn has another empty thought, or none
+            lead = before.removeprefix(unopened).removeprefix(THINK) or f"\n{THINK_END}\n\n"
+        else:
+            raise ConfigError(
+                f"{self.where} does not continue its own generation prompt, {prompt[-40:]!r}, with a response; {_HINT}"
+            )
+        if lead.strip() and prompt == self.rendered((_QUESTION,), (), False):
+            raise ConfigError(
+                f"{self.where} ignores add_generation_prompt, so the policy would have to begin its turn itself, with "
+                f"{lead!r}; set model.tokenizer_path to a tokenizer whose template begins it"
+            )
+        return TurnFrame(prompt, lead, end)
+
+    @property
+    def question_ids(self) -> tuple[int, ...]:
+        """The tokens of a shortest prompt."""
+        return self.encoded(self.frame.prompt)[0]
+
+    def check_turns(self) -> None:
+        """Raises ConfigError if a turn of text has other tokens than the chat template's own, or another end."""
+        prompt, frame = self.question_ids, self.frame
+        end = frame.end.strip()
+        if end and not end.startswith(str(self.tokenizer.convert_ids_to_tokens(self.end_token_id))):
+            raise ConfigError(f"{self.where} ends an assistant's turn with {end!r} rather than with a token")
+        for content in _ANSWERS:
+            text, (ids, _) = self.response(prompt, content)
+            whole = self.rendered((_QUESTION, Message("assistant", content)), (), False)
+            if not whole.startswith(frame.prompt):  # the thought is taken out of finished turns
+                whole = frame.prompt + text + frame.end
+            theirs, own = self.encoded(whole)[0], (*prompt, *ids)
+            if theirs[: len(prompt)] != prompt:
+                continue  # no policy can write a turn whose first token is half in the prompt
+            theirs = theirs[: len(own)] if end else (*theirs[: len(own) - 1], self.end_token_id)
+            if theirs != own:
+                raise ConfigError(
+                    f"a turn has other tokens than in {self.where}: {self._shown(own[len(prompt) :])} for {text!r}, "
+                    f"instead of {self._shown(theirs[len(prompt) :])}; set model.tokenizer_path to another tokenizer"
+                )
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(list(ids)))
 
     def initial_ids(
         self, prompt: str | Sequence[Message], tools: Sequence[ToolSpec] = (), column: str = "prompt"
@@ -85,12 +177,11 @@ class ChatTemplate:
     def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
         """Raises ConfigError if the chat template does not list these tools with these messages."""
         if tools and (lacking := tools_left_out(self.rendered, messages, tools)):
-            where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
-            raise ConfigError(tool_fault(lacking, where))
+            raise ConfigError(tool_fault(lacking, self.where))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The messages under the chat template, with the generation prompt. Raises like `rendered`."""
-        return self.response_ids(self.rendered(messages, tools))[0]
+        return self.encoded(self.rendered(messages, tools))[0]
 
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), add_generation_prompt: bool = True
@@ -100,7 +191,7 @@ class ChatTemplate:
         tools: tools for the template to list. Templates distinguish an empty list from None, so () is passed as None.
         Raises DataError if the template rejects the messages, ConfigError if it is invalid or does not terminate.
         """
-        where = f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
+        where = self.where
         given, schemas = list(map(as_openai, messages)), list(map(function_schema, tools))
         render = partial(
             self.tokenizer.apply_chat_template,
@@ -167,7 +258,7 @@ class ChatTemplate:
         end = self._place_of_stop(after)
         if end == len(after) or after[:end] != self._closing(responses):
             raise ConfigError(
-                f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r} ends an assistant's turn with "
+                f"{self.where} ends an assistant's turn with "
                 f"{self.tokenizer.decode(after[:8])!r} rather than with a stop token "
                 f"({self.tokenizer.decode(self.stop_token_ids)}), which multi-turn episodes need"
             )
@@ -178,7 +269,7 @@ class ChatTemplate:
 
     def _closing(self, responses: Sequence[Message]) -> tuple[int, ...]:
         """What follows the difference of the responses in their own turn: the closing tag of a call, or nothing."""
-        turns = [self.response_ids(self.rendered((_QUESTION, each), (), False))[0] for each in responses]
+        turns = [self.encoded(self.rendered((_QUESTION, each), (), False))[0] for each in responses]
         after = _common_end(*turns)
         closing = after[: self._place_of_stop(after)]
         has_text = responses == _RESPONSES and self.tokenizer.decode(closing).strip()
@@ -195,12 +286,30 @@ class ChatTemplate:
     @property
     def opens_thought(self) -> bool:
         """Whether the chat template itself opens a thought, so that responses begin inside it."""
-        prompt = str(self.tokenizer.decode(self.prompt_ids((_QUESTION,))))
-        return prompt.rstrip().endswith("<think>")
+        return _OPENED.search(self.rendered((_QUESTION,))) is not None
+
+    def response(self, prompt_ids: Sequence[int], content: str, raw: bool = False) -> tuple[str, Encoded]:
+        """(a turn as the policy writes it after this prompt, its tokens with the end token and their spans).
+
+        A thought that the prompt opens is not opened again; an answer without a thought follows what the chat template
+        puts there: the end of that thought, or an empty one.
+        raw: the prompt is no rendering of the chat template
+        """
+        opened, text = self._opened(prompt_ids), content
+        if THINK_END not in content:
+            text = content if raw else self.frame.lead + content
+        elif opened and content.lstrip().startswith(THINK):
+            text = content.lstrip().removeprefix(opened).removeprefix(THINK)
+        if raw:
+            (ids, spans), end = self._after(_BEFORE, text), int(self.tokenizer.eos_token_id)
+        else:
+            text += self.frame.end[: len(self.frame.end) - len(self.frame.end.lstrip())]
+            (ids, spans), end = self.response_ids(text), self.end_token_id
+        return text, ((*ids, end), [*spans, (len(text), len(text))])
 
     def continuation_ids(self, text: str) -> tuple[int, ...]:
         """A text that continues the assistant's turn; special-token strings in it are encoded as plain text."""
-        return tuple(self.tokenizer(utf8(text), add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        return self._after(_BEFORE, utf8(text), split_special_tokens=True)[0]
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
@@ -218,15 +327,49 @@ class ChatTemplate:
     def _truncated(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]
 
-    def response_ids(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    def encoded(self, text: str, **options: Any) -> Encoded:
         """(tokens of a text, character span of each token), without added special tokens."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return tuple(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **options)
+        return tuple(found["input_ids"]), [tuple(span) for span in found["offset_mapping"]]
+
+    def response_ids(self, text: str) -> Encoded:
+        """(tokens of a text that follows the generation prompt, character span of each token)"""
+        return self._after((self.frame.prompt, *_BEFORE), text)
+
+    def _after(self, before: Sequence[str], text: str, **options: Any) -> Encoded:
+        """The text as it is encoded behind the first of these texts that shares no token with it, else on its own."""
+        for each in before:
+            (head, _), (whole, spans) = self.encoded(each, **options), self.encoded(each + text, **options)
+            if whole[: len(head)] == head:
+                own = [(start - len(each), end - len(each)) for start, end in spans[len(head) :]]
+                return whole[len(head) :], own
+        return self.encoded(text, **options)
 
     def response_text(self, token_ids: Sequence[int]) -> str:
-        """The response text, without special tokens and without the end token."""
-        ended = len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
-        return str(self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True))
+        """The response with all special tokens, which formats may use, but without the token that ended it."""
+        return str(self.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids))
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Whether the policy ended its turn, rather than pausing at a stop string."""
+        return len(token_ids) > 0 and token_ids[-1] in self.stop_token_ids
+
+    def turn_of(
+        self, context_ids: Sequence[int], token_ids: Sequence[int], before: Sequence[int] = ()
+    ) -> tuple[Message, str]:
+        """(the policy's turn, the token that ended it if that is not the chat template's): see `Message` and `Turn`.
+
+        context_ids: the new tokens before the response; their end may open a thought
+        before: what the policy wrote before a pause without an observation
+        """
+        strange = self.ended(token_ids) and token_ids[-1] != self.end_token_id
+        other_end = str(self.tokenizer.decode([token_ids[-1]])) if strange else ""
+        text = self.response_text((*before, *token_ids))[len(self.response_text(before)) :]
+        return Message("assistant", self._opened(context_ids) + text), other_end
+
+    def _opened(self, context_ids: Sequence[int]) -> str:
+        """The end of a context that opens a thought, in which the response begins; empty if it opens none."""
+        found = _OPENED.search(str(self.tokenizer.decode(context_ids[-_TAIL:])))
+        return found[0] if found else ""
 
 
 def _roles(messages: Sequence[Message]) -> list[str]:

@@ -213,8 +213,8 @@ class _Episode:
         message, finish = await self._write(last is not None)
         if finish is FinishReason.LENGTH:
             return StopReason.LENGTH
-        ended = self._observations.ended(self._since_observation)
-        text = self._observations.written(self._since_observation)
+        ended = self._observations.chat.ended(self._since_observation)
+        text = self._observations.chat.response_text(self._since_observation)
         text = text if ended else _until(self._stops, text)
         style = self._observations.tool_call_format
         parsed = style.parse(text, self._tools)
@@ -253,15 +253,16 @@ class _Episode:
         """Generate one response and append it to the ledger. The last turn stops only at the end of an answer."""
         room = self._room
         longest = min(room, self._limits.max_turn_tokens or room)
-        style, written = self._observations.tool_call_format, self._observations.written(self._since_observation)
+        style, chat = self._observations.tool_call_format, self._observations.chat
+        written = chat.response_text(self._since_observation)
         self._stops = stops = style.final_stop_strings if last else style.stop_strings(written)
         seed = None if self._seed is None else self._seed + len(self._turns) * SEEDS_BETWEEN_TURNS
         sampling = replace(self._sampling, n=1, max_tokens=longest, stop_strings=stops, seed=seed)
         (completion,) = await self._engine.generate((*self._ledger, *self._context), sampling)
         if completion.finish_reason is FinishReason.ABORT:
             raise ServiceDownError("the rollout engine", "aborted a response")
-        message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
-        self._turns.append(Turn(self._context, completion, message))
+        message, other_end = chat.turn_of(self._context, completion.token_ids, self._since_observation)
+        self._turns.append(Turn(self._context, completion, message, other_end=other_end))
         self._ledger += [*self._context, *completion.token_ids]
         self._since_observation += completion.token_ids
         self._context = ()

@@ -5,11 +5,14 @@ Formats handle text only; the framework tokenizes what a format returns, once, a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Message, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    from verl.formats.split import Split
 
 TOOL_CALL_FORMATS: Mapping[str, str] = {
     "artist": "verl.kit.papers.formats.tags:ARTIST",
@@ -27,6 +30,9 @@ TOOL_CALL_FORMATS: Mapping[str, str] = {
     "xml": "verl.formats.xml:XmlFormat",
     "zerotir": "verl.kit.papers.formats.fence:ZeroTirFormat",
 }
+
+
+_OPTIONAL = ("render", "split", "certain_content")  # methods of a format
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,13 @@ class ToolCallFormat(Protocol):
         """The tool results as shown to the policy: a text that continues its turn, or messages that the chat template
         renders as separate turns, followed by the generation prompt."""
 
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> "Split":
+        """Optional: a response as text before its calls, calls, and text after them; by default found with `parse`."""
+
+    def certain_content(self, text: str) -> str:
+        """Optional: the beginning of an unfinished response that is no part of a call, whatever follows; by default
+        nothing, so that a server sends the content at the end."""
+
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Optional: the calls as a policy writes them; `parse` inverts it, unless an argument contains an end tag."""
 
@@ -111,7 +124,7 @@ def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) 
         raise ConfigError(f"tool-call format {name!r} must be a class or a function, not an object of type {kind}")
     check_options("tool-call format", name, make, given)
     built = make(**given)
-    needed = [each for each in vars(ToolCallFormat) if not each.startswith("_") and each != "render"]
+    needed = [each for each in vars(ToolCallFormat) if not each.startswith("_") and each not in _OPTIONAL]
     lacking = [each for each in needed if not hasattr(built, each)]
     if lacking:
         raise ConfigError(f"{name!r} is not a tool-call format: {type(built).__name__} has no {', '.join(lacking)}")

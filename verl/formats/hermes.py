@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from verl.formats import jinja
 from verl.formats.base import Parsed
 from verl.formats.prompt import TurnFormat
 from verl.formats.text import BadCallError, each_call, parse_json, parsed, skip_space, speech_start, to_call, to_json
@@ -25,6 +26,9 @@ class HermesFormat(TurnFormat):
     def render(self, calls: Sequence[ToolCall]) -> str:
         values = [to_json({"name": call.name, "arguments": call.arguments}) for call in calls]
         return "\n".join(f"{TOOL_CALL}\n{value}\n{TOOL_CALL_END}" for value in values)
+
+    def calls_jinja(self) -> str:
+        return jinja.each_call(jinja.call_object("arguments"), f"{TOOL_CALL}\n", f"\n{TOOL_CALL_END}")
 
 
 def _read(written: str, start: int) -> tuple[ToolCall, int]:

@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from verl.errors import ConfigError
-from verl.formats.base import Parsed, ParseError
+from verl.formats.base import Continue, Parsed, ParseError
 from verl.formats.prompt import PromptTemplateMixin
+from verl.formats.split import Split, content_before, split_by_parsing
 from verl.types import Message, ToolCall, ToolSpec
 
 
@@ -22,6 +23,7 @@ class InlineFormat(PromptTemplateMixin, ABC):
     """
 
     parallel_calls: ClassVar[bool] = False
+    serving_template: ClassVar[str] = "inline"
     template_tools: ClassVar[bool] = False  # the recipe's prompt describes the tool
     raw: bool = False
     tool: str = "python"
@@ -63,6 +65,49 @@ class InlineFormat(PromptTemplateMixin, ABC):
         if isinstance(self.parse(written), ParseError):
             return "".join(f"\n{each.content}\n" for each in results)
         return self.wrap("\n".join(self.shown(each.content) for each in results), written)
+
+    @property
+    def instruction_tags(self) -> tuple[str, ...]:
+        """A question with all of these already has the recipe's instructions; none: they are always added."""
+        return ()
+
+    @property
+    def single_tool(self) -> tuple[str, str]:
+        """(name, argument) of the tool that every call means"""
+        return self.tool, self.argument
+
+    @property
+    def fixed_stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, if they do not depend on the policy's text; else none."""
+        return self.stop_strings("")
+
+    @property
+    def trial_calls(self) -> tuple[ToolCall, ToolCall]:
+        return self.call("1"), self.call("2")
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """The first call, which is run at once: what follows was not seen in training. The text before it is as it was
+        written, because the turn continues after the call."""
+        found = split_by_parsing(self.parse, self._until_pause(text))
+        return replace(found, after="") if found.calls else Split(text)
+
+    def certain_content(self, text: str) -> str:
+        """Up to the first opening tag, wherever it is."""
+        text = self._until_pause(text)
+        found = [start for tag in self.openings if (start := text.find(tag)) >= 0]
+        return content_before(text, min(found, default=-1), self.openings)
+
+    def _until_pause(self, text: str) -> str:
+        """The text up to the stop string at which an episode would have run a call, or all of it."""
+        end = 0
+        while True:
+            stops = self.stop_strings(text[:end])
+            ends = [found + len(stop) for stop in stops if (found := text.find(stop, end)) >= 0]
+            if not ends:
+                return text
+            end = min(ends)
+            if not isinstance(self.parse(text[:end]), Continue):
+                return text[:end]
 
     def shown(self, output: str) -> str:
         text = output.strip("\n")

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.formats import jinja
 from verl.formats.base import Calls, Final, Parsed, ParseError
 from verl.formats.prompt import TurnFormat
+from verl.formats.split import Split, content_before
 from verl.formats.text import BadCallError, parse_json, skip_space, speech_start, to_call, to_json
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.types import Message, ToolCall, ToolSpec
@@ -36,6 +38,21 @@ class Llama3JsonFormat(TurnFormat):
         except BadCallError as error:
             return ParseError(str(error)) if meant else Final()
 
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """The calls are the whole response after a thought."""
+        parsed = self.parse(text, tools)
+        if not isinstance(parsed, Calls):
+            return Split(text)
+        return Split(self.certain_content(text), parsed.calls)
+
+    def certain_content(self, text: str) -> str:
+        position = skip_space(text, speech_start(text, self.in_thought))
+        if text.startswith(THINK, position):
+            end = text.find(THINK_END, position)
+            position = len(text) if end < 0 else skip_space(text, end + len(THINK_END))
+        starts = position if text.startswith((PYTHON_TAG, "{"), position) else -1
+        return content_before(text, starts, (PYTHON_TAG, THINK)).rstrip()
+
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         return tuple(replace(each, role="ipython") if each.role == "tool" else each for each in results)
 
@@ -43,6 +60,9 @@ class Llama3JsonFormat(TurnFormat):
         return "; ".join(
             to_json({"name": call.name, "parameters": call.arguments}, (THINK, THINK_END)) for call in calls
         )
+
+    def calls_jinja(self) -> str:
+        return jinja.each_call(jinja.call_object("parameters", (THINK, THINK_END)), between="; ")
 
 
 def _means_a_call(value: Any) -> bool:

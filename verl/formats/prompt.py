@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.errors import ConfigError
+from verl.formats.split import content_before
+from verl.formats.text import find_spoken, speech_start
 from verl.registry import nearest
-from verl.types import Message, ToolSpec
+from verl.text import shared_start
+from verl.types import Message, ToolCall, ToolSpec
 
 _FOLDER = Path(__file__).parent / "prompts"
 _PLACES = re.compile(r"\{(question|tools)\}")
@@ -88,6 +91,7 @@ class PromptTemplateMixin:
     """
 
     place: ClassVar[str] = "{question}"
+    serving_template: ClassVar[str] = "question"  # of verl/kit/openai_server/templates
     turns_per_call: ClassVar[int] = 1
     parallel_calls: ClassVar[bool] = True
     prompt_template: str | None = None
@@ -117,6 +121,30 @@ class PromptTemplateMixin:
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
         """The results unchanged; the chat template renders them as one turn or several."""
         return tuple(results)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """The texts with which calls begin: what all rendered ones share. Empty if they share nothing."""
+        render = getattr(self, "render", None)
+        shared = shared_start(*(render([call]) for call in self.trial_calls)) if render else ""
+        return tuple(shared.split()[:1])
+
+    @property
+    def trial_calls(self) -> tuple[ToolCall, ToolCall]:
+        """Two calls of this format that share nothing."""
+        return ToolCall("a", {}), ToolCall("b", {})
+
+    def certain_content(self, text: str) -> str:
+        """The text before the first tag outside thoughts that begins a call; none without known tags."""
+        if not self.openings:
+            return ""
+        position = speech_start(text, getattr(self, "in_thought", False))
+        found = [start for tag in self.openings if (start := find_spoken(text, tag, position)) >= 0]
+        return content_before(text, min(found, default=-1), self.openings).rstrip()
+
+    def calls_jinja(self) -> str:
+        """`render` in Jinja, for servers: see verl/formats/jinja.py. By default earlier calls are refused."""
+        return '{{ raise_exception("earlier calls cannot be rendered: the tool-call format has no calls_jinja") }}'
 
     def render_raw_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         assert self.prompt is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
+from verl.formats import jinja
 from verl.formats.base import Parsed
 from verl.formats.prompt import SystemPromptTemplateMixin, numbered_tools
 from verl.formats.text import BadCallError, only_block, parsed, read_whole_json, to_call, to_json
@@ -23,6 +24,7 @@ class ToolRlFormat(SystemPromptTemplateMixin):
     """Parses calls exactly as ToolRL's reward does."""
 
     needs_thought: ClassVar[bool] = True
+    serving_template: ClassVar[str] = "toolrl"
     prompt_template: str = "toolrl"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
@@ -41,6 +43,9 @@ class ToolRlFormat(SystemPromptTemplateMixin):
     def render(self, calls: Sequence[ToolCall]) -> str:
         lines = [to_json({"name": call.name, "parameters": call.arguments}) for call in calls]
         return "\n".join([TOOL_CALL, *lines, TOOL_CALL_END])
+
+    def calls_jinja(self) -> str:
+        return jinja.around(f"{TOOL_CALL}\n", jinja.each_call(jinja.call_object("parameters")), f"\n{TOOL_CALL_END}")
 
 
 def _calls(written: str) -> Iterator[ToolCall]:

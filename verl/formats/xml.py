@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verl.formats import jinja
 from verl.formats.base import Final, Parsed, ParseError
 from verl.formats.prompt import TurnFormat
+from verl.formats.split import Split, split_by_parsing
 from verl.formats.text import BadCallError, each_call, find_spoken, parsed, skip_space, speech_start, to_json
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.formats.typed import argument_types, typed
@@ -16,6 +18,15 @@ from verl.types import ToolCall, ToolSpec
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _TAGS = (FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END, THINK, THINK_END)
+_JINJA = (
+    f"{{{{ {jinja.literal(FUNCTION)} ~ call.function.name ~ '>' }}}}"
+    "{%- for key, value in call.function.arguments.items() -%}"
+    f"{{{{ {jinja.literal(chr(10) + PARAMETER)} ~ key ~ '>\\n' }}}}"
+    f"{{{{ value if value is string else escaped(value, {jinja.literal(list(_TAGS))}) }}}}"
+    f"{{{{ {jinja.literal(chr(10) + PARAMETER_END)} }}}}"
+    "{%- endfor -%}"
+    f"{{{{ {jinja.literal(chr(10) + FUNCTION_END)} }}}}"
+)
 _NAME = re.compile(r"([^<>\n]+)>")
 
 
@@ -35,8 +46,24 @@ class XmlFormat(TurnFormat):
             return ParseError(f"There is no {FUNCTION}NAME> .. {FUNCTION_END} in {TOOL_CALL}.")
         return found
 
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return (TOOL_CALL, FUNCTION)
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """`<tool_call>` is no part of what is parsed."""
+        found = split_by_parsing(lambda each: self.parse(each, tools), text).stripped()
+        if not found.calls:
+            return found
+        return Split(
+            found.before.removesuffix(TOOL_CALL), found.calls, found.after.removeprefix(TOOL_CALL_END)
+        ).stripped()
+
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(map(_render, calls))
+
+    def calls_jinja(self) -> str:
+        return jinja.each_call(_JINJA, f"{TOOL_CALL}\n", f"\n{TOOL_CALL_END}")
 
 
 def _read(written: str, position: int, tools: Sequence[ToolSpec]) -> tuple[ToolCall, int]:

@@ -178,7 +178,7 @@ class _Worker(threading.Thread):
         """The score of the episode with empty responses, which every reward can score quickly."""
         trajectory, task, step = call
         turns = [
-            replace(turn, message=replace(turn.message, content="", tool_calls=()), parsed=None)
+            replace(turn, message=replace(turn.message, content="", tool_calls=()), parsed=None, other_end="")
             for turn in trajectory.turns
         ]
         try:

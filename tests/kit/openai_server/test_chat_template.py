@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from tests.test_docs import quickstart_files
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.data.messages import read_messages, read_tools
@@ -21,13 +24,16 @@ from verl.envs.base import Observation
 from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS, ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
-from verl.formats.prompt import PromptTemplate
+from verl.formats.prompt import PromptTemplate, function_schema
 from verl.kit.openai_server.chat_template import serving_chat_template
-from verl.types import Message
+from verl.kit.openai_server.served_model import TrainedFormat
+from verl.kit.openai_server.serving_files import serving_texts
+from verl.types import Message, ToolSpec
 
 TEMPLATES = Path(__file__).parents[2] / "chat" / "templates"
 TURNS = [name for name in TOOL_CALL_FORMATS if not isinstance(build_tool_call_format(name), InlineFormat)]
 INLINE = [name for name in TOOL_CALL_FORMATS if name not in TURNS]
+RAIN = ToolSpec("rain", "Tells of rain.", {"type": "object", "properties": {"city": {"type": "string"}}})
 QWEN_PROMPT = {"prompt_template": "artist_tools"}  # lists the tools itself
 
 texts = st.text(st.sampled_from("ab é😀\n\"\\{}[],:<>/'0"), max_size=12)
@@ -239,13 +245,47 @@ def test_a_result_of_an_unknown_call_is_refused_as_in_training(name: str) -> Non
         served_text(used, template, messages, [])
 
 
-class Unknown(type(build_tool_call_format("toolrl"))):  # type: ignore[misc]
-    """A user's format with a prompt of its own."""
+class Unknown:
+    """A user's format with prompts of its own, without a base class."""
+
+    template_tools = False
 
 
 def test_a_format_without_a_template_is_refused_with_its_name() -> None:
     with pytest.raises(ConfigError, match="tool-call format Unknown cannot be written as a chat template"):
-        serving_chat_template(Unknown(), "")
+        serving_chat_template(Unknown(), "")  # type: ignore[arg-type]
+
+
+def test_a_format_of_ones_own_is_served_with_its_prompt(tmp_path: Path) -> None:
+    for name in ("my_format.py", "my_prompt.txt"):
+        (tmp_path / name).write_text(quickstart_files()[name])
+    style = build_tool_call_format(
+        f"{tmp_path / 'my_format.py'}:CallFormat", {"prompt_template": str(tmp_path / "my_prompt.txt")}
+    )
+    used, schema = chat(), function_schema(RAIN)
+    template = serving_chat_template(style, used.tokenizer.chat_template)
+    shown = style.render_prompt((Message("user", "Rain?"),), (RAIN,))
+    assert served_text(used, template, [{"role": "user", "content": "Rain?"}], [schema]) == used.rendered(shown)
+    asked = {"role": "assistant", "content": "", "tool_calls": [call("c0", {})]}
+    with pytest.raises(Exception, match="earlier calls cannot be rendered"):
+        served_text(used, template, [{"role": "user", "content": "Rain?"}, asked], [schema])
+
+
+def test_a_base_model_is_served_with_the_end_of_its_chat_template(tmp_path: Path) -> None:
+    """Its own files know the end of documents alone, at which no turn ends."""
+    model = Path(shutil.copytree(embedded_path("embedded:model"), tmp_path / "model"))
+    assert GENERATION_CONFIG_NAME not in serving_texts(model, TrainedFormat("toolrl"))
+    for name, key, end in (
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+        ("generation_config.json", "eos_token_id", 0),
+        ("config.json", "eos_token_id", 0),
+    ):
+        own = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({**own, key: end}))
+    served = json.loads(serving_texts(model, TrainedFormat("toolrl"))[GENERATION_CONFIG_NAME])
+    own = json.loads((model / GENERATION_CONFIG_NAME).read_text())
+    assert served == {**own, "eos_token_id": [2, 0]}
+    assert GENERATION_CONFIG_NAME not in serving_texts(model, TrainedFormat("fence"))  # without a chat template
 
 
 @pytest.mark.parametrize("name", ["toolrl", "fence"])

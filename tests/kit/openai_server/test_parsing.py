@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat.test_chat import TEMPLATES, with_template
 from tests.chat.test_native import QWEN_RESPONSES, native
-from verl.formats.base import TOOL_CALL_FORMATS, Calls, build_tool_call_format
+from tests.kit.agent.play import WEATHER, ask, chat, session, user
+from tests.test_docs import quickstart_files
+from verl.chat.observations import ObservationTokenizer
+from verl.formats.base import TOOL_CALL_FORMATS, Calls, Parsed, build_tool_call_format
 from verl.formats.inline import InlineFormat
+from verl.kit.agent.requests import ChatResponse
 from verl.kit.openai_server.parsing import AssistantMessage, ResponseReader
-from verl.types import ToolCall
+from verl.types import ToolCall, ToolSpec
 
 RAIN = ToolCall("get_rain", {"city": "Kala"})
 RAIN_LINE = '{"name": "get_rain", "parameters": {"city": "Kala"}}'
@@ -78,6 +87,87 @@ def test_a_format_that_pauses_has_one_call_and_its_content_as_written(
     assert reader(name).read(text) == AssistantMessage(content, (ToolCall("python", {"code": code}),))
 
 
+@pytest.fixture
+def quickstart(tmp_path: Path) -> str:
+    """The name of the format of docs/quickstart/tool_call_format.md."""
+    file = tmp_path / "my_format.py"
+    file.write_text(quickstart_files()["my_format.py"])
+    return f"{file}:CallFormat"
+
+
+def streamed(used: ResponseReader, text: str) -> str:
+    """The content that a server has sent before the response is complete. It never takes a character back."""
+    sent = ""
+    for end in range(len(text) + 1):
+        certain = used.certain_content(text[:end])
+        assert certain.startswith(sent)
+        sent = certain
+    return sent
+
+
+CALL_LINE = 'CALL rain {"city": "Oslo"}'
+RAIN_IN_OSLO = ToolCall("rain", {"city": "Oslo"})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"I will look it up.\n{CALL_LINE}", "I will look it up.", 1),
+        (f"{CALL_LINE}\nI wait.", "I wait.", 1),
+        (f"One.\n{CALL_LINE}\n{CALL_LINE}\n\nTwo {{}}.\n", "One.\nTwo {}.", 2),
+        ("CALL rain {", "CALL rain {", 0),
+        ("No CALL rain {}.", "No CALL rain {}.", 0),
+        (f"<think>a</think>\n  \n{CALL_LINE}", "<think>a</think>", 1),
+    ],
+)
+def test_a_format_of_ones_own_is_split_by_its_parser(text: str, content: str, calls: int, quickstart: str) -> None:
+    used = reader(quickstart)
+    assert used.read(text) == AssistantMessage(content, (RAIN_IN_OSLO,) * calls)
+    assert content.startswith(streamed(used, text))
+
+
+def test_a_format_without_a_base_class_is_split_too(quickstart: str) -> None:
+    own = build_tool_call_format(quickstart)
+
+    class Bare:
+        def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+            return own.parse(written, tools)
+
+        def stop_strings(self, written: str) -> tuple[str, ...]:
+            return ()
+
+    used = ResponseReader(Bare())  # type: ignore[arg-type]
+    assert used.read(f"Yes.\n{CALL_LINE}") == AssistantMessage("Yes.", (RAIN_IN_OSLO,))
+    assert used.certain_content("Yes.") == "" and used.stop_strings == () and used.single_tool is None
+
+
+@pytest.mark.parametrize("name", [*sorted(TOOL_CALL_FORMATS.keys() - {"native"}), "quickstart"])
+def test_an_agent_gets_the_text_and_the_calls_of_every_format(name: str, quickstart: str) -> None:
+    """Through a session's tokens, as through a server."""
+    style = build_tool_call_format(quickstart if name == "quickstart" else name)
+    call = style.call("print(1)") if isinstance(style, InlineFormat) else ToolCall("weather", {"city": "Oslo"})
+    written = 'CALL weather {"city": "Oslo"}' if name == "quickstart" else style.render((call,))
+    text = written if name == "llama3_json" else f"I look.\n{written}"  # its calls are the whole response
+    used, opening = ResponseReader(style), "```python"
+    before, _, rest = text.partition(opening)
+    pieces = (before + opening, rest) if style.turns_per_call == 2 else (text,)  # zerotir pauses twice
+
+    async def asked() -> ChatResponse:
+        observations = ObservationTokenizer(chat(), style, 64)
+        own, _ = session(*pieces, observations=observations)
+        tools = () if style.template_tools or isinstance(style, InlineFormat) else (WEATHER,)
+        try:
+            return await ask(own, user("Hello"), tools=tools)
+        finally:
+            await own.close()
+
+    answer = asyncio.run(asked())
+    assert [replace(each, id=None) for each in answer.calls] == [call] == list(used.read(text).calls)
+    assert answer.content == used.read(text).content
+    assert answer.content.strip() == ("" if name == "llama3_json" else "I look.")
+    assert answer.content.startswith(streamed(used, text))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS.keys() - {"native"}))  # which needs a tokenizer
 @settings(max_examples=200)
@@ -86,12 +176,7 @@ def test_streamed_content_is_the_beginning_of_the_answer(name: str, text: str) -
     """Whatever was streamed at any prefix of the response remains true; nothing but calls is lost."""
     used = reader(name)
     answer = used.read(text)
-    streamed = ""
-    for end in range(len(text) + 1):
-        certain = used.certain_content(text[:end])
-        assert certain.startswith(streamed)
-        streamed = certain
-    assert answer.content.startswith(streamed)
+    assert answer.content.startswith(streamed(used, text))
     parsed = used.tool_call_format.parse(text)
     if not isinstance(used.tool_call_format, InlineFormat):
         assert answer.calls == (parsed.calls if isinstance(parsed, Calls) else ())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import need_vllm
+from tests.test_docs import quickstart_files
 from verl.embedded import embedded_path
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.inline import InlineFormat
@@ -88,14 +89,20 @@ def responses(name: str) -> list[str]:
         calls = [ToolCall(tool_call_format.tool, {tool_call_format.argument: "print(1)"})]
     else:
         calls = [ToolCall("get_rain", {"city": "Kala"}), ToolCall("get_rain", {"city": "Möri <b>"})]
-    written = tool_call_format.render(calls)
+    if hasattr(tool_call_format, "render"):
+        written = tool_call_format.render(calls)
+    else:  # the quickstart's
+        written = "\n".join(f"CALL {call.name} {json.dumps(call.arguments)}" for call in calls)
     thought = "<think> I look </think>\n"
     whole = [written, thought + written, f"Hello <you>.\n{written}", "Just text < b", thought, ""]
     return [*whole, written[:-3], f"{written} {written}", f"{thought}{written}\n<response> Wait. </response>"]
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS.keys() - {"native"}))  # which needs a tokenizer
+@pytest.mark.parametrize("name", [*sorted(TOOL_CALL_FORMATS.keys() - {"native"}), "quickstart"])  # native: a tokenizer
 def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) -> None:
+    if name == "quickstart":
+        (tmp_path / "my_format.py").write_text(quickstart_files()["my_format.py"])
+        name = f"{tmp_path / 'my_format.py'}:CallFormat"
     parser, asked, chance = parser_class(name, tmp_path), request(), random.Random(0)
     with_calls = 0
     for text in responses(name):

@@ -145,24 +145,26 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"pr
 
 
 @pytest.mark.parametrize(
-    ("template", "call"),
+    ("template", "call", "answer"),
     [
         (
             "qwen2.5",
             'Let me check.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+            "It is 21 degrees.<|im_end|>",
         ),
         (
             "qwen3",  # which writes an empty thought into the last turn
             "<think>\n\n</think>\n\nLet me check.\n"
             '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+            "<think>\n\n</think>\n\nIt is 21 degrees.<|im_end|>",
         ),
     ],
 )
-def test_calls_are_trained_as_the_template_writes_them(template: str, call: str) -> None:
+def test_turns_are_trained_as_the_template_writes_them(template: str, call: str, answer: str) -> None:
     chat = format_of(template)
     demonstration = to_demonstration({"messages": CALLS, "tools": TOOLS})
     one, two = sft_samples([demonstration], chat, 1000)
-    assert trained_text(one, chat) == call and trained_text(two, chat) == "It is 21 degrees.<|im_end|>"
+    assert trained_text(one, chat) == call and trained_text(two, chat) == answer
     said = [*CALLS[:1], {**CALLS[1], "tool_calls": [with_object(CALLS[1]["tool_calls"][0])]}, *CALLS[2:]]
     render = partial(chat.tokenizer.apply_chat_template, tools=TOOLS, return_dict=False)
     assert list(one.token_ids) == render(said[:2])[: len(one.token_ids)]  # the template ends turns with a line break
@@ -224,6 +226,10 @@ def test_templates_whose_turns_cannot_be_trained_are_errors_with_the_row(templat
     with pytest.raises(DataError, match=said):
         sft_samples([demonstration], chat, 1000)
     plain = Demonstration(conversation("Hi", "Ho"))
+    if template == "rewrites":
+        with pytest.raises(ConfigError, match="does not continue its own generation prompt"):
+            sft_samples([plain], chat, 1000)
+        return
     assert len(sft_samples([demonstration, plain], chat, 1000, max_bad_share=1.0)) == 1
 
 

@@ -178,16 +178,17 @@ class Ledger:
         if segment.turns:
             segment.turns[-1] = replace(segment.turns[-1], responses=draft.added)
         contexts = (draft.context_ids, *(array("i") for _ in pieces[1:]))
+        chat, sampled = self._observations.chat, array("i")
         for context, completion in zip(contexts, pieces, strict=True):
-            message = Message("assistant", self._observations.chat.response_text(completion.token_ids))
+            message, other_end = chat.turn_of(context, completion.token_ids, sampled)
+            sampled.extend(completion.token_ids)
             self._order.append((segment, len(segment.turns)))
-            segment.turns.append(Turn(context, completion, message))
+            segment.turns.append(Turn(context, completion, message, other_end=other_end))
             segment.token_ids += context + array("i", completion.token_ids)
         calls = () if parsed is None else parsed.calls
         message = replace(segment.turns[-1].message, tool_calls=calls)
         segment.turns[-1] = replace(segment.turns[-1], message=message, parsed=parsed)
-        sampled = [token for piece in pieces for token in piece.token_ids]
-        segment.written, segment.ended = self._observations.written(sampled), self._observations.ended(sampled)
+        segment.written, segment.ended = chat.response_text(sampled), chat.ended(sampled)
         segment.messages = (*draft.messages, received) if draft.messages else ()
         segment.last, segment.busy = draft, False
 

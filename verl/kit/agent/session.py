@@ -261,15 +261,15 @@ class Session:
         pieces: list[Completion] = []
         sampled: tuple[int, ...] = ()
         while True:
-            stops = observations.tool_call_format.stop_strings(observations.written(sampled))
+            stops = observations.tool_call_format.stop_strings(observations.chat.response_text(sampled))
             prompt_ids, every_stop = (*draft.prompt_ids, *sampled), (*stops, *request.stop)
             piece = await self.policy.generate(prompt_ids, left, every_stop, sampling)
             if sampling is not None:  # log-probs of another distribution than the run's stay out of the ratio
                 piece = replace(piece, logprobs=array("f", [nan]) * len(piece.token_ids))
             pieces.append(piece)
             sampled, left = (*sampled, *piece.token_ids), left - len(piece.token_ids)
-            written = observations.written(sampled)
-            paused = piece.finish_reason is FinishReason.STOP and not observations.ended(sampled)
+            written = observations.chat.response_text(sampled)
+            paused = piece.finish_reason is FinishReason.STOP and not observations.chat.ended(sampled)
             stopped = any(stop in written for stop in request.stop)
             if not paused or stopped or left < 1 or not self._continues(written, request):
                 return pieces
@@ -282,7 +282,7 @@ class Session:
     ) -> tuple[ChatResponse, ParsedResponse | None]:
         observations = self.policy.observations
         style = observations.tool_call_format
-        written = observations.written([token for piece in pieces for token in piece.token_ids])
+        written = observations.chat.response_text([token for piece in pieces for token in piece.token_ids])
         content, stop = _until(request.stop, written)
         calls: tuple[ToolCall, ...] = ()
         parsed, finish = None, Finish.LENGTH

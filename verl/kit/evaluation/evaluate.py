@@ -21,6 +21,7 @@ from verl.config.schema import Config
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
+from verl.episodes.start_check import check_golds
 from verl.errors import ConfigError
 from verl.kit.evaluation.benchmark import BenchmarkContext
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
@@ -158,6 +159,8 @@ async def _run_episodes(
         rewards = [build_rewards(episode.reward, episode.reward_options) for episode in episodes]
         needed = [each for own, (_, tasks) in zip(rewards, missing, strict=True) for each in own.all_of(tasks)]
         await check_services([*episode_runners, *needed])  # before the slow start of the engine
+        for runner, own, (_, tasks) in zip(episode_runners, rewards, missing, strict=True):
+            check_golds(runner, own, tasks)
         config = replace(model.config, env=env_of(widest, model.tool_call_format))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, model.chat))
         progress = stack.enter_context(Progress(console=console, transient=True, disable=not console.is_interactive))

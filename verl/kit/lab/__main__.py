@@ -22,18 +22,18 @@ from rich.progress import track
 from rich.table import Table
 
 from verl.chat.native import NativeFormat
-from verl.config.schema import DataConfig, ModelConfig
+from verl.config.schema import Config, DataConfig, EnvConfig, ModelConfig
 from verl.data.tasks import TaskSet
 from verl.embedded import EMBEDDED, PREFIX, embedded_path
+from verl.episodes.episode import EpisodeRunner
+from verl.episodes.written import as_trajectory, episode_of, written_response
 from verl.errors import ConfigError, DataError, VerlError
-from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
-from verl.formats.history import with_calls_written
-from verl.formats.plain import PLAIN, PlainFormat
-from verl.formats.response import parsed_response
-from verl.formats.toolrl_text import THINK, THINK_END
+from verl.formats.base import ToolCallFormat, build_tool_call_format
+from verl.formats.plain import PLAIN
 from verl.registry import option
 from verl.scoring.rewards import Rewards, build_rewards
-from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
+from verl.system.daemon import run_async
+from verl.types import Message, Task, Trajectory
 from verl.utils.reward_score.base import LabReward
 
 GOLD = "gold"
@@ -73,31 +73,6 @@ class LabReport:
     violations: list[Violation] = field(default_factory=list)
 
 
-def as_trajectory(task: Task, response: str | Message, tool_call_format: ToolCallFormat = PLAIN) -> Trajectory:
-    """A finished single-turn episode in which the policy wrote `response`."""
-    text = written_response(response, tool_call_format)
-    parsed = tool_call_format.parse(text, task.tools)
-    message = Message("assistant", text, tool_calls=parsed.calls if isinstance(parsed, Calls) else ())
-    completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
-    turn = Turn((), completion, message, parsed=parsed_response(tool_call_format, text, parsed))
-    return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
-
-
-def written_response(response: str | Message, tool_call_format: ToolCallFormat) -> str:
-    """The text of a response. Raises ConfigError for a message with calls if the format has none."""
-    if isinstance(response, str):
-        return response
-    if response.tool_calls and isinstance(tool_call_format, PlainFormat):
-        raise ConfigError(
-            "the reward compares calls, so it needs the format that they are written in: env.tool_call_format, or "
-            "--format in `toolrl lab`"
-        )
-    (message,) = with_calls_written(tool_call_format, [response])
-    if getattr(tool_call_format, "needs_thought", False) and THINK not in message.content:
-        return f"{THINK} I know what to do. {THINK_END}\n{message.content}"
-    return message.content
-
-
 def _responses(reward: LabReward, task: Task, step: int, tool_call_format: ToolCallFormat) -> Iterator[tuple[str, str]]:
     """(kind, text) of the gold response and of all mutations; gold calls are also cut in half."""
     gold = reward.gold(task, step)
@@ -112,10 +87,15 @@ def _responses(reward: LabReward, task: Task, step: int, tool_call_format: ToolC
 
 
 def try_rewards(
-    rewards: Rewards, tasks: Iterable[Task], step: int = 0, tool_call_format: ToolCallFormat = PLAIN
+    rewards: Rewards,
+    tasks: Iterable[Task],
+    step: int = 0,
+    tool_call_format: ToolCallFormat = PLAIN,
+    runner: EpisodeRunner | None = None,
 ) -> LabReport:
     """Score gold responses and all mutations, with calls in this format.
 
+    runner: of a model, through whose tokens they go as in training; None: as text
     Raises ConfigError for a reward that fails, or has no lab methods.
     """
     report = LabReport()
@@ -127,7 +107,7 @@ def try_rewards(
         try:
             maximum = float(reward.maximum(task, step))
             responses = list(_responses(reward, task, step, tool_call_format))
-            episodes = [as_trajectory(task, text, tool_call_format) for _, text in responses]
+            episodes = [_episode(task, text, tool_call_format, runner) for _, text in responses]
             scores = [float(reward.score(episode, task, step).total) for episode in episodes]
         except VerlError:
             raise
@@ -140,6 +120,10 @@ def try_rewards(
             if not passed:
                 report.violations.append(Violation(task.id, kind, score, maximum))
     return report
+
+
+def _episode(task: Task, text: str, tool_call_format: ToolCallFormat, runner: EpisodeRunner | None) -> Trajectory:
+    return run_async(episode_of(runner, task, text)) if runner else as_trajectory(task, text, tool_call_format)
 
 
 def _table(report: LabReport) -> Table:
@@ -161,7 +145,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reward", default="auto", help="a built-in reward, or module:attribute, or file.py:attribute")
     parser.add_argument("--format", metavar="NAME", help="tool-call format, for rewards that compare parsed calls")
     parser.add_argument("--format-option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--model", help="folder of the model, for --format native")
+    parser.add_argument("--model", help="folder of a model: responses go through its tokens, as in training")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument(
         "--column", type=option, action="append", default=[], metavar="THEIRS=OURS", help="rename a column"
@@ -174,18 +158,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _format(arguments: argparse.Namespace) -> ToolCallFormat:
-    if arguments.format is None:
-        return PLAIN
-    found = build_tool_call_format(arguments.format, dict(arguments.format_option))
-    if not isinstance(found, NativeFormat):
-        return found
+def _format(arguments: argparse.Namespace) -> tuple[ToolCallFormat, EpisodeRunner | None]:
+    """The format, and with a model the runner of its episodes."""
+    options = dict(arguments.format_option)
     if arguments.model is None:
-        raise ConfigError("--format native needs --model PATH, whose chat template renders the calls")
-    from verl.trainer.builders.run import load_chat_template  # a heavy import
+        found = PLAIN if arguments.format is None else build_tool_call_format(arguments.format, options)
+        if isinstance(found, NativeFormat):
+            raise ConfigError("--format native needs --model PATH, whose chat template renders the calls")
+        return found, None
+    from verl.trainer.builders.env import build_episode_runner  # heavy imports
+    from verl.trainer.builders.run import load_chat_template
 
     path = embedded_path(f"{PREFIX}model" if arguments.model == EMBEDDED else arguments.model)
-    return found.bound(load_chat_template(ModelConfig(path=path)))
+    config = Config(env=EnvConfig(tool_call_format=arguments.format, tool_call_format_options=options))
+    runner = build_episode_runner(config, load_chat_template(ModelConfig(path=path)))
+    return runner.observations.tool_call_format, runner
 
 
 def _count(text: str) -> int:
@@ -199,12 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=True, emoji=False)
     try:
         rewards = build_rewards(arguments.reward, dict(arguments.option))
-        style = _format(arguments)
+        style, runner = _format(arguments)
         data = DataConfig(columns=dict(arguments.column), map=arguments.map, split_turns=arguments.split_turns)
         tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0, data=data)
         count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
         tried = track(islice(tasks, count), "Scoring", count, console=console)
-        report = try_rewards(rewards, tried, arguments.step, style)
+        report = try_rewards(rewards, tried, arguments.step, style, runner)
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
         return 2

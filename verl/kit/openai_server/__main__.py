@@ -32,6 +32,7 @@ from verl.kit.serving.serving import ServingConfig, find_token
 from verl.pretrained import read_tokenizer
 from verl.system.packages import SET_UP
 
+_GENERATION_CONFIG = "generation_config.json"
 _ENTRY = "vllm.entrypoints.openai.api_server"  # `vllm serve` needs metadata that the CPU distribution lacks
 
 
@@ -84,6 +85,7 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *("--chat-template", str(folder / CHAT_TEMPLATE), "--chat-template-content-format", "string"),
         *("--enable-auto-tool-choice", "--tool-parser-plugin", str(folder / TOOL_PARSER)),
         *("--tool-call-parser", PARSER_NAME, "--exclude-tools-when-tool-choice-none"),
+        *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
         *([] if on_gpu else ["--enforce-eager"]),
         *further,
     ]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from verl.chat.native import NativeFormat
+from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
+from verl.episodes.start_check import check_turns
 from verl.errors import ConfigError
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
@@ -32,7 +35,9 @@ register_tool_parser({name}, json.loads({options}), json.loads({template_options
 
 
 def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
-    """The content of each file. folder: of the model. Raises ConfigError if the format or model cannot be served."""
+    """The content of each file, with a generation config if the model's lacks the end token of its chat template.
+
+    folder: of the model. Raises ConfigError if the format or model cannot be served."""
     tokenizer = read_tokenizer(str(folder), "model")
     tool_call_format = trained.build()
     raw = isinstance(tool_call_format, InlineFormat) and tool_call_format.raw
@@ -46,10 +51,16 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
     )
     chat = ChatTemplate(tokenizer, end_tokens(str(folder)), template_options=trained.template_options)
     if isinstance(tool_call_format, NativeFormat):
-        tool_call_format.bound(chat)  # an error here, not in the server
+        tool_call_format = tool_call_format.bound(chat)  # an error here, not in the server
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:  # as in training
         trained = replace(trained, options={**trained.options, "in_thought": True})
-    return {CHAT_TEMPLATE: template, TOOL_PARSER: _parser_text(trained)}
+        tool_call_format = trained.build()
+    check_turns(ObservationTokenizer(chat, tool_call_format, 0))
+    texts = {CHAT_TEMPLATE: template, TOOL_PARSER: _parser_text(trained)}
+    known = (tokenizer.eos_token_id, *chat.more_stops)
+    if raw or chat.end_token_id in known:
+        return texts
+    return {**texts, GENERATION_CONFIG_NAME: _generation_config(folder, chat.stop_token_ids)}
 
 
 def write_serving_files(folder: Path, texts: Mapping[str, str]) -> None:
@@ -64,6 +75,13 @@ def base_template(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) 
         return str(tokenizer.get_chat_template(tools=[{}] if with_tools else None))
     except ValueError as error:
         raise ConfigError(f"{tokenizer.name_or_path} has no chat template, so it cannot serve chats") from error
+
+
+def _generation_config(folder: Path, ends: Sequence[int]) -> str:
+    """The model's own with these end tokens, for base models, whose configuration does not know the chat template's."""
+    path = folder / GENERATION_CONFIG_NAME
+    own = json.loads(path.read_text()) if path.is_file() else {}
+    return json.dumps({**own, "eos_token_id": list(ends)}, indent=2) + "\n"
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -20,7 +20,6 @@ from vllm.tool_parsers.abstract_tool_parser import (
 )
 
 from verl.formats.base import build_tool_call_format
-from verl.formats.inline import InlineFormat
 from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
 from verl.types import ToolCall, ToolSpec
 
@@ -62,6 +61,8 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         self._streamed = ""  # content
         self._tools: list[ToolSpec] = []
         self._finished = False
+        own = self.reader.tags
+        self._ends = [mark for mark in self.model_tokenizer.all_special_tokens if mark not in own]
 
     def adjust_request(self, request: Any) -> Any:
         """Stop strings of the format, and the response text as the format reads it. Raises ValueError, which the server
@@ -70,22 +71,22 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
             return request
         if request.tool_choice not in (None, "auto"):
             raise ValueError("tool_choice can be auto or none: this policy was trained to decide itself about calls")
-        tool_call_format = self.reader.tool_call_format
-        if not isinstance(tool_call_format, InlineFormat):
-            request.skip_special_tokens = False  # some formats use them
+        request.skip_special_tokens = False  # some formats use them
+        single = self.reader.single_tool
+        if single is None:
             return request
-        tool, argument = tool_call_format.tool, tool_call_format.argument
+        tool, argument = single
         if tool not in [each.name for each in _specs(request.tools)]:
             raise ValueError(f"this policy was trained with one tool, {tool}({argument}), which is not in the request")
         given = request.stop or []
         request.stop = [*([given] if isinstance(given, str) else given), *self.reader.stop_strings]
-        request.include_stop_str_in_output = True
+        request.include_stop_str_in_output = True  # end tokens, too
         return request
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         if not _may_call(request):
             return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
-        answer = self.reader.read(model_output, _specs(request.tools))
+        answer = self.reader.read(self._without_end(model_output), _specs(request.tools))
         return ExtractedToolCallInformation(
             tools_called=bool(answer.calls),
             tool_calls=[_openai_call(call) for call in answer.calls],
@@ -108,7 +109,7 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         self._tools = _specs(request.tools)
         if self.model_tokenizer.eos_token_id in delta_token_ids:  # older versions have no `finish_streaming`
             return self.finish_streaming()
-        content = self.reader.certain_content(self._text)
+        content = self.reader.certain_content(self._without_end(self._text))
         new = content[len(self._streamed) :]
         self._streamed += new
         return DeltaMessage(content=new) if new else None
@@ -118,11 +119,15 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         if self._finished or not self._text:
             return None
         self._finished = True
-        answer = self.reader.read(self._text, self._tools)
+        answer = self.reader.read(self._without_end(self._text), self._tools)
         content = answer.content[len(self._streamed) :]
         calls = [{"index": number, **_openai_call(call)} for number, call in enumerate(answer.calls)]
         fields = {"content": content, "tool_calls": calls}
         return DeltaMessage(**{name: value for name, value in fields.items() if value}) if content or calls else None
+
+    def _without_end(self, text: str) -> str:
+        """Without the end token, which the server includes with stop strings."""
+        return text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
 
 
 def _may_call(request: Any) -> bool:

@@ -19,14 +19,17 @@ from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.estimators.grpo import GRPO
 from verl.batch.experience import with_advantages
 from verl.batch.samples import to_batch
+from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.config.schema import Config
 from verl.envs.single_turn import SingleTurnEnv
+from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
+from verl.episodes.written import written_response
 from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
-from verl.kit.lab.__main__ import try_rewards, written_response
+from verl.kit.lab.__main__ import try_rewards
 from verl.kit.plan.parity import small_copy
 from verl.kit.plan.plan import Plan
 from verl.kit.plan.show import format_episode, format_suggestions
@@ -57,13 +60,13 @@ _LR = 1e-3  # for the trial step on the tiny copy: large enough for a visible ef
 def preflight(config: Config, inputs: Inputs, plan: Plan, console: Console) -> None:
     """Run all checks and print their results. Raises ConfigError or DataError at the first failure."""
     chat, tasks, rewards = inputs.episode_runner.chat, inputs.train[0][:_NUM_ROWS], inputs.rewards
-    style = inputs.episode_runner.observations.tool_call_format
+    runner, observations = inputs.episode_runner, inputs.episode_runner.observations
     assert config.model.path is not None
     shape = read_model_config(config.model.path)
     for name, result in (
-        ("template", check_round_trip(chat, rewards, tasks, config.data.max_response_length, style)),
-        ("reward", check_reward(rewards, tasks, style)),
-        ("step", check_step(small_copy(shape), chat, rewards, tasks, config, style)),
+        ("template", check_lengths(observations, rewards, tasks, config.data.max_response_length)),
+        ("reward", check_reward(runner, rewards, tasks)),
+        ("step", check_step(small_copy(shape), chat, rewards, tasks, config, observations.tool_call_format)),
         ("batch", config.batch_arithmetic()),
         ("episode", format_episode(plan)),
         ("memory", check_memory(plan)),
@@ -77,14 +80,10 @@ def golden(rewards: Rewards, task: Task, tool_call_format: ToolCallFormat) -> st
     return written_response(reward.gold(task, 0) if isinstance(reward, LabReward) else task.answer, tool_call_format)
 
 
-def check_round_trip(
-    chat: ChatTemplate,
-    rewards: Rewards,
-    tasks: Sequence[Task],
-    max_response_length: int,
-    tool_call_format: ToolCallFormat = PLAIN,
+def check_lengths(
+    observations: ObservationTokenizer, rewards: Rewards, tasks: Sequence[Task], max_response_length: int
 ) -> str:
-    """Responses must survive the round trip through their tokens, and most must fit into the response length.
+    """Most golden responses must fit into the response length; the start check has tried their tokens.
 
     Those of a reward without golden responses are the tasks' answers, but where the environment judges: an answer may
     then be anything.
@@ -94,37 +93,23 @@ def check_round_trip(
         return "skipped: the environment judges, so there are no golden responses"
     are_golden = all(isinstance(rewards.of(task), LabReward) for task in tasks)
     name = "golden response" if are_golden else "answer"
-    lengths = []
-    for task in tasks:
-        text = golden(rewards, task, tool_call_format).strip()
-        ids, _ = chat.response_ids(text)
-        lengths.append(len(ids) + 1)
-        stops = sorted(set(ids) & set(chat.stop_token_ids))
-        if stops:
-            raise ConfigError(
-                f"the {name} of {task.id} contains a stop token ({stops[0]}), so no policy can generate it; "
-                "correct the model's generation_config.json, or the row"
-            )
-        back = chat.response_text((*ids, chat.end_token_id))
-        if back.strip() != text:
-            raise ConfigError(
-                f"the tokenizer's round trip changes the text of {task.id}: {text[:80]!r} became {back[:80]!r}"
-            )
+    texts = [golden(rewards, task, observations.tool_call_format) for task in tasks]
+    lengths = [len(observations.chat.response((), text.strip(), observations.raw)[1][0]) for text in texts]
     too_long = sum(length > max_response_length for length in lengths)
     if too_long > len(tasks) / 2:
         raise ConfigError(
             f"{too_long} of {counted(len(tasks), name)} exceed data.max_response_length={max_response_length} tokens "
             f"(the longest has {max(lengths)}): the policy could never generate them"
         )
-    return f"{counted(len(tasks), name)} survived the token round trip, the longest has {max(lengths)} tokens"
+    return f"{counted(len(tasks), name)}, the longest has {max(lengths)} tokens"
 
 
-def check_reward(rewards: Rewards, tasks: Sequence[Task], tool_call_format: ToolCallFormat = PLAIN) -> str:
+def check_reward(runner: EpisodeRunner, rewards: Rewards, tasks: Sequence[Task]) -> str:
     """Golden responses must score the maximum and corrupted ones less, if the reward provides them."""
     tasks = [task for task in tasks if isinstance(rewards.of(task), LabReward)]
     if not tasks:
         return "has no golden responses to try"
-    report = try_rewards(rewards, tasks, tool_call_format=tool_call_format)
+    report = try_rewards(rewards, tasks, tool_call_format=runner.observations.tool_call_format, runner=runner)
     responses = sum(stats.responses for stats in report.stats.values())
     shown = "".join(f"\n  {violation}" for violation in report.violations[:3])
     return f"{responses} responses to {len(tasks)} tasks, {len(report.violations)} violations{shown}"
@@ -153,7 +138,7 @@ def check_step(
     def script(prompt_ids: Sequence[int], number: int) -> Sequence[int]:
         task = by_prompt[tuple(prompt_ids)]
         text = golden(rewards, task, tool_call_format) if number % 2 == 0 else "I do not know."
-        return (*chat.response_ids(text)[0], chat.end_token_id)
+        return chat.response(prompt_ids, text, runner.observations.raw)[1][0]
 
     rollout = GroupRollout(ScriptedEngine(script), DirectScorer(rewards), sampling, runner)
 

@@ -23,6 +23,8 @@ from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
+from verl.episodes.start_check import check_golds
+from verl.episodes.written import as_trajectory
 from verl.errors import DataError
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
@@ -33,7 +35,6 @@ from verl.kit.evaluation.records import NOT_ASKED, Records
 from verl.kit.evaluation.runner import Runner
 from verl.kit.evaluation.stats import RESAMPLES
 from verl.kit.evaluation.tables import probe_grids
-from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.probe.advice import advice
 from verl.kit.probe.statistics import Cost, Criteria, Rollout, row_of, summary
 from verl.net.services import check_services
@@ -127,6 +128,7 @@ async def _roll_out(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(episode_runner.close)
         await check_services([episode_runner, *rewards.all_of(tasks)])  # before the slow start of the engine
+        check_golds(episode_runner, rewards, tasks)
         scorer = stack.enter_context(build_scorer(config))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, episode_runner.chat))
         rollout = Shaped(engine, scorer, sampling, episode_runner, rewards)

@@ -21,7 +21,9 @@ from verl.config.commands import SFT
 from verl.config.schema import Config
 from verl.data.overlap import TrainTasks
 from verl.data.report import RowReport
+from verl.episodes.start_check import check_turns
 from verl.errors import ConfigError
+from verl.formats.plain import PLAIN
 from verl.kit.plan.parity import check_packs
 from verl.kit.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
 from verl.kit.sft.run import COMMAND, SFTRun, SFTSettings
@@ -57,6 +59,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
     tool_call_format = config.env.tool_call_format
     runner = None if tool_call_format in (None, "native") else build_episode_runner(config, chat)
     observations = None if runner is None else runner.observations
+    check_turns(observations or ObservationTokenizer(chat, PLAIN, 0))
     train, demonstrations = _load(config, config.data.train_files, chat, observations, console)
     val, _ = _load(config, config.data.val_files, chat, observations, console)
     train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))

@@ -3,6 +3,7 @@
 Every assistant turn becomes its own sample with the tokens that a rollout would see: the rendered conversation so far,
 the response, the end-of-turn token. A turn with tool calls or other fields than text is rendered by the template, or by
 env.tool_call_format if it is set: then prompts and responses are those of the reinforcement learning that follows.
+Text stays as it is written, where templates change thoughts; the empty thought of some templates is put before it.
 Samples of one conversation share a group, so that packing stores their common prefix once.
 """
 
@@ -166,10 +167,11 @@ def _turn(
         prompt = chat.initial_ids(before, demonstration.tools, demonstration.column)
     if observations is None and (message.tool_calls or message.template_fields):
         text, ids, spans = _rendered_turn(demonstration, place, chat)
+        start = max(text.find(message.content), 0)
     else:
-        text, (ids, spans) = message.content, chat.response_ids(message.content)
-        ids, spans = (*ids, chat.end_token_id), [*spans, (len(text), len(text))]
-    start = max(text.find(message.content), 0)
+        raw = observations is not None and observations.raw
+        text, (ids, spans) = chat.response(prompt, message.content, raw)
+        start = len(text.rstrip()) - len(message.content.rstrip())  # negative if the prompt has its beginning
     quoted = [(start + found.start(), start + found.end()) for found in _QUOTED_OUTPUT.finditer(message.content)]
     own = (not any(begin < b and a < end for a, b in quoted) for begin, end in spans)
     token_ids = (*prompt, *ids)

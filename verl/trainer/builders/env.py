@@ -24,6 +24,7 @@ from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import TOOLS, build_tools, tool_name
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.start_check import check_turns
 from verl.errors import ConfigError, DataError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
@@ -65,6 +66,7 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     options = {"swe": {"require_cgroup": True}} if sandbox.isolation == STRICT else {}
     envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s, options)
     observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
+    check_turns(observations)
     max_turns = turn_limit(env, tool_call_format)
     if max_turns > 1 and env.name != "agent":  # fails early if the chat template has no tool turns
         observations.answer_ids((Message("tool", "7", tool="any"),), "", ended=True)

@@ -30,6 +30,7 @@ from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager
+from verl.episodes.start_check import check_golds
 from verl.errors import ConfigError
 from verl.net.services import check_services
 from verl.pretrained import end_tokens, read_tokenizer
@@ -120,6 +121,7 @@ def load_inputs(config: Config) -> Inputs:
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, rewards))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(rewards.checked(chain(*train))))
+    check_golds(episode_runner, rewards, chain(*train, *val.values()))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
     online_eval: OnlineEval | None = needed_tool("online_eval")(config, chat) if config.eval.benchmarks else None
     allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"

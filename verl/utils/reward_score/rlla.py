@@ -325,9 +325,14 @@ class RllaReward:
             )
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        """Score the last turn; raises DataError, naming the task, if its gold answer cannot be parsed."""
+        """Score the last turn; raises DataError, naming the task, if its gold answer cannot be parsed.
+
+        As ToolRL does, it reads the decoded sequence from the last assistant marker to the first end marker: control
+        tokens that the policy writes belong to the text.
+        """
+        text = trajectory.response + (trajectory.turns[-1].other_end if trajectory.turns else "")
         try:
-            total, *parts = score_response(trajectory.response.strip(), task.answer, step, self.options)
+            total, *parts = score_response(final_turn(text), task.answer, step, self.options)
         except DataError as error:
             raise error.at(file=task.id) from error
         return Score(total, dict(zip(("format", "correctness", "length"), parts, strict=True)))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from verl.formats import jinja
 from verl.formats.base import Calls, Continue, Final, Parsed
 from verl.formats.inline import InlineFormat
 from verl.formats.text import find_spoken, speech_start
@@ -69,6 +70,9 @@ class FenceFormat(InlineFormat):
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}\n{OUTPUT}" for call in calls)
 
+    def calls_jinja(self) -> str:
+        return jinja.each_call(jinja.argument(self.argument), f"{OPENING}\n", f"\n{CLOSING}\n{OUTPUT}")
+
 
 @dataclass(frozen=True)
 class ZeroTirFormat(InlineFormat):
@@ -85,6 +89,10 @@ class ZeroTirFormat(InlineFormat):
     def stop_strings(self, written: str) -> tuple[str, ...]:
         blocks = _blocks(written, _CLOSING_ANYWHERE)
         return (CLOSING,) if blocks and blocks[-1].end is None else (OPENING,)
+
+    @property
+    def fixed_stop_strings(self) -> tuple[str, ...]:
+        return ()
 
     def paused(self, written: str) -> bool:
         """At either fence; after a closing one, `stop_strings` is already the opening one."""
@@ -105,3 +113,6 @@ class ZeroTirFormat(InlineFormat):
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}" for call in calls)
+
+    def calls_jinja(self) -> str:
+        return jinja.each_call(jinja.argument(self.argument), f"{OPENING}\n", f"\n{CLOSING}")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from verl.formats import jinja
 from verl.formats.base import Calls, Continue, Final, Parsed, ParseError
 from verl.formats.inline import InlineFormat
 from verl.formats.text import find_spoken, speech_start
@@ -44,9 +45,13 @@ class TagsFormat(InlineFormat):
         """See InlineFormat. A question that already explains calls and answers, as in Search-R1's published rows, is
         kept as it is; it is recognized by both tags of a call and both of an answer."""
         question = messages[-1].content
-        if all(tag in question for tag in (self._opening, self._closing, ANSWER, ANSWER_END)):
+        if all(tag in question for tag in self.instruction_tags):
             return question if self.raw else tuple(messages)
         return super().render_prompt(messages, tools)
+
+    @property
+    def instruction_tags(self) -> tuple[str, ...]:
+        return self._opening, self._closing, ANSWER, ANSWER_END
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
         return (self._closing, ANSWER_END) if self.must_act else (self._closing,)
@@ -92,10 +97,16 @@ class TagsFormat(InlineFormat):
         return f"{self.before}<{self.result_tag}>{text}</{self.result_tag}>{self.after}"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        around = (f"\n{_FENCE}\n", f"\n{_FENCE_END}\n") if self.fenced else (" ", " ")
-        return "\n".join(
-            f"{self._opening}{around[0]}{call.arguments[self.argument]}{around[1]}{self._closing}" for call in calls
-        )
+        opening, closing = self._around_call
+        return "\n".join(f"{opening}{call.arguments[self.argument]}{closing}" for call in calls)
+
+    def calls_jinja(self) -> str:
+        return jinja.each_call(jinja.argument(self.argument), *self._around_call)
+
+    @property
+    def _around_call(self) -> tuple[str, str]:
+        before, after = (f"\n{_FENCE}\n", f"\n{_FENCE_END}\n") if self.fenced else (" ", " ")
+        return f"{self._opening}{before}", f"{after}{self._closing}"
 
 
 # arXiv 2504.11536; outputs as in its inference code: only the last line of errors

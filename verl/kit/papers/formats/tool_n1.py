@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from verl.formats import jinja
 from verl.formats.base import Parsed
 from verl.formats.prompt import SystemPromptTemplateMixin, tool_lines
 from verl.formats.text import only_block, parsed, read_whole_json, to_call, to_json
@@ -16,6 +17,7 @@ class ToolN1Format(SystemPromptTemplateMixin):
     """A single object counts as a list of one, and an empty list as no call, as in the paper's reward."""
 
     needs_thought: ClassVar[bool] = True
+    serving_template: ClassVar[str] = "system"
     prompt_template: str = "tool_n1"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
@@ -29,6 +31,10 @@ class ToolN1Format(SystemPromptTemplateMixin):
     def render(self, calls: Sequence[ToolCall]) -> str:
         value = [{"name": call.name, "arguments": call.arguments} for call in calls]
         return f"{TOOL_CALL}\n{to_json(value)}\n{TOOL_CALL_END}"
+
+    def calls_jinja(self) -> str:
+        calls = jinja.each_call(jinja.call_object("arguments"), between=", ")
+        return jinja.around(f"{TOOL_CALL}\n[", calls, f"]\n{TOOL_CALL_END}")
 
 
 def _calls(written: str) -> Iterator[ToolCall]:
