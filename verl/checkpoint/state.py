@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 # Groups and keys that may change on resume, because they do not affect training.
 _FREE = (
     "trainer.",
+    "tracking.",
     "eval.",
     "data.val_files",
     "rollout.val_kwargs",

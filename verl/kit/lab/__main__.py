@@ -25,15 +25,13 @@ from verl.chat.native import NativeFormat
 from verl.config.schema import DataConfig, ModelConfig
 from verl.data.tasks import TaskSet
 from verl.embedded import EMBEDDED, PREFIX, embedded_path
+from verl.episodes.written import as_trajectory, written_response
 from verl.errors import ConfigError, DataError, VerlError
-from verl.formats.base import Calls, ToolCallFormat, build_tool_call_format
-from verl.formats.history import with_calls_written
-from verl.formats.plain import PLAIN, PlainFormat
-from verl.formats.response import parsed_response
-from verl.formats.toolrl_text import THINK, THINK_END
+from verl.formats.base import ToolCallFormat, build_tool_call_format
+from verl.formats.plain import PLAIN
 from verl.registry import option
 from verl.scoring.rewards import Rewards, build_rewards
-from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, Turn
+from verl.types import Message, Task
 from verl.utils.reward_score.base import LabReward
 
 GOLD = "gold"
@@ -71,31 +69,6 @@ class Stats:
 class LabReport:
     stats: dict[str, Stats] = field(default_factory=lambda: defaultdict(Stats))
     violations: list[Violation] = field(default_factory=list)
-
-
-def as_trajectory(task: Task, response: str | Message, tool_call_format: ToolCallFormat = PLAIN) -> Trajectory:
-    """A finished single-turn episode in which the policy wrote `response`."""
-    text = written_response(response, tool_call_format)
-    parsed = tool_call_format.parse(text, task.tools)
-    message = Message("assistant", text, tool_calls=parsed.calls if isinstance(parsed, Calls) else ())
-    completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
-    turn = Turn((), completion, message, parsed=parsed_response(tool_call_format, text, parsed))
-    return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
-
-
-def written_response(response: str | Message, tool_call_format: ToolCallFormat) -> str:
-    """The text of a response. Raises ConfigError for a message with calls if the format has none."""
-    if isinstance(response, str):
-        return response
-    if response.tool_calls and isinstance(tool_call_format, PlainFormat):
-        raise ConfigError(
-            "the reward compares calls, so it needs the format that they are written in: env.tool_call_format, or "
-            "--format in `toolrl lab`"
-        )
-    (message,) = with_calls_written(tool_call_format, [response])
-    if getattr(tool_call_format, "needs_thought", False) and THINK not in message.content:
-        return f"{THINK} I know what to do. {THINK_END}\n{message.content}"
-    return message.content
 
 
 def _responses(reward: LabReward, task: Task, step: int, tool_call_format: ToolCallFormat) -> Iterator[tuple[str, str]]:

@@ -23,10 +23,11 @@ from verl.chat.template import ChatTemplate
 from verl.config.schema import Config
 from verl.envs.single_turn import SingleTurnEnv
 from verl.episodes.group import GroupRollout
+from verl.episodes.written import written_response
 from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
-from verl.kit.lab.__main__ import try_rewards, written_response
+from verl.kit.lab.__main__ import try_rewards
 from verl.kit.plan.parity import small_copy
 from verl.kit.plan.plan import Plan
 from verl.kit.plan.show import format_episode, format_suggestions

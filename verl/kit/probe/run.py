@@ -23,6 +23,7 @@ from verl.data.lengths import fitting
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
+from verl.episodes.written import as_trajectory
 from verl.errors import DataError
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
@@ -33,7 +34,6 @@ from verl.kit.evaluation.records import NOT_ASKED, Records
 from verl.kit.evaluation.runner import Runner
 from verl.kit.evaluation.stats import RESAMPLES
 from verl.kit.evaluation.tables import probe_grids
-from verl.kit.lab.__main__ import as_trajectory
 from verl.kit.probe.advice import advice
 from verl.kit.probe.statistics import Cost, Criteria, Rollout, row_of, summary
 from verl.net.services import check_services

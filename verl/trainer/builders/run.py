@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -29,11 +29,13 @@ from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager
-from verl.errors import ConfigError
+from verl.episodes.written import as_trajectory
+from verl.errors import ConfigError, DataError
 from verl.net.services import check_services
 from verl.pretrained import end_tokens, read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
+from verl.scoring.gold_check import check_gold_wins, gold_scores, sample_rows
 from verl.scoring.pool import Scorer
 from verl.scoring.rewards import Rewards, build_rewards
 from verl.single_controller.group import WorkerGroup, WorkerView
@@ -63,7 +65,7 @@ from verl.trainer.ppo import PPOTrainer
 from verl.trainer.validate import Validator
 from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketLayout
-from verl.types import Task
+from verl.types import Message, Task
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.workers.rank import ModelInfo, TrainingRank
 
@@ -101,7 +103,7 @@ class Inputs:
 
     def choices(self, tool_call_format: str | None) -> str:
         """What the run decided by its data and model, in one line."""
-        names = dict.fromkeys(name for task in chain(*self.train) for name in self.rewards.names(task))
+        names = dict.fromkeys(self.rewards.choice(task) for task in chain(*self.train))
         validated = ", ".join(self.val) or "none, data.val_files and data.val_share are not set"
         style = tool_call_format or "none"
         return f"reward: {', '.join(names)}; tool-call format: {style}; validation rows: {validated}"
@@ -119,6 +121,7 @@ def load_inputs(config: Config) -> Inputs:
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, rewards))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(rewards.checked(chain(*train))))
+    check_golds(episode_runner, rewards, chain(*train))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
     online_eval: OnlineEval | None = needed_tool("online_eval")(config, chat) if config.eval.benchmarks else None
     allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"
@@ -134,6 +137,20 @@ def load_inputs(config: Config) -> Inputs:
         reports=reports,
         train_tasks=train_tasks,
     )
+
+
+def check_golds(episode_runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
+    """Raises ConfigError if the rewards do not pay for gold responses (verl/scoring/gold_check.py)."""
+    tool_call_format = episode_runner.observations.tool_call_format
+
+    def score(task: Task, response: str | Message) -> float:
+        return rewards.score(as_trajectory(task, response, tool_call_format), task, 1).total
+
+    found = []
+    for task in sample_rows(rewards, tasks):
+        with suppress(DataError):  # a row that cannot be scored is a fault of the step that draws it
+            found.append(gold_scores(rewards, task, score))
+    check_gold_wins(scores for scores in found if scores is not None)
 
 
 @contextmanager
@@ -178,7 +195,12 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 total_steps=total_steps,
                 trainer=trainer,
                 validator=Validator(
-                    inputs.val, val_rollout, inputs.rewards, config.rollout.val_kwargs.n, config.rollout_seed
+                    inputs.val,
+                    val_rollout,
+                    inputs.rewards,
+                    config.rollout.val_kwargs.n,
+                    config.rollout_seed,
+                    config.tracking.names == "verl",
                 ),
                 online_eval=inputs.online_eval,
                 workers=workers.trainer,
