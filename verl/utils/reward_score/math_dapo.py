@@ -41,6 +41,11 @@ class MathDapoReward:
 
 
 def _stated(response: str) -> str | None:
-    """The answer that a response ends with; None if there is none."""
+    """The answer that a response ends with; None if there is none, and for a line with a box and more."""
     lines = _LINE.findall(response[-_LINE_TAIL:])
-    return lines[-1] if lines else last_box(response[-_BOX_TAIL:])
+    if not lines:
+        return last_box(response[-_BOX_TAIL:])
+    box = last_box(lines[-1])
+    if box is None:
+        return str(lines[-1])
+    return box if lines[-1].strip(" $.") == f"\\boxed{{{box}}}" else None
