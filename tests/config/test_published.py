@@ -162,14 +162,8 @@ def test_skyrls_lengths_and_agents_are_those_of_an_episode() -> None:
     same = load_config(["recipe=skyrl_swe_14b"])
     assert config.env == same.env
     assert (config.data.max_prompt_length, config.data.max_response_length) == (12000, 22816)
-    other = load_config(
-        [
-            f"{rollout}max_iterations=9",
-            f"{rollout}max_parallel_agents=8",
-            "env.name=shop",
-            "env.tool_call_format=hermes",
-        ]
-    )
+    own = ["env.name=shop", "env.tool_call_format=hermes"]
+    other = load_config([*own, f"{rollout}max_iterations=9", f"{rollout}max_parallel_agents=8"])
     assert other.env.max_turns == 9 and not other.env.options
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.algorithms import ADV_ESTIMATORS
 from verl.config.commands import Command
-from verl.config.published import AUTO, VERSIONS, CommandLine
+from verl.config.published import AUTO, VERSIONS, Line
 from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Translation:
     """A command translated to our keys."""
 
     base: Callable[[str], Any]  # the value of one of our keys in the recipe, or else its default
-    lines: Sequence[CommandLine] = ()  # of published commands that apply; `base` has their settings
+    lines: Sequence[Line] = ()  # of published commands that apply; `base` has their settings
     settings: Settings = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as written
     obsolete: dict[str, str] = field(default_factory=dict)  # key as written -> why it has no effect
@@ -58,7 +58,7 @@ class Translation:
         """Consume one of veRL's keys; None if it is not written, or null."""
         return self.theirs.pop(name, (name, None))[1]
 
-    def line_of(self, name: str) -> CommandLine | None:
+    def line_of(self, name: str) -> Line | None:
         """The line of a published command that one of veRL's keys selects."""
         return next((line for line in self.lines if line.has(name)), None)
 
@@ -94,7 +94,7 @@ class Translation:
             self.obsolete[self.theirs.pop(name)[0]] = why
 
 
-def translate(written: Mapping[str, Any], base: Callable[[str], Any], lines: Sequence[CommandLine] = ()) -> Translation:
+def translate(written: Mapping[str, Any], base: Callable[[str], Any], lines: Sequence[Line] = ()) -> Translation:
     """Raises ConfigError for unsupported values of veRL's keys."""
     result = Translation(base, lines)
     same: dict[str, tuple[str, Any]] = {}

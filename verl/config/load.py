@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
 from verl.config.legacy import our_key, take_defaults, translate
-from verl.config.published import CommandLine, lines_of
+from verl.config.published import Line, lines_of
 from verl.config.schema import Config
 from verl.config.show import leaves
 from verl.config.unused_keys import unused_reasons
@@ -114,7 +114,7 @@ def _with_reward_list(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"reward.name": "sum", "reward.options": {"terms": given}}
 
 
-def _report(obsolete: Mapping[str, str], defaults: Sequence[str], published: Sequence[CommandLine]) -> None:
+def _report(obsolete: Mapping[str, str], defaults: Sequence[str], published: Sequence[Line]) -> None:
     """One warning with all obsolete keys, by reason, one with other defaults, one with the lines that apply."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, why in obsolete.items():

@@ -1,6 +1,6 @@
-"""What the words of published commands and the rows of published data mean: docs/migration.md prints these tables.
+"""What the arguments of published commands and the rows of published data mean: docs/migration.md prints these tables.
 
-COMMANDS   a word of a command -> the recipe whose environment and reward it stands for
+COMMANDS   an argument -> the recipe whose environment and reward it stands for
 VERSIONS   a key that only one version of veRL has -> that version's defaults
 SOURCES    `data_source` of a row -> its reward with `reward.name=auto`, and its publisher's treatment of long prompts
 """
@@ -18,12 +18,12 @@ AUTO = "auto"  # reward.name: by the row; data.truncation: by its publisher
 
 
 @dataclass(frozen=True, slots=True)
-class CommandLine:
-    """A word that stands for parts of a recipe.
+class Line:
+    """An argument that stands for parts of a recipe.
 
     key, value: veRL's key, without `actor_rollout_ref.`, and its value, with wildcards
     recipe, parts: groups and keys of this recipe's settings, as far as the command does not set them itself
-    switch: a boolean key without which, or with false, the word has no effect, and its default
+    switch: a boolean key that disables it, if false, and its default
     """
 
     system: str
@@ -50,12 +50,12 @@ _ENV, _REWARD, _ROWS = ("env", "sandbox"), ("reward",), ("data.map",)
 _RETOOL, _TURNS = "veRL's recipe of ReTool", "rollout.multi_turn"
 _MULTI_TURN = (f"{_TURNS}.enable", False)
 COMMANDS = (
-    CommandLine("Search-R1", "retriever.*", "*", "search_r1", _ENV + _REWARD, ("do_search", True)),
-    CommandLine("ToRL", "rollout.num_llm_calls_available", "*", "torl", _ENV + _REWARD),
-    CommandLine(_RETOOL, f"{_TURNS}.tool_config_path", "*retool/*tool_config.yaml", "retool_dapo", _ENV, _MULTI_TURN),
-    CommandLine(_RETOOL, "custom_reward_function.path", "*retool/retool.py", "retool_dapo", _REWARD),
-    CommandLine(_RETOOL, "data.custom_cls.path", "*retool/retool.py", "retool_dapo", _ROWS),
-    CommandLine("SkyRL-v0", "reward_model.reward_manager", "swebench", "skyrl_swe_8b", _ENV + _REWARD + _ROWS),
+    Line("Search-R1", "retriever.*", "*", "search_r1", _ENV + _REWARD, ("do_search", True)),
+    Line("ToRL", "rollout.num_llm_calls_available", "*", "torl", _ENV + _REWARD),
+    Line(_RETOOL, f"{_TURNS}.tool_config_path", "*retool/*tool_config.yaml", "retool_dapo", _ENV, _MULTI_TURN),
+    Line(_RETOOL, "custom_reward_function.path", "*retool/retool.py", "retool_dapo", _REWARD),
+    Line(_RETOOL, "data.custom_cls.path", "*retool/retool.py", "retool_dapo", _ROWS),
+    Line("SkyRL-v0", "reward_model.reward_manager", "swebench", "skyrl_swe_8b", _ENV + _REWARD + _ROWS),
 )
 
 
@@ -69,7 +69,7 @@ class Version:
     name: str
     sign: str  # a key that only this version has
     defaults: Mapping[str, tuple[str, Any]]  # {our key: (veRL's, the value)}
-    overlong: str  # what its trainer does with overlong prompts, if no key says so
+    overlong: str  # what its trainer does with overlong prompts, without a key for it
 
 
 _TRUNCATION = "data.truncation"
@@ -92,7 +92,7 @@ class Source:
     """Rows of published data.
 
     names: of `data_source`; * is a wildcard
-    reward, options: with `reward.name=auto`; None: there is none here, and `why` says so
+    reward, options: with `reward.name=auto`; None: there is none here, for the reason `why`
     versions: options by `extra_info.prompt_type`, for rows that have it
     overlong: what the publisher's trainer does with overlong prompts
     why: whose reward it is, and where it differs from veRL's
@@ -169,7 +169,7 @@ def overlong_of(data_source: str) -> str:
     return "drop" if source is None else source.overlong
 
 
-def lines_of(written: Mapping[str, Any]) -> list[CommandLine]:
+def lines_of(written: Mapping[str, Any]) -> list[Line]:
     """The lines that a command's short keys and values select: none for an environment or a reward of its own."""
     own = {group for group, keys in _OWN.items() if not written.keys().isdisjoint(keys)}
     return [line for line in COMMANDS if own.isdisjoint(line.parts) and line.fits(written)]

@@ -1,7 +1,7 @@
 r"""For `data.map`: rows of math problems whose prompts demand a box, as veRL's recipe of ReTool makes them.
 
-Its data set class appends a sentence about `\boxed{}` to every prompt; this one only to prompts without a box. The
-words are this project's.
+Its data set class appends a sentence about `\boxed{}` to every prompt; this one appends its own to prompts without a
+box.
 """
 
 from collections.abc import Mapping
