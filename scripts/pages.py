@@ -16,9 +16,11 @@ sys.path.insert(0, str(ROOT))
 
 from verl.algorithms import ALGORITHMS  # noqa: E402
 from verl.algorithms.table import COLUMNS, presets, row  # noqa: E402
+from verl.config.published import COMMANDS, SOURCES, VERSIONS  # noqa: E402
 from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled  # noqa: E402
 from verl.kit.collapse.collapse import COLLAPSE_RULES  # noqa: E402
 from verl.tracking.names import METRICS  # noqa: E402
+from verl.tracking.verl_names import ABSENT, COMPUTED, EQUAL, RENAMED  # noqa: E402
 
 MARK = "<!-- written by scripts/pages.py -->\n"
 
@@ -37,8 +39,15 @@ def algorithms() -> str:
 
 
 def metrics() -> str:
-    """Name, unit and meaning of every metric."""
-    return "\n" + table(("name", "unit", "meaning"), ((f"`{each.name}`", each.unit, each.meaning) for each in METRICS))
+    """Name, unit and meaning of every metric, and veRL's names."""
+    ours = table(("name", "unit", "meaning"), ((f"`{each.name}`", each.unit, each.meaning) for each in METRICS))
+    logged = [(each, "yes") for each in (*RENAMED, *COMPUTED)] + [(each, "always") for each in EQUAL]
+    rows = [
+        (f"`{each.name}`", f"`{each.ours}`" if each.ours else "", when, each.why)
+        for each, when in [*logged, *((each, "no") for each in ABSENT)]
+    ]
+    heading = "\n## veRL's names\n\nWith `tracking.names=verl` these are logged, too.\n\n"
+    return f"\n{ours}{heading}{table(('veRL', 'here', 'logged', 'difference'), sorted(rows))}"
 
 
 def verl_keys() -> str:
@@ -65,6 +74,47 @@ def _of_keys(rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:
     return ((f"`{spelled(key)}`", *cells) for key, *cells in rows)
 
 
+def migration() -> str:
+    """What arguments of published commands, versions of veRL and data sources mean."""
+    commands = [
+        (
+            line.system,
+            f"`{spelled(line.key)}={line.value}`",
+            f"`{line.recipe}`",
+            ", ".join(f"`{part}`" for part in line.parts),
+        )
+        for line in COMMANDS
+    ]
+    versions = [
+        (
+            version.name,
+            f"`{spelled(version.sign)}`",
+            version.overlong,
+            ", ".join(f"`{ours}={value}`" for ours, (_, value) in version.defaults.items()),
+        )
+        for version in VERSIONS
+    ]
+    sources = [
+        (
+            ", ".join(f"`{name}`" for name in source.names),
+            f"`{source.reward}`" if source.reward else "refused",
+            source.overlong,
+            source.why,
+        )
+        for source in SOURCES
+    ]
+    return "\n".join(
+        [
+            "\n### Arguments of published commands\n",
+            table(("command of", "argument", "recipe", "its settings"), commands),
+            "### Versions of veRL\n",
+            table(("version", "its key", "overlong prompts", "defaults"), versions),
+            "### Data sources\n\nThe reward with `reward.name=auto`, and what `data.truncation=auto` does.\n",
+            table(("`data_source`", "reward", "overlong prompts", "why"), sources),
+        ]
+    )
+
+
 def collapse() -> str:
     """The rules that detect a collapse."""
     rows = []
@@ -74,7 +124,13 @@ def collapse() -> str:
     return "\n" + table(("rule", "metric", "threshold", "patience", "likely cause", "hint"), rows)
 
 
-GENERATED = {"algorithms": algorithms, "collapse": collapse, "metrics": metrics, "verl_keys": verl_keys}
+GENERATED = {
+    "algorithms": algorithms,
+    "collapse": collapse,
+    "metrics": metrics,
+    "migration": migration,
+    "verl_keys": verl_keys,
+}
 PAGES = {ROOT / "docs" / f"{name}.md": generate for name, generate in GENERATED.items()}
 
 

@@ -21,6 +21,7 @@ from verl.trainer.builders.algorithm import build_algorithm
 
 Settings = dict[str, Any]
 _SHARED: Settings = {  # ToolRL's run_grpo.sh; the others' differences lie over it
+    "overlong": "left",  # what its trainer passes to its data set
     "adv_estimator": "grpo",
     "kl_ctrl.kl_coef": 0.001,
     "ppo_mini_batch_size": 128,
@@ -49,6 +50,7 @@ _SHARED: Settings = {  # ToolRL's run_grpo.sh; the others' differences lie over 
     "test_freq": 5,
 }
 _SEARCH_R1: Settings = {
+    "overlong": "error",
     "ppo_mini_batch_size": 256,
     "lr_warmup_steps_ratio": 0.285,
     "top_p": 0.95,
@@ -61,6 +63,7 @@ _SEARCH_R1: Settings = {
 _SEARCH_R1_GRPO = {**_SEARCH_R1, "use_kl_loss": True, "n": 5}
 _SEARCH_R1_PPO = {**_SEARCH_R1, "adv_estimator": "gae", "n": 1, "critic.lr_warmup_steps_ratio": 0.015}
 _RETOOL: Settings = {
+    "overlong": "drop",
     "kl_ctrl.kl_coef": 0.0,
     "clip_ratio_high": 0.28,
     "clip_ratio_c": 10.0,
@@ -71,6 +74,7 @@ _RETOOL: Settings = {
     "save_freq": 30,
 }
 _SKYRL_SWE: Settings = {
+    "overlong": "error",
     "clip_ratio_high": 0.2,
     "clip_ratio_c": 3.0,
     "entropy_coeff": 0,
@@ -97,6 +101,7 @@ PUBLISHED: Mapping[str, Settings] = {
         "max_response_length": 512,
     },
     "torl": {
+        "overlong": "drop",
         "ppo_mini_batch_size": 1024,
         "entropy_coeff": 0,
         "use_kl_loss": True,
@@ -110,6 +115,7 @@ PUBLISHED: Mapping[str, Settings] = {
         "test_freq": 4,
     },
     "tool_n1": {
+        "overlong": "drop",
         "ppo_mini_batch_size": 256,
         "entropy_coeff": 0,
         "use_kl_loss": True,
@@ -222,6 +228,7 @@ def published(recipe: str) -> Settings:
         "save": told["save_freq"],
         "test": told["test_freq"],
         "val_before_train": told.get("val_before_train", True),
+        "overlong": told["overlong"],
     }
 
 
@@ -261,6 +268,7 @@ def resolved(config: Config) -> Settings:
         "save": config.trainer.save_freq,
         "test": config.trainer.test_freq,
         "val_before_train": config.trainer.val_before_train,
+        "overlong": config.data.truncation,
     }
 
 

@@ -19,6 +19,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
 from verl.algorithms.names import KLPlacement
 from verl.config.load import RECIPES, flattened, known_keys, load_config
+from verl.config.published import overlong_of
 from verl.config.schema import Config
 from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled
 from verl.errors import ConfigError
@@ -104,6 +105,9 @@ def theirs(words: list[str], resolved: Mapping[str, Any]) -> dict[str, Any]:
     prompt, response, turn = get("data.max_prompt_length"), get("data.max_response_length"), None
     if "data.max_start_length" in written:  # Search-R1's context rolls, its responses are turns
         prompt, response, turn = int(written["data.max_start_length"]), prompt, response
+    if f"{ROLLOUT}max_starting_message_length" in written:  # SkyRL's limits are of one call of the model
+        whole, prompt = prompt + response, int(written[f"{ROLLOUT}max_starting_message_length"])
+        response, turn = whole - prompt, response
     discount = (get("algorithm.gamma"), get("algorithm.lam"))
     sampling = (
         n,
@@ -115,6 +119,7 @@ def theirs(words: list[str], resolved: Mapping[str, Any]) -> dict[str, Any]:
     critic = (float(get("critic.optim.lr")), None, get("critic.cliprange_value"), get("trainer.critic_warmup"))
     ratio = asked("critic.optim.lr_warmup_steps_ratio", 0.0)
     turns = {"max_turns": 0, f"{ROLLOUT}num_llm_calls_available": 0, f"{ROLLOUT}multi_turn.max_user_turns": 0}
+    turns[f"{ROLLOUT}max_iterations"] = 0
     turns[f"{ROLLOUT}multi_turn.max_assistant_turns"] = 1  # the last of them calls nothing
     calls = [int(written[key]) - less for key, less in turns.items() if key in written]
     found = {
@@ -393,10 +398,10 @@ def test_all_defaults_of_toolrls_together_are_ours() -> None:
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
 
 
-def test_toolrls_own_command_cuts_long_prompts_as_its_trainer_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_early_command_treats_long_prompts_as_the_trainer_of_its_rows_does(caplog: pytest.LogCaptureFixture) -> None:
     path = "actor_rollout_ref.model.path=m"
-    assert load_config([path]).data.truncation == "left"
-    assert "data.truncation=left, as in ToolRL's trainer" in caplog.text
+    assert load_config([path]).data.truncation == "auto"
+    assert "data.truncation=auto: left for ToolRL's rows, drop for others" in caplog.text
     for words in (
         [path, "data.truncation=error"],
         [path, "reward.name=torl"],
@@ -405,6 +410,30 @@ def test_toolrls_own_command_cuts_long_prompts_as_its_trainer_does(caplog: pytes
         ["model.path=m"],
     ):
         assert load_config(words).data.truncation == "error"
+
+
+# `data_source` of the script's rows, and what its trainer does with overlong ones: ToolRL's passes truncation="left" to
+# its data set, those of ToRL and Tool-N1 always filter, veRL's and SkyRL's do so by a key, Search-R1's raises.
+OVERLONG = {
+    "ToolRL grpo": ("rlla", "left"),
+    "ToolRL ppo": ("rlla", "left"),
+    "ToRL": ("math", "drop"),
+    "Tool-N1": ("toolcall", "drop"),
+    "SearchR1 grpo": ("nq", "error"),
+    "SearchR1 ppo": ("nq", "error"),
+    "SearchR1 v0.3 fmt": ("nq", "error"),
+    "ReTool dapo": ("math_dapo", "drop"),
+    "ReTool ppo": ("math_dapo", "drop"),
+    "ReTool 7b dapo": ("math_dapo", "drop"),
+    "SkyRL 8b": ("swe-gym", "error"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_overlong_rows_of_a_published_command_meet_what_its_trainer_does(name: str) -> None:
+    source, expected = OVERLONG[name]
+    truncation = load_config(SCRIPTS[name]["words"]).data.truncation
+    assert (overlong_of(source) if truncation == "auto" else truncation) == expected
 
 
 def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:

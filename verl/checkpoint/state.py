@@ -19,6 +19,7 @@ from verl.utils.reward_score.rlla import TOGGLES
 # Groups and keys that may change on resume, because they do not affect training.
 _FREE = (
     "trainer.",
+    "tracking.",
     "eval.",
     "data.val_files",
     "rollout.val_kwargs",

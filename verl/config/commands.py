@@ -172,8 +172,8 @@ _EPISODES = (
 )
 TRAIN = Command(
     name="train",
-    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
-    from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
+    uses=(*_TRAIN_GROUPS, "trainer", "tracking", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
+    from_recipe=(*_TRAIN_GROUPS, "trainer", "tracking", "eval"),
     check=_check_training,
 )
 PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, check=_check_training)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 from verl.algorithms import ADV_ESTIMATORS
 from verl.config.commands import Command
-from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, VERSIONS, obsolete_reason, short, spelled
+from verl.config.published import AUTO, VERSIONS, Line
+from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
 
 Settings = dict[str, Any]
@@ -26,6 +27,7 @@ class Translation:
     """A command translated to our keys."""
 
     base: Callable[[str], Any]  # the value of one of our keys in the recipe, or else its default
+    lines: Sequence[Line] = ()  # of published commands that apply; `base` has their settings
     settings: Settings = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)  # our key -> the key as written
     obsolete: dict[str, str] = field(default_factory=dict)  # key as written -> why it has no effect
@@ -55,6 +57,10 @@ class Translation:
     def take(self, name: str) -> Any:
         """Consume one of veRL's keys; None if it is not written, or null."""
         return self.theirs.pop(name, (name, None))[1]
+
+    def line_of(self, name: str) -> Line | None:
+        """The line of a published command that one of veRL's keys selects."""
+        return next((line for line in self.lines if line.has(name)), None)
 
     def flag(self, name: str) -> bool | None:
         """As `take`, for a boolean. Raises ConfigError for other values."""
@@ -88,9 +94,9 @@ class Translation:
             self.obsolete[self.theirs.pop(name)[0]] = why
 
 
-def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Translation:
+def translate(written: Mapping[str, Any], base: Callable[[str], Any], lines: Sequence[Line] = ()) -> Translation:
     """Raises ConfigError for unsupported values of veRL's keys."""
-    result = Translation(base)
+    result = Translation(base, lines)
     same: dict[str, tuple[str, Any]] = {}
     for key, value in written.items():
         name = short(key)
@@ -130,17 +136,20 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any]) -> Transla
 def take_defaults(result: Translation, command: Command) -> list[str]:
     """Apply and list the defaults of the veRL version that a command without a recipe is written for.
 
-    A version is recognized by a key that only it has. ToolRL's defaults are ours, except for its truncation, which
-    applies to a complete command in veRL's keys without a truncation key and without another reward than ToolRL's.
+    A version is recognized by a key that only it has. ToolRL's defaults are ours, except for its truncation: early
+    versions have no key for it, and cut long prompts or drop them, so the rows decide (data.truncation=auto). That
+    applies to a complete command in veRL's keys without a truncation key and without a reward of its own.
     """
     if "algorithm.name" in result.settings:
         return []
     written = {short(key) for key in (*result.spelled.values(), *result.obsolete)} | result.read
     versions = [version for version in VERSIONS if version.sign in written]
-    of_toolrl = spelled("model.path") in result.spelled.values() and "reward.name" not in result.settings
-    if not versions and of_toolrl and command.has("data.truncation") and "data.truncation" not in result.settings:
-        result.settings["data.truncation"] = "left"
-        return ["data.truncation=left, as in ToolRL's trainer"]
+    is_early = (
+        not versions and spelled("model.path") in result.spelled.values() and "reward.name" not in result.settings
+    )
+    if is_early and command.has("data.truncation") and "data.truncation" not in result.settings:
+        result.settings["data.truncation"] = AUTO
+        return ["data.truncation=auto: left for ToolRL's rows, drop for others, as in early versions of veRL"]
     taken = []
     for version in versions:
         for ours, (theirs, value) in version.defaults.items():
@@ -169,17 +178,21 @@ def _read_data(result: Translation) -> None:
 
 
 def _read_lengths(result: Translation) -> None:
-    """Search-R1's are per turn and of a rolling context, ours of the prompt and all responses."""
-    start = result.count("data.max_start_length")
-    if start is None:
-        return
-    turn, context = (result.settings.get(f"data.max_{name}_length") for name in ("response", "prompt"))
-    result.replace("data.max_prompt_length", start, "data.max_start_length")
-    if turn is not None:
-        result.put("env.max_turn_tokens", turn, "data.max_response_length, as in Search-R1")
-        result.settings.pop("data.max_response_length")
-    if context is not None:
-        result.replace("data.max_response_length", context, "data.max_prompt_length, as in Search-R1")
+    """Search-R1's and SkyRL's are per turn and of the whole context, ours of the first prompt and all responses."""
+    starts = {"data.max_start_length": "Search-R1", "rollout.max_starting_message_length": "SkyRL"}
+    for name, system in starts.items():
+        start = result.count(name)
+        if start is None:
+            continue
+        turn, context = (result.settings.get(f"data.max_{each}_length") for each in ("response", "prompt"))
+        result.replace("data.max_prompt_length", start, name)
+        if turn is not None:
+            result.put("env.max_turn_tokens", turn, f"data.max_response_length, as in {system}")
+            result.settings.pop("data.max_response_length")
+        if context is not None:
+            if system == "SkyRL":  # its last response follows the longest context, its start is part of it
+                context += (turn or result.base("data.max_response_length")) - start
+            result.replace("data.max_response_length", context, f"data.max_prompt_length, as in {system}")
 
 
 def _read_longest(result: Translation) -> None:
@@ -372,17 +385,44 @@ def _read_sampling(result: Translation) -> None:
             result.obsolete[result.spelled.pop(f"rollout.{name}")] = _NULL
 
 
+_MANAGERS = ("naive", "prime", "batch", "dapo")  # veRL's that only call the reward
+
+
 def _read_reward(result: Translation) -> None:
     path = result.take("custom_reward_function.path")
-    if path is not None:
+    if line := result.line_of("custom_reward_function.path"):
+        result.ignore("custom_reward_function.name", f"this is {line.system}")
+    elif path is not None:
         function = result.take("custom_reward_function.name") or "compute_score"
         result.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
     result.ignore("custom_reward_function.name", "custom_reward_function.path is not set")
+    manager = result.take("reward_model.reward_manager")
+    if manager in _MANAGERS:
+        result.obsolete["reward_model.reward_manager"] = "rewards are functions, set by reward.name"
+    elif manager is not None and not result.line_of("reward_model.reward_manager"):
+        if result.now("reward.name") == AUTO:
+            raise ConfigError(
+                f"reward_model.reward_manager={manager} names no reward here; set reward.name (docs/reward.md), or a "
+                "recipe of docs/recipes"
+            )
+        result.obsolete["reward_model.reward_manager"] = "reward.name is set"
     for name, option in {"structure_format_score": "good_form", "final_format_score": "any_answer"}.items():
         points = result.number(f"reward_model.{name}")
         if points is not None:
             result.settings["reward.options.with_form"] = True
             result.put(f"reward.options.{option}", points, f"reward_model.{name}")
+
+
+def _read_dataset(result: Translation) -> None:
+    path = result.take("data.custom_cls.path")
+    if path is not None and not result.line_of("data.custom_cls.path"):
+        if result.now("data.map") is None:
+            raise ConfigError(
+                f"data.custom_cls.path={path}: there are no data set classes; convert rows with "
+                "data.map=file.py:function (docs/data.md)"
+            )
+        result.obsolete["data.custom_cls.path"] = "data.map converts the rows"
+    result.ignore("data.custom_cls.name", "data.map converts the rows")
 
 
 def _read_filters(result: Translation) -> None:
@@ -404,12 +444,21 @@ def _read_environments(result: Translation) -> None:
         result.move(None if masked is None else not masked, "env.train_on_observations", name)
     name = "rollout.qwen3_enable_thinking"
     result.move(result.flag(name), "model.chat_template_options.enable_thinking", name)
-    result.move(result.count("rollout.max_iterations"), "env.max_turns", "rollout.max_iterations")
+    agents, turns = (result.count(f"rollout.{name}") for name in ("max_parallel_agents", "max_iterations"))
+    if result.now("env.name") != "swe":
+        result.move(turns, "env.max_turns", "rollout.max_iterations")
+        if agents is not None:
+            result.obsolete[spelled("rollout.max_parallel_agents")] = "all episodes of a step run concurrently"
+        return
+    result.move(turns, "env.max_tool_calls", "rollout.max_iterations")
+    result.move(turns and turns + 1, "env.max_turns", "rollout.max_iterations")  # the last one calls nothing
+    for stage in ("starting", "running", "scoring"):
+        result.move(agents, f"env.options.max_{stage}", "rollout.max_parallel_agents")
 
 
 def _read_search_r1(result: Translation) -> None:
     search, tool_call_format = result.flag("do_search"), result.now("env.tool_call_format")
-    if search and tool_call_format is None and "retriever.url" not in result.theirs:
+    if search and tool_call_format is None:
         raise ConfigError("do_search=true needs a retriever; set retriever.url, or env.tool_call_format and env.tools")
     if search is False:
         if tool_call_format is not None:
@@ -424,7 +473,6 @@ def _read_search_r1(result: Translation) -> None:
     if url is None and topk is None:
         return
     found = {"retriever": "http", "urls": [url]} if url is not None else {}
-    _put_env(result, "search_r1", "search_r1", "retriever.url")
     if result.settings.get("env.tools"):
         result.obsolete["retriever.url"] = "env.tools sets the tools"
     else:
@@ -433,20 +481,26 @@ def _read_search_r1(result: Translation) -> None:
 
 
 def _read_torl(result: Translation) -> None:
-    calls = result.count("rollout.num_llm_calls_available")
-    if calls is not None:
-        written = spelled("rollout.num_llm_calls_available")
-        result.put("env.max_tool_calls", calls, written)
-        if _put_env(result, "fence", "torl", written) and not result.settings.get("env.tools"):
-            result.put("env.tools", ["python"], written)
+    name = "rollout.num_llm_calls_available"
+    result.move(result.count(name), "env.max_tool_calls", name)
 
 
 def _read_multi_turn(result: Translation) -> None:
     group = "rollout.multi_turn."
+    tools = result.take(f"{group}tool_config_path")
     if not result.flag(f"{group}enable"):
         for name in ("format", "max_assistant_turns", "max_user_turns"):
             result.ignore(f"{group}{name}", "rollout.multi_turn.enable is not true")
+        if tools is not None:
+            result.obsolete[spelled(f"{group}tool_config_path")] = "rollout.multi_turn.enable is not true"
         return
+    if tools is not None and not result.line_of(f"{group}tool_config_path"):
+        if not result.now("env.tools"):
+            raise ConfigError(
+                f"{spelled(group)}tool_config_path={tools} lists classes of veRL, which do not exist here; set "
+                "env.tools=[python], [search] or functions of yours (docs/tools.md). For ReTool: recipe=retool_dapo"
+            )
+        result.obsolete[spelled(f"{group}tool_config_path")] = "env.tools sets the tools"
     written = spelled(f"{group}enable")
     if result.now("env.name") == "single_turn":
         result.put("env.name", "tool", written)
@@ -456,17 +510,6 @@ def _read_multi_turn(result: Translation) -> None:
     turns, answers = result.count(f"{group}max_assistant_turns"), result.count(f"{group}max_user_turns")
     bounds = [bound for bound in (turns and turns - 1, answers) if bound is not None]
     result.move(min(bounds, default=None), "env.max_tool_calls", f"{group}enable")
-
-
-def _put_env(result: Translation, tool_call_format: str, reward: str, written: str) -> bool:
-    """A paper's environment, unless there is one. Returns whether it was set."""
-    if result.now("env.tool_call_format") is not None:
-        return False
-    result.put("env.name", "tool", written)
-    result.put("env.tool_call_format", tool_call_format, written)
-    if "reward.name" not in result.settings:
-        result.put("reward.name", reward, written)
-    return True
 
 
 def _read_nulls(result: Translation) -> None:
@@ -490,6 +533,7 @@ _READERS = (
     _read_schedules,
     _read_sampling,
     _read_reward,
+    _read_dataset,
     _read_filters,
     _read_environments,
     _read_search_r1,

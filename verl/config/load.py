@@ -21,10 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
 from verl.config.legacy import our_key, take_defaults, translate
+from verl.config.published import Line, lines_of
 from verl.config.schema import Config
 from verl.config.show import leaves
 from verl.config.unused_keys import unused_reasons
-from verl.config.verl_keys import GROUPS, short, vocabulary
+from verl.config.verl_keys import GROUPS, short, spelled, vocabulary
 from verl.embedded import EMBEDDED, PREFIX, with_embedded_paths
 from verl.errors import ConfigError
 from verl.registry import nearest
@@ -48,10 +49,15 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     if "reward.name" in written and "sum" in (written["reward.name"], preset.get("reward.name")):
         preset = {key: value for key, value in preset.items() if not key.startswith("reward.options")}
 
+    lines = lines_of({short(key): value for key, value in written.items()}) if recipe is None else []
+    for line in lines:
+        recipe_settings = _settings_of(line.recipe).items()
+        preset |= {key: value for key, value in recipe_settings if within(key, line.parts) and command.has(key)}
+
     def base(key: str) -> Any:
         return preset[key] if key in preset else command.default_of(key)
 
-    result = translate(_resolved(written, base, command), base)
+    result = translate(_resolved(written, base, command), base, lines)
     defaults = take_defaults(result, command) if recipe is None else []
     config = _build({**command.defaults, **preset, **result.settings}, command, result.spelled)
     command.check(config)
@@ -61,7 +67,7 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
         if as_written == key:
             raise ConfigError(f"{key}={result.settings[key]} has no effect: {why}")
         result.obsolete[as_written] = why
-    _report(result.obsolete, defaults)
+    _report(result.obsolete, defaults, lines)
     return config
 
 
@@ -108,8 +114,8 @@ def _with_reward_list(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"reward.name": "sum", "reward.options": {"terms": given}}
 
 
-def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
-    """One warning with all obsolete keys, by reason, and one with other defaults."""
+def _report(obsolete: Mapping[str, str], defaults: Sequence[str], published: Sequence[Line]) -> None:
+    """One warning with all obsolete keys, by reason, one with other defaults, one with the lines that apply."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, why in obsolete.items():
         by_reason[why].append(key)
@@ -118,6 +124,9 @@ def _report(obsolete: Mapping[str, str], defaults: Sequence[str]) -> None:
         _log.warning("%s", "\n  ".join(["keys that have no effect here:", *lines]))
     if defaults:
         _log.warning("%s", "\n  ".join(["defaults of the veRL version that this command is written for:", *defaults]))
+    if published:
+        lines = [f"{', '.join(line.parts)} of recipe={line.recipe}, by {spelled(line.key)}" for line in published]
+        _log.warning("%s", "\n  ".join(["settings of published commands (docs/migration.md):", *lines]))
 
 
 def restored_config(settings: Mapping[str, Any]) -> Config:
@@ -185,13 +194,18 @@ def read_recipe(name: str, command: Command) -> dict[str, Any]:
     """The settings of a recipe that the command uses. Raises ConfigError for an unknown one, with the nearest."""
     if not command.from_recipe:
         raise ConfigError(f"recipe={name} has no effect: `{command.name}` takes no recipe")
-    path = RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"unknown recipe {name!r}; {nearest(name, [each.stem for each in RECIPES.glob('*.yaml')])}")
-    settings = flattened(OmegaConf.to_container(OmegaConf.load(path)))
+    settings = _settings_of(name)
     if command is PROBE and settings["rollout.n"] == 1:  # with a critic; a probe needs groups
         del settings["rollout.n"]
     return {key: value for key, value in settings.items() if within(key, command.from_recipe)}
+
+
+def _settings_of(recipe: str) -> dict[str, Any]:
+    path = RECIPES / f"{recipe}.yaml"
+    if not path.is_file():
+        known = [each.stem for each in RECIPES.glob("*.yaml")]
+        raise ConfigError(f"unknown recipe {recipe!r}; {nearest(recipe, known)}")
+    return flattened(OmegaConf.to_container(OmegaConf.load(path)))
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:

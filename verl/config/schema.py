@@ -63,11 +63,12 @@ class DataConfig:
     max_prompt_length: int = 512
     max_response_length: int = 512  # in SFT, the sum of both limits a sample
     prompt_template: str | None = None  # a text with {question}, by path or name; default: the format's own
-    truncation: str = "error"  # for overlong prompts: error | left (keep the last tokens) | drop (the row)
+    # for overlong prompts: error | left (keep the last tokens) | drop (the row) | auto (left for ToolRL's rows or drop)
+    truncation: str = "error"
     max_bad_share: float = 0.05  # share of a file's rows that may be skipped as invalid before the run stops; 0: none
 
     def __post_init__(self) -> None:
-        _one_of(("error", "left", "drop"), "data.truncation", self.truncation)
+        _one_of(("error", "left", "drop", "auto"), "data.truncation", self.truncation)
         _one_of(("all", "last"), "data.split_turns", self.split_turns)
         _shares(self, "data.", "max_bad_share", "val_share")
         if self.val_share and self.val_files:
@@ -404,7 +405,7 @@ class RewardConfig:
     Several: reward=[{name: .., weight: .., options: {..}}, ..]
     """
 
-    name: str = "auto"  # calls for rows with a gold turn, rlla for others
+    name: str = "auto"  # calls for rows with a gold turn; for others by data_source (docs/migration.md)
     options: dict[str, Any] = field(default_factory=dict)
     num_workers: int = 1  # scoring processes
     timeout_s: float = 20.0  # per response
@@ -486,6 +487,14 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    names: str = "own"  # of metrics: own (docs/metrics.md) | verl (veRL's, too)
+
+    def __post_init__(self) -> None:
+        _one_of(("own", "verl"), "tracking.names", self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """What is evaluated, during training or without it, and where the results go."""
 
@@ -522,6 +531,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property

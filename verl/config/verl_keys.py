@@ -47,6 +47,8 @@ ALIASES: Mapping[str, str] = {
 INTERPRETED: Mapping[str, str] = {
     "data.prompt_key": "`data.columns={NAME: prompt}`, if it names another column",
     "data.filter_overlong_prompts": "`data.truncation=drop` where true",
+    "data.custom_cls.path": "`data.map`, for ReTool's file; for others set `data.map`",
+    "data.custom_cls.name": "as `data.custom_cls.path`",
     "data.max_start_length": "`data.max_prompt_length`; Search-R1's `data.max_response_length` then becomes "
     "`env.max_turn_tokens`, and its `data.max_prompt_length` our `data.max_response_length`, over all turns",
     "actor.clip_ratio": "`algorithm.clip_low` and `algorithm.clip_high`",
@@ -69,9 +71,14 @@ INTERPRETED: Mapping[str, str] = {
     "rollout.n_trajectories": "`rollout.n`, times veRL's `rollout.n`",
     "rollout.max_model_len": "`data.max_prompt_length` + `data.max_response_length`, which must not exceed it",
     "rollout.num_llm_calls_available": "`env.max_tool_calls` with ToRL's `env.tool_call_format=fence`",
-    "rollout.max_iterations": "`env.max_turns`",
+    "rollout.max_iterations": "`env.max_turns`; in SkyRL's environment `env.max_tool_calls`, and a turn more",
+    "rollout.max_parallel_agents": "`env.options.max_starting`, `max_running` and `max_scoring` of `env.name=swe`",
+    "rollout.max_starting_message_length": "`data.max_prompt_length`; SkyRL's `data.max_response_length` then becomes "
+    "`env.max_turn_tokens`, and the sum of its lengths that of ours",
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
     "rollout.multi_turn.enable": "`env.name=tool`; set the tools in `env.tools`",
+    "rollout.multi_turn.tool_config_path": "`env.tools`, for ReTool's file ([migration.md](migration.md)); "
+    "refused for others",
     "rollout.multi_turn.format": "`env.tool_call_format` (default: veRL's `hermes`)",
     "rollout.multi_turn.max_assistant_turns": "`env.max_tool_calls` + 1: tools are disabled in the last turn",
     "rollout.multi_turn.max_user_turns": "`env.max_tool_calls`; with `max_assistant_turns`, the smaller limit",
@@ -87,8 +94,9 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
     "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, if groups are filtered; "
     "the default is 10 (veRL: no limit)",
-    "custom_reward_function.path": "`reward.name=path:name`",
+    "custom_reward_function.path": "`reward.name=path:name`; ReTool's file is `reward.name=retool`",
     "custom_reward_function.name": "`reward.name=path:name`",
+    "reward_model.reward_manager": "SkyRL's `swebench` is `reward.name=env` with `env.name=swe`",
     "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with format",
     "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with format",
     "do_search": "whether `retriever.url` selects Search-R1's environment",
@@ -148,7 +156,6 @@ OBSOLETE: Mapping[str, str] = {
     "data.return_raw_chat": "rows are rendered once",
     "data.dataloader_num_workers": "rows are read from an index on disk",
     "data.template_type": "`env.tool_call_format` or `data.prompt_template` formats the prompt",
-    "data.custom_cls": "rows are read by their columns (docs/data.md); there are no data set classes",
     "actor_rollout_ref.hybrid_engine": "`rollout.placement` sets where engines run",
     "actor_rollout_ref.exchange_size": "the weight sync sends buckets of 256 MiB",
     "model.use_remove_padding": _NO_PADDING,
@@ -171,9 +178,6 @@ OBSOLETE: Mapping[str, str] = {
     "rollout.enable_memory_saver": _VLLM,
     "rollout.enable_chunked_prefill": _VLLM,
     "rollout.disable_log_stats": _VLLM,
-    "rollout.max_parallel_agents": "all episodes of a step run concurrently; `rollout.max_num_seqs` limits decoding",
-    "rollout.max_starting_message_length": "`data.max_prompt_length` limits the prompt",
-    "rollout.multi_turn.tool_config_path": "`env.tools` sets the tools (docs/tools.md)",
     "ref.log_prob_micro_batch_size": _BESIDE,
     "ref.log_prob_micro_batch_size_per_gpu": _BESIDE,
     "ref.log_prob_use_dynamic_bsz": _BESIDE,
@@ -203,7 +207,6 @@ OBSOLETE: Mapping[str, str] = {
     "reward_model.ulysses_sequence_parallel_size": _RULES,
     "reward_model.use_dynamic_bsz": _RULES,
     "reward_model.forward_max_token_len_per_gpu": _RULES,
-    "reward_model.reward_manager": _RULES,
     "trainer.balance_batch": "packs are balanced over the ranks",
     "trainer.samples_save_path": "responses are written to the run's folder (transcripts)",
     "trainer.log_val_generations": "responses are written to the run's folder (transcripts)",
@@ -217,26 +220,6 @@ OBSOLETE: Mapping[str, str] = {
         )
     },
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A version or fork of veRL whose defaults differ from ToolRL's, which are ours."""
-
-    name: str
-    sign: str  # a key that only this version has
-    defaults: Mapping[str, tuple[str, Any]]  # {our key: (veRL's, the value)}
-
-
-_LATER = {
-    "algorithm.entropy_coefficient": ("actor.entropy_coeff", 0.0),
-    "algorithm.dual_clip": ("actor.clip_ratio_c", 3.0),
-}
-VERSIONS = (
-    Version("later versions of veRL", "algorithm.use_kl_in_reward", _LATER),
-    Version("Search-R1", "rollout.n_agent", {"rollout.top_p": ("rollout.top_p", 0.95)}),
-    Version("SkyRL", "rollout.n_trajectories", {"trainer.val_before_train": ("trainer.val_before_train", False)}),
-)
 
 
 def short(key: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.config.published import AUTO, overlong_of
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
 from verl.data.tasks import TaskSet
@@ -84,10 +85,11 @@ def fitting(tasks: Sequence[Task], prompt_ids: PromptIds, config: DataConfig, re
             report.add_bad(error.at(file=file, row=row), config.max_bad_share)
             continue
         if problem := prompt_excess(length, config.max_prompt_length):
-            if config.truncation == "error":
+            truncation = overlong_of(task.data_source) if config.truncation == AUTO else config.truncation
+            if truncation == "error":
                 hint = "Raise it, or set data.truncation=left or data.truncation=drop"
                 raise DataError(problem, hint=hint, file=file, row=row)
-            if config.truncation == "drop":
+            if truncation == "drop":
                 report.drop(f"longer than {config.max_prompt_length} tokens", row)
                 continue
             report.notes[f"cut to the last {config.max_prompt_length} tokens"] += 1

@@ -1,15 +1,28 @@
 """Selects the reward of each task (the run's, or the one that its row names) and applies its reward shaping."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
-from verl.errors import DataError
+from verl.config.published import AUTO, source_of
+from verl.errors import ConfigError, DataError
+from verl.formats.toolrl_text import RESPONSE, THINK, TOOL_CALL
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.base import AUTO, GroupReward, LabReward, Reward, build_reward, named_reward, reads_step
-from verl.utils.reward_score.weighted import WeightedSum
+from verl.utils.reward_score.base import (
+    REWARDS,
+    GroupReward,
+    LabReward,
+    Reward,
+    build_reward,
+    named_reward,
+    reads_step,
+)
+from verl.utils.reward_score.weighted import SUM, WeightedSum
 
 _RLLA, _CALLS = "rlla", "calls"  # of auto; they have the same options
+_SHOWN = 80  # characters of a gold answer
 
 
 @dataclass(frozen=True)
@@ -18,20 +31,46 @@ class Rewards:
 
     default: Reward
     name: str = ""  # name of the default
-    for_gold: Reward | None = None  # of tasks with a gold turn and without a reward of their own, with name auto
+    for_gold: Reward | None = None  # with name auto: of tasks with a gold turn
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the default
 
     def of(self, task: Task) -> Reward:
-        """The task's reward. Raises ConfigError for an unknown name."""
-        if self.for_gold is not None and task.gold is not None and task.reward is None:
-            return self.for_gold
-        return self.default if task.reward in (None, self.name) else named_reward(task.reward)
+        """The task's reward. Raises ConfigError for an unknown name or source, DataError for an unknown version."""
+        if task.reward is not None:
+            return self.default if task.reward == self.name else named_reward(task.reward)
+        return self.default if self.name != AUTO else self._of_row(task)
 
     def names(self, task: Task) -> tuple[str, ...]:
-        """The names of the task's reward, or of all in a sum."""
-        if task.reward is None and self.name == AUTO:
-            return (_RLLA if task.gold is None else _CALLS,)
+        """The names of the task's reward, or of all in a sum. Raises like `of`."""
         reward = self.of(task)
-        return reward.names if isinstance(reward, WeightedSum) else (task.reward or self.name,)
+        if isinstance(reward, WeightedSum):
+            return reward.names
+        return (task.reward or (_choice(task)[0] if self.name == AUTO else self.name),)
+
+    def choice(self, task: Task) -> str:
+        """The names of the task's reward; with name auto, also its options and what selected it."""
+        names = ", ".join(self.names(task))
+        if task.reward is not None or self.name != AUTO or task.gold is not None:
+            return names
+        _, options = _choice(task)
+        given = "".join(f" {key}={value}" for key, value in options.items())
+        known = source_of(task.data_source) is not None
+        return f"{names}{given} (by {f'data_source {task.data_source}' if known else 'the tags of the gold'})"
+
+    def _of_row(self, task: Task) -> Reward:
+        """With name auto: the reward of tasks like this one."""
+        name, options = _choice(task)
+        if name == _RLLA:
+            return self.default
+        if name == _CALLS and self.for_gold is not None:
+            return self.for_gold
+        if self.options:
+            given = ", ".join(self.options)
+            raise ConfigError(
+                f"reward.options ({given}) are of reward.name={_RLLA}, but {task.id}, with data_source "
+                f"{task.data_source!r}, is scored by {name}; set reward.name={name}, or leave the options out"
+            )
+        return _published(name, json.dumps(dict(options), sort_keys=True))
 
     def all_of(self, tasks: Iterable[Task]) -> list[Reward]:
         """The distinct rewards of these tasks, the run's own first."""
@@ -72,4 +111,33 @@ class Rewards:
 def build_rewards(name: str, options: Mapping[str, Any] | None = None) -> Rewards:
     """The rewards of a run whose own is named `name`. Raises ConfigError like `build_reward`."""
     for_gold = build_reward(_CALLS, options) if name == AUTO else None
-    return Rewards(build_reward(name, options), name, for_gold)
+    return Rewards(build_reward(name, options), name, for_gold, options or {})
+
+
+def _choice(task: Task) -> tuple[str, Mapping[str, Any]]:
+    """(name, options) of the reward with name auto: by the gold turn, the source, or the tags of ToolRL's format.
+
+    Raises ConfigError for a source without a reward, and for an unknown one: any guess would train something else.
+    """
+    if task.gold is not None:
+        return _CALLS, {}
+    source = source_of(task.data_source)
+    if source is None:
+        if not task.answer or any(tag in task.answer for tag in (THINK, TOOL_CALL, RESPONSE)):
+            return _RLLA, {}
+        problem = f"names no reward, and the gold is not in ToolRL's format ({task.answer[:_SHOWN]!r})"
+    elif source.reward is None:
+        problem = f"has no reward here: {source.why}"
+    else:
+        return source.reward, source.options_of(task.extra)
+    names = ", ".join(sorted(REWARDS.keys() - {AUTO, SUM}))
+    raise ConfigError(
+        f"{task.id}: data_source {task.data_source!r} {problem}. Set reward.name to one of {names}, or to "
+        "path/to/file.py:function (docs/reward.md); docs/migration.md lists the sources that select one"
+    )
+
+
+@cache
+def _published(name: str, options: str) -> Reward:
+    """options: JSON"""
+    return build_reward(name, json.loads(options))

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -51,11 +51,13 @@ def run_cli(
     command: Command,
     run: Callable[[CliArgs, Console], object],
     known: Sequence[str] = (),
+    notes: Callable[[Config], Iterable[str]] = lambda _: (),
 ) -> int:
     """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
 
     With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
     known: options of this command besides --help and --cfg job; those with a value end in =
+    notes: lines that --cfg job prints as comments after the configuration
     Exit codes: what `run` returns if that is a number, else 0; 2 for an unusable configuration, data or folder; 1 for a
     failed run; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
@@ -78,7 +80,8 @@ def run_cli(
         with deadline.active(), ending_on_signals(on_signal):
             config = load_config(settings, command)
             if "--cfg" in options:
-                console.print(as_yaml(config, command), markup=False, soft_wrap=True)
+                comments = "".join(f"# {line}\n" for line in notes(config))
+                console.print(as_yaml(config, command) + comments, markup=False, soft_wrap=True)
                 return 0
             outcome = run(CliArgs(config, options), console)
             return outcome if isinstance(outcome, int) else 0

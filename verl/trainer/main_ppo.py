@@ -11,7 +11,7 @@ Exit code 0: all requested steps were trained. 1: the run failed. 2: the configu
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +22,13 @@ from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, in
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_cli(argv, __doc__ or "", TRAIN, run, known=("--preflight",))
+    return run_cli(argv, __doc__ or "", TRAIN, run, ("--preflight",), _row_choices)
+
+
+def _row_choices(config: Config) -> Iterable[str]:
+    from verl.trainer.row_choices import row_choices  # reads data: a slow import
+
+    return row_choices(config)
 
 
 def run(args: CliArgs, console: Console) -> None:

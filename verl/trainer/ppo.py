@@ -16,6 +16,7 @@ from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.hooks import SampleKeeper
 from verl.trainer.learner import Learned, Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
+from verl.trainer.verl_metrics import verl_step_metrics
 from verl.trainer.weight_sync import WeightSync
 from verl.types import TrajectoryGroup
 
@@ -72,6 +73,9 @@ class PPOTrainer:
             **learned,
             **self._timings(groups, batch, outcome.computed),
         }
+        if self.rollouts.config.tracking.names == "verl":
+            metrics |= verl_step_metrics(metrics, outcome.batch, groups, self.learner.algorithm, self.rollouts.config)
+            metrics["training/global_step"] = self.step
         return TrainStepResult(
             metrics=metrics,
             groups=groups,

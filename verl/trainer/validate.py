@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -13,6 +14,7 @@ from verl.scoring.rewards import Rewards
 from verl.tracking.names import STDERR
 from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
+from verl.trainer.verl_metrics import verl_validation_metrics
 from verl.types import Task, TrajectoryGroup
 
 _TOLERANCE = 1e-9
@@ -27,6 +29,7 @@ class Validator:
     rewards: Rewards  # for the maximum score, if known
     n: int = 1  # responses per task, whose scores are averaged
     seed: int | None = 0  # of sampled responses; None: not seeded
+    verl_names: bool = False  # log veRL's metrics, too
 
     @property
     def greedy(self) -> GroupRollout:
@@ -43,7 +46,8 @@ class Validator:
         exact: the fraction of responses with the maximum score of this step, among those whose reward defines one
         """
         means = {name: self._means(groups, step) for name, groups in rollouts.items()}
-        return {f"val/{name}/{key}": value for name, its in means.items() for key, value in its.items()}
+        metrics = {f"val/{name}/{key}": value for name, its in means.items() for key, value in its.items()}
+        return metrics | (verl_validation_metrics(chain(*rollouts.values()), self.n) if self.verl_names else {})
 
     def rows(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]], step: int) -> Iterator[dict[str, Any]]:
         """The transcript of every response, with its set and, where the reward defines it, `exact`."""

@@ -48,7 +48,7 @@ def test_a_folder_has_the_files_of_servers_and_a_card_of_the_record(tmp_path: Pa
     card = (tmp_path / "out" / "README.md").read_text()
     for line in (
         "| Algorithm | `grpo` |",
-        "| Reward | `calls for rows with a gold turn, else rlla` |",
+        "| Reward | `calls for rows with a gold turn, else by data_source` |",
         "| Initial model | `base` |",  # without the folders of this machine
         "| Tool-call format | `toolrl` |",
         "| Training data | `embedded:train.parquet` |",

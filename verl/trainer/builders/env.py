@@ -205,8 +205,8 @@ def _check_scored(reward: Reward, task: Task, tool_call_format: ToolCallFormat) 
 
 
 def truncating(config: DataConfig, runner: EpisodeRunner) -> EpisodeRunner:
-    """The runner with prompt truncation: data.truncation=left cuts prompts to their last tokens."""
-    if config.truncation != "left":
+    """The runner with prompt truncation to the last tokens; of data.truncation=auto, only such prompts are left."""
+    if config.truncation not in ("left", AUTO):
         return runner
     chat = replace(runner.chat, max_prompt_tokens=config.max_prompt_length)
     return replace(runner, observations=replace(runner.observations, chat=chat))

@@ -103,7 +103,7 @@ class Inputs:
 
     def choices(self, tool_call_format: str | None) -> str:
         """What the run decided by its data and model, in one line."""
-        names = dict.fromkeys(name for task in chain(*self.train) for name in self.rewards.names(task))
+        names = dict.fromkeys(self.rewards.choice(task) for task in chain(*self.train))
         validated = ", ".join(self.val) or "none, data.val_files and data.val_share are not set"
         style = tool_call_format or "none"
         return f"reward: {', '.join(names)}; tool-call format: {style}; validation rows: {validated}"
@@ -181,7 +181,12 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 total_steps=total_steps,
                 trainer=trainer,
                 validator=Validator(
-                    inputs.val, val_rollout, inputs.rewards, config.rollout.val_kwargs.n, config.rollout_seed
+                    inputs.val,
+                    val_rollout,
+                    inputs.rewards,
+                    config.rollout.val_kwargs.n,
+                    config.rollout_seed,
+                    config.tracking.names == "verl",
                 ),
                 online_eval=inputs.online_eval,
                 workers=workers.trainer,

@@ -8,15 +8,15 @@ from functools import cache
 from inspect import Parameter, isawaitable, signature
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from verl.config.published import AUTO
 from verl.errors import ConfigError, DataError
 from verl.registry import check_options, resolve
 from verl.text import shortened
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 
 _SHOWN = 200  # characters of a value that is no score
-AUTO = "auto"  # calls for tasks with a gold turn, rlla for others (verl/scoring/rewards.py)
 REWARDS: Mapping[str, str] = {
-    AUTO: "verl.utils.reward_score.rlla:RllaReward",
+    AUTO: "verl.utils.reward_score.rlla:RllaReward",  # of ToolRL's rows; of others: verl/scoring/rewards.py
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
     "sum": "verl.utils.reward_score.weighted:WeightedSum",
     "calls": "verl.utils.reward_score.calls:CallsReward",
@@ -33,6 +33,8 @@ REWARDS: Mapping[str, str] = {
     "bfcl": "verl.kit.bfcl.reward:BfclReward",
     "api_bank": "verl.kit.api_bank.reward:ApiBankReward",
     "math": "verl.utils.reward_score.math:MathReward",
+    "gsm8k": "verl.utils.reward_score.gsm8k:Gsm8kReward",
+    "math_dapo": "verl.utils.reward_score.math_dapo:MathDapoReward",
     "qa": "verl.kit.qa.reward:QaReward",
 }
 

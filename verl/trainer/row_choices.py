@@ -1,0 +1,38 @@
+"""What the first rows of a run's data select, for `--cfg job`: their reward, and what happens to overlong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from verl.config.published import AUTO, overlong_of
+from verl.config.schema import Config
+from verl.data.source import source_name, source_rows
+from verl.data.tasks import to_tasks
+from verl.errors import VerlError
+from verl.scoring.rewards import build_rewards
+
+_ROWS = 64  # read of each file
+
+
+def row_choices(config: Config) -> Iterator[str]:
+    """A line for every choice of each training file that exists; none if the command leaves nothing to the rows."""
+    data, reward = config.data, config.reward
+    if AUTO not in (data.truncation, reward.name):
+        return
+    rewards = build_rewards(reward.name, reward.options)
+    for file in filter(_exists, data.train_files):
+        found: dict[str, None] = {}
+        try:
+            for rows in islice(source_rows(file, data), _ROWS):
+                for task in (each for row in rows for each in to_tasks(row, file, data.split_turns, source_name(file))):
+                    cut = overlong_of(task.data_source) if data.truncation == AUTO else data.truncation
+                    found[f"reward.name={rewards.choice(task)}; data.truncation={cut}"] = None
+        except VerlError as error:
+            found[str(error)] = None
+        yield from (f"{file}: {choice}" for choice in found)
+
+
+def _exists(file: str) -> bool:
+    return Path(file).is_file()
