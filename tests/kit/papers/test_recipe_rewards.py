@@ -38,7 +38,8 @@ from verl.types import (
 from verl.utils.reward_score import LabReward, build_reward
 from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, last_block, normalized
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
-from verl.utils.reward_score.math import last_box, math_correct, same_answer
+from verl.utils.reward_score.math import last_box, math_correct
+from verl.utils.reward_score.math_equality import same_answer
 
 OK, WRONG, LATE, DOWN = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE
 
