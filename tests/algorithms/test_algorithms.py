@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +39,21 @@ def test_grpo_by_hand() -> None:
 
 def test_equal_rewards_give_exactly_zero() -> None:
     assert group_normalized(torch.full((7,), 0.1)).tolist() == [0.0] * 7
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=16))
+def test_groups_are_normalized_in_float64(rewards: list[float]) -> None:
+    exact = np.array(rewards)
+    expected = np.float32((exact - exact.mean()) / (exact.std(ddof=1) + 1e-6))
+    if len(set(rewards)) > 1:
+        assert group_normalized(torch.tensor(rewards)).numpy() == pytest.approx(expected, rel=3e-7, abs=1e-30)
+
+
+def test_whitening_reports_mean_and_standard_deviation() -> None:
+    got = reinforce_pp_baseline(rollouts([[0.0], [4.0], [5.0], [5.0]], [0, 0, 1, 1]))  # -2, 2, 0 and 0
+    assert got.whitening is not None
+    assert (got.whitening.mean, got.whitening.std) == pytest.approx((0.0, math.sqrt(8 / 3)))
 
 
 def test_reinforce_pp_baseline_by_hand() -> None:
