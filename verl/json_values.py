@@ -77,7 +77,7 @@ def read_json(text: str, decoder: json.JSONDecoder = _STRICT) -> Any:
 
 
 def check_values(value: Any, path: str = "") -> None:
-    """Raises JsonError for the first NaN or infinity in a value that is not read from JSON."""
+    """Raises JsonError for the first NaN, infinity or value of a strange type in what is not read from JSON."""
     if isinstance(value, JsonError):
         raise JsonError(value.problem, path)
     if isinstance(value, float) and not isfinite(value):
@@ -88,6 +88,11 @@ def check_values(value: Any, path: str = "") -> None:
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
             check_values(each, f"{path}[{number}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        try:
+            as_json_value(value)
+        except TypeError as error:
+            raise JsonError(f"is {error}", path) from error
 
 
 def as_json_value(value: Any) -> Any:
@@ -116,7 +121,7 @@ def as_json_value(value: Any) -> Any:
     for convert in ("model_dump", "tolist"):  # of pydantic; of numpy and torch
         if callable(method := getattr(value, convert, None)) and not isinstance(value, type):
             return as_json_value(method())
-    raise TypeError(f"a value of type {type(value).__name__} has no form in JSON")
+    raise TypeError(f"of type {type(value).__name__}, which has no form in JSON")
 
 
 def _as_key(key: Any) -> str:
@@ -125,4 +130,4 @@ def _as_key(key: Any) -> str:
         return key
     if key is None or isinstance(key, int | float):
         return json.dumps(key)
-    raise TypeError(f"a key of type {type(key).__name__} has no form in JSON")
+    raise TypeError(f"an object with a key of type {type(key).__name__}, which has no form in JSON")

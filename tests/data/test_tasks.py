@@ -337,8 +337,8 @@ def test_values_of_arrow_types_are_json_values(value: Any, kind: pa.DataType, re
 @pytest.mark.parametrize(
     ("bad", "good", "kind", "said"),
     [
-        (b"\xff", None, pa.binary(), "'extra_info.v': has a value of type bytes has no form in JSON"),
-        (timedelta(1), None, pa.duration("s"), "'extra_info.v': has a value of type timedelta has no form"),
+        (b"\xff", None, pa.binary(), "'extra.v': is of type bytes, which has no form in JSON"),
+        (timedelta(1), None, pa.duration("s"), "'extra.v': is of type timedelta, which has no form"),
         (
             [("a", 1), ("a", 2)],
             [("a", 1)],
@@ -359,6 +359,12 @@ def test_values_that_json_does_not_have_are_bad_rows(
         TaskSet(path)
     tasks = TaskSet(path, max_bad_share=0.5)
     assert len(tasks) == 2 and len(tasks.report.bad) == 1
+
+
+def test_a_column_that_is_not_used_may_have_any_value(tmp_path: Path) -> None:
+    image = pa.array([{"bytes": b"\xff", "at": datetime(2026, 1, 2)}])
+    (task,) = TaskSet(parquet(tmp_path, {"image": image, "score": pa.array([float("nan")])}))
+    assert task.id == "t.parquet#0"
 
 
 def test_a_column_twice_is_refused(tmp_path: Path) -> None:
@@ -389,7 +395,7 @@ def test_what_data_map_returns_becomes_json_or_a_bad_row(tmp_path: Path) -> None
     )
     (task,) = TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:dated"))
     assert task.extra == {"on": "2026-01-02", "n": 3}
-    with pytest.raises(DataError, match=r"t\.jsonl, row 0, field 'extra_info': has a value of type object has no form"):
+    with pytest.raises(DataError, match=r"t\.jsonl, row 0, field 'extra.what': is of type object, which has"):
         TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:odd"))
 
 

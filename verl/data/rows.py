@@ -35,7 +35,7 @@ _HUB_FORM = "owner/name[@configuration][:split][?revision]"
 _DEEPEST = 100  # maximum nesting of lists and objects in a row; copying recurses
 DATA_VERSIONS = "data_versions.jsonl"  # in a run's folder: `version_of` every data file
 _NOT_JSON = re.compile("arrow.json|map<|binary|date|time|duration|interval|decimal|extension")  # Arrow types
-_JSON_TYPES = (str, int, float, bool, type(None), Mapping, list, tuple)
+_JSON_TYPES = (str, dict, list, int, float, bool, type(None), tuple, Mapping)  # the frequent ones first
 _VALUES = "texts, numbers, booleans, lists and objects"
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 
@@ -53,8 +53,8 @@ def read_rows(source: str) -> Iterator[Any]:
 
     A row is made of JSON values: times and decimals of a typed column are texts, a map is an object. A jsonl line that
     is not JSON, or a csv line with a wrong number of values, is yielded as its DataError, for the caller to raise or to
-    count; so is a row with a key twice, NaN, an infinity or a lone surrogate in its JSON, with a value that JSON does
-    not have, or nested too deeply to be copied.
+    count; so is a row with a key twice, NaN, an infinity or a lone surrogate in its JSON, or nested too deeply to be
+    copied. Values that have no form in JSON, such as bytes, are left: only those that are used are errors.
 
     Raises DataError for a file that is missing or does not have the format of its extension.
     """
@@ -102,7 +102,7 @@ def _typed_rows(batch: Any, kind: Any) -> Iterator[Any]:
             yield DataError(f"has a value that cannot be read ({_one_line(error)})", _VALUES)
             continue
         try:
-            yield {field.name: _as_json(row[field.name], field.type, field.name) for field in kind}
+            yield _as_json(row, kind, "")
         except DataError as error:
             yield error
 
@@ -126,7 +126,8 @@ def _as_json(value: Any, kind: Any, place: str) -> Any:
     if isinstance(kind, pa.JsonType):
         return _decoded(value, place)
     if pa.types.is_struct(kind):
-        return {field.name: _as_json(value[field.name], field.type, f"{place}.{field.name}") for field in kind}
+        names = {field.name: f"{place}.{field.name}".removeprefix(".") for field in kind}
+        return {field.name: _as_json(value[field.name], field.type, names[field.name]) for field in kind}
     if pa.types.is_map(kind):
         items = as_json_value(dict.fromkeys(value)).keys()  # a key may be a number or a date
         return {
@@ -135,10 +136,7 @@ def _as_json(value: Any, kind: Any, place: str) -> Any:
         }
     if isinstance(value, list):
         return [_as_json(each, kind.value_type, f"{place}[{number}]") for number, each in enumerate(value)]
-    try:
-        return as_json_value(value)
-    except TypeError as error:
-        raise DataError(f"has {error}", _VALUES, field=place) from error
+    return _converted(value)
 
 
 def _decoded(text: str, place: str) -> Any:
@@ -205,33 +203,30 @@ def _element(text: str, position: int) -> tuple[Any, int]:
 
 
 def checked_row(row: Any) -> Any:
-    """The row, made of JSON values; a DataError if it is nested too deeply or has a value that cannot be used."""
+    """The row, made of JSON values; a DataError if it is nested too deeply or has a lone surrogate."""
     if isinstance(row, DataError):
         return row
+    is_json = True
     for column, content in row.items() if isinstance(row, Mapping) else [("", row)]:
         level, depth = [column, content], 1
         while level:
-            if any(not isinstance(each, _JSON_TYPES) for each in level):
-                return _converted(row)
+            is_json = is_json and all(isinstance(each, _JSON_TYPES) for each in level)
             if depth > _DEEPEST:
                 return DataError(f"has a value nested in more than {_DEEPEST} lists and objects", "less nesting")
             if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
                 return DataError("has a lone surrogate, which no tokenizer accepts", "valid Unicode", field=column)
             level, depth = [each for value in level for each in _inner(value)], depth + 1
-    return row
-
-
-def _converted(row: Any) -> Any:
-    """The row with its other values as JSON; a DataError if one has no form in JSON."""
-    if not isinstance(row, Mapping):
+    if is_json or not isinstance(row, Mapping):
         return row
-    made = {}
-    for column, content in row.items():
-        try:
-            made[column] = as_json_value(content)
-        except (TypeError, RecursionError) as error:
-            return DataError(f"has {_one_line(error)}", _VALUES, field=column)
-    return checked_row(made)
+    return {column: _converted(content) for column, content in row.items()}
+
+
+def _converted(value: Any) -> Any:
+    """The value as JSON, or unchanged if it has no such form: it may not be used."""
+    try:
+        return as_json_value(value)
+    except TypeError:
+        return value
 
 
 def _inner(value: Any) -> Iterable[Any]:
