@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 from scripts.raw import toolace, xlam
 from scripts.raw.decision import instruction_like, own_instruction
 from scripts.raw.rlla import check_example, to_row
-from verl.data.rows import RowStore, read_rows
+from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
 from verl.system.files import ending_in, replacing
@@ -68,7 +68,7 @@ class Mixer:
         """`count` of the items in random order; reads none for 0. Raises DataError if there are fewer."""
         if not count:
             return []
-        store = RowStore(items)
+        store = RowStore(map(encoded, items))
         if len(store) < count:
             raise DataError(
                 f"yields {len(store)} usable rows", f"at least {count}", "Ask for fewer or name a larger file", source

@@ -19,6 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 from scripts.raw.rlla import SCHEMA, check_example, strip_thought, to_row
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
-from verl.data.rows import RowStore, read_rows
+from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.toolrl_text import parse_gold
@@ -237,9 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(arguments.local_dir)
     try:
         check_input(arguments.input)
-        store = RowStore(
-            kept_examples(arguments, summary, report, lambda rows: track(rows, "Reading", total=None, console=console))
-        )
+        progress = partial(track, description="Reading", total=None, console=console)
+        store = RowStore(map(encoded, kept_examples(arguments, summary, report, progress)))
         train, test = split_order(len(store), arguments.test_fraction, arguments.seed)
         written = {
             path: write_split(path, store, order, path.stem, console)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
 
 from verl.errors import ConfigError, DataError, ServiceDownError, VerlError
-from verl.registry import check_options, nearest, resolve
+from verl.registry import check_options, nearest, option, resolve
 
 
 def test_data_error_says_what_where_what_was_expected_and_the_mend() -> None:
@@ -61,3 +62,10 @@ def test_options_without_a_default_are_checked_by_their_annotations() -> None:
         check_options("thing", "needing", needing, {"count": "two"})
     with pytest.raises(ConfigError, match="option 'kind' must be of type str, not 1"):
         check_options("thing", "needing", needing, {"count": 2, "kind": 1})
+
+
+def test_values_of_options_on_the_command_line() -> None:
+    assert [option(f"k={text}")[1] for text in ("3", "[1]", "null", "x y", "")] == [3, [1], None, "x y", ""]
+    for text, said in (('{"a": 1, "a": 2}', "has the key 'a' twice"), ("1e400", "is not a number")):
+        with pytest.raises(ArgumentTypeError, match=said):
+            option(f"k={text}")

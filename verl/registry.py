@@ -8,7 +8,6 @@ import argparse
 import difflib
 import importlib
 import importlib.util
-import json
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.json_values import JsonError, read_json
 
 USER_MODULE = "verl_user_"  # prefix of the modules made of the user's files
 _FITTING = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
@@ -81,7 +81,9 @@ def option(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
     try:
-        return key, json.loads(value)  # numbers, true, false, null, lists
+        return key, read_json(value)  # numbers, true, false, null, lists
+    except JsonError as error:
+        raise argparse.ArgumentTypeError(f"{key}: {error}") from error
     except ValueError:
         return key, value
 

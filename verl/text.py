@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from verl.json_values import as_json_value
 from verl.types import Message
 
 NOTE_CHARS = 60  # upper bound for the note in a truncated text
@@ -24,8 +25,8 @@ def utf8(text: str) -> str:
 
 
 def as_text(result: Any) -> str:
-    """A function's result: a string unchanged, everything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    """A function's result: a string unchanged, everything else as JSON. Raises TypeError for what has no such form."""
+    return result if isinstance(result, str) else json.dumps(as_json_value(result), ensure_ascii=False)
 
 
 def prompt_sha256(messages: Iterable[Message]) -> str:

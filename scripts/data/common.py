@@ -6,8 +6,6 @@ The split is one of the published rows, also of those that are skipped: a bad ro
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl.data.rows import RowStore, read_rows
+from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
 from verl.kit.sft.demonstrations import to_demonstration
@@ -57,6 +55,8 @@ def task(data_source: str, ability: str, prompt: Sequence[Mapping[str, str]], an
 
 def text(row: Any, *names: str) -> str:
     """The first of these fields in the row. Raises DataError if it is missing or not a text."""
+    if isinstance(row, DataError):
+        raise row
     for name in names:
         if isinstance(row, Mapping) and name in row:
             if not isinstance(row[name], str) or not row[name].strip():
@@ -64,19 +64,6 @@ def text(row: Any, *names: str) -> str:
             found: str = row[name]
             return found
     raise DataError("is missing", "a text", field=" or ".join(names))
-
-
-def read(source: str) -> Iterator[Any]:
-    """The rows of a file as verl.data.rows reads them, or of a gzipped jsonl file."""
-    if not source.endswith(".jsonl.gz"):
-        yield from read_rows(source)
-        return
-    try:
-        with gzip.open(source, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"cannot be read ({error})", "gzipped lines of JSON", file=source) from error
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -104,7 +91,7 @@ def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TAS
     dropped: Counter[str] = Counter()
     output: Path = arguments.output
     try:
-        store = RowStore(_converted(arguments, convert, dropped))
+        store = RowStore(map(encoded, _converted(arguments, convert, dropped)))
         if not any(store[number] for number in range(len(store))):
             raise DataError("has no usable row", "at least one", file=", ".join(arguments.input))
         order = list(range(len(store)))
@@ -133,7 +120,7 @@ def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TAS
 def _converted(arguments: argparse.Namespace, convert: Convert, dropped: Counter[str]) -> Iterator[list[Row]]:
     """For every published row the rows that it becomes; none for a bad one."""
     for source in arguments.input:
-        for number, row in enumerate(read(source)):
+        for number, row in enumerate(read_rows(source)):
             try:
                 yield _checked(row, convert, arguments)
             except DataError as error:

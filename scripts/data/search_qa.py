@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
-from scripts.data.common import Row, parser, read, run, task, text
+from scripts.data.common import Row, parser, run, task, text
+from verl.data.rows import read_rows
 
 TEMPLATED = "templated"
 _QUESTION = "Question: "  # the end of Search-R1's instruction
@@ -66,7 +67,7 @@ def births_in(sources: Sequence[str]) -> dict[str, str]:
     """{title of a person's passage: date of birth}."""
     births = {}
     for source in sources:
-        for row in read(source):
+        for row in read_rows(source):
             found = _BORN.match(text(row, "contents").partition("\n")[2])
             if found:
                 births[text(row, "title")] = found[1]

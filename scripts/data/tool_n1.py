@@ -26,6 +26,7 @@ from scripts.data.common import Row, parser, run, task
 from scripts.raw.toolace import read_calls
 from verl.errors import DataError
 from verl.formats.prompt import load_template
+from verl.json_values import read_json
 
 Calls = list[dict[str, Any]]
 
@@ -98,7 +99,7 @@ def _calls(found: Any) -> Calls:
 
 def _json(value: Any, field: str) -> Any:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return read_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise DataError("is not JSON", "JSON", field=field) from error
 

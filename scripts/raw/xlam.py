@@ -8,7 +8,6 @@ Tools and answers may be JSON strings. With `mask`, function and parameter names
 
 from __future__ import annotations
 
-import json
 import random
 import string
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 from scripts.raw.decision import Instruction, to_response, to_tool
 from scripts.raw.rlla import ListedTool, dialogue
 from verl.errors import DataError
+from verl.json_values import read_json
 
 Calls = list[dict[str, Any]]
 Mask = Callable[[list[ListedTool], Calls], tuple[list[ListedTool], Calls]]
@@ -53,7 +53,7 @@ def _call(answer: dict[str, Any]) -> dict[str, Any]:
 def _listed(row: dict[str, Any], name: str) -> list[dict[str, Any]]:
     value = row[name]
     try:
-        items = json.loads(value) if isinstance(value, str) else value
+        items = read_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise DataError(f"is not JSON ({error})", "a list of objects", field=name) from error
     if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):

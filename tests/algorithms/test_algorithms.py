@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +39,22 @@ def test_grpo_by_hand() -> None:
 
 def test_equal_rewards_give_exactly_zero() -> None:
     assert group_normalized(torch.full((7,), 0.1)).tolist() == [0.0] * 7
+
+
+def test_groups_are_normalized_in_float64() -> None:
+    """To the last bit, which a standard deviation in float32 would change."""
+    source = np.random.default_rng(0)
+    for _ in range(200):
+        rewards = torch.from_numpy(np.float32(source.normal(1000.0, 1.0, size=5)))
+        exact = rewards.double()
+        expected = (exact - exact.mean()) / (exact.std() + 1e-6)
+        assert torch.equal(group_normalized(rewards), expected.float())
+
+
+def test_whitening_reports_mean_and_standard_deviation() -> None:
+    got = reinforce_pp_baseline(rollouts([[0.0], [4.0], [5.0], [5.0]], [0, 0, 1, 1]))  # -2, 2, 0 and 0
+    assert got.whitening is not None
+    assert (got.whitening.mean, got.whitening.std) == pytest.approx((0.0, math.sqrt(8 / 3)))
 
 
 def test_reinforce_pp_baseline_by_hand() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from verl.batch.packing import Unit, assign, make_units, pack
+from verl.batch.packing import Sharding, Unit, assign, make_units, pack
 from verl.batch.samples import Sample, batch_of
 from verl.batch.token_batch import TokenBatch
 from verl.errors import ConfigError
@@ -81,6 +81,31 @@ def test_what_follows_the_last_input_is_not_computed() -> None:
     assert packed.token_ids.tolist() == [7, 8, 1] and packed.source.tolist() == [1, 2]
 
 
+def test_a_unit_that_fits_exactly_is_not_split_and_a_split_one_keeps_its_prefix() -> None:
+    samples = [sample([1, 2, 3], [4, place]) for place in range(5)]
+    batch = batch_of(samples)
+    assert make_units(batch, True, 13) == [Unit((0, 1, 2, 3, 4), 3, 13)]  # the prompt, and two tokens of each
+    assert make_units(batch, True, 9) == [Unit((0, 1, 2), 3, 9), Unit((3, 4), 3, 7)]
+    assert make_units(batch, True, 8) == [Unit((0, 1), 3, 7), Unit((2, 3), 3, 7), Unit((4,), 3, 5)]
+
+
+def test_packs_are_as_few_as_largest_first_gives() -> None:
+    units = [Unit((row,), 0, size) for row, size in enumerate((3, 4, 5, 6))]
+    assert assign(units, 9) == [[units[3], units[0]], [units[2], units[1]]]
+    assert [len(assign(units, 9, num_ranks)) for num_ranks in (1, 2, 3)] == [2, 2, 3]
+    assert assign(units, 18) == [units[::-1]]
+
+
+def test_the_parts_of_a_shard_are_the_samples_of_its_packs_in_order() -> None:
+    batch = batch_of([sample([place], [place] * (2 if place else 8), place) for place in range(4)])
+    packs = assign(make_units(batch, True, 9), 9)
+    (shard,) = Sharding(batch, packs, 1).shards()
+    for units, packed, part in zip(packs, shard.packed(), shard.parts(), strict=True):
+        assert part.groups.tolist() == [row for unit in units for row in unit.samples]  # one sample in each group
+        assert packed.target.tolist() == part.token_ids[part.action_mask].tolist()
+    assert [len(units) for units in packs] == [1, 3]
+
+
 def test_branches_share_up_to_the_first_trained_token() -> None:
     samples = [sample([1, 2, 3], [4, 5]), sample([1, 2, 9], [4, 5])]
     assert make_units(batch_of(samples), True, 100)[0].prefix == 2
@@ -117,6 +142,8 @@ def test_every_trained_token_is_in_exactly_one_pack(
     for units in packs:
         packed = pack(units, batch)
         assert len(packed.token_ids) == max(1, sum(computed(unit) for unit in units))
+        assert len(packed.token_ids) <= max_tokens
+        assert all(unit.num_tokens >= computed(unit) for unit in units)
         assert sum(unit.num_tokens for unit in units) <= max_tokens
         assert packed.advantages is not None
         seen.update(zip(packed.sample.tolist(), packed.advantages.long().tolist(), strict=True))

@@ -409,6 +409,7 @@ def test_trls_parquet_holds_json_texts(tmp_path: Path) -> None:
     ("change", "field", "said"),
     [
         (XLAM | {"answers": "[{"}, "answers", "is not JSON"),
+        (XLAM | {"answers": '[{"name": "f", "name": "g"}]'}, "answers[0]", "has the key 'name' twice"),
         (XLAM | {"answers": [{"arguments": {}}]}, "answers[0]", "a call without a name"),
         (XLAM | {"tools": '"x"'}, "tools", "is of type str"),
         (XLAM | {"tools": ["x"]}, "tools[0]", "is of type str"),
@@ -424,6 +425,11 @@ def test_trls_parquet_holds_json_texts(tmp_path: Path) -> None:
             "is no turn; expected {from:",
         ),
         (APIGEN | {"conversations": [{"from": "function_call", "value": "{"}]}, "conversations[0].value", "not JSON"),
+        (
+            APIGEN | {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": NaN}}'}]},
+            "conversations[0].value.arguments.x",
+            "NaN is not a number",
+        ),
         (
             HERMES | {"conversations": [{"from": "gpt", "value": "<tool_call>{}"}]},
             "conversations[0].value",

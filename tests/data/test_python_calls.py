@@ -29,6 +29,8 @@ from verl.data.python_calls import parse_calls
         ("[f(a=1), , g()]", None),
         ("[f(a=1e999)]", None),
         ("[f(a={1})]", None),
+        ("[f(a=1, a=2)]", None),
+        ('[f(a={"k": 1, "k": 2})]', None),
         ("[f(a='it's')]", None),
         ("[f(a=1]))]", None),
         ("[not a call]", None),

@@ -11,8 +11,11 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, date, datetime, timedelta
+from datetime import time as clock
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,8 +31,9 @@ from hypothesis import strategies as st
 from scripts.raw.rlla import SCHEMA, ListedTool, dialogue, to_row, tool_list
 from tests.conftest import real_data
 from verl.config.load import load_config
+from verl.config.schema import DataConfig
 from verl.data.report import RowReport
-from verl.data.rows import RowStore, read_rows
+from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import render_response
@@ -86,7 +90,7 @@ BAD_ROWS: dict[str, tuple[Any, str, str]] = {
     "gold is no number": (
         row(reward_model={"ground_truth": float("nan")}),
         "reward_model.ground_truth",
-        "cannot be written as JSON",
+        "is not valid JSON: NaN is not a number",
     ),
     "empty gold": (row(reward_model={"ground_truth": ""}), "reward_model.ground_truth", "is empty"),
     "gold does not parse": (
@@ -238,9 +242,12 @@ DIGITS = "9" * 6000
     ("shape", "value", "said"),
     [
         (PLAIN, '"a\0b"', "is not JSON"),
-        (PLAIN, "1e999", r"'prompt\[0\]\.content': is of type float"),
-        (GOLD, "1e999", r"'reward_model\.ground_truth': cannot be written as JSON"),
-        (GOLD, "-Infinity", r"'reward_model\.ground_truth': cannot be written as JSON"),
+        (PLAIN, "1e999", r"'prompt\[0\]\.content': is not valid JSON: 1e999 is not a number"),
+        (GOLD, "1e999", r"'reward_model\.ground_truth': is not valid JSON: 1e999 is not a number"),
+        (GOLD, "-Infinity", r"'reward_model\.ground_truth': is not valid JSON: -Infinity is not a number"),
+        (PLAIN, '"first", "content": "last"', r"'prompt\[0\]': has the key 'content' twice"),
+        (GOLD, '{"a": [1, {"b": NaN}]}', r"'reward_model\.ground_truth\.a\[1\]\.b': is not valid JSON: NaN is not a"),
+        (PLAIN, '"x"}], "prompt": [{"role": "user", "content": "y"', "has the key 'prompt' twice"),
         (PLAIN, DIGITS, "is not JSON .*6000 digits"),
         (GOLD, DIGITS, "is not JSON .*6000 digits"),
         (PLAIN, f'"a", "role": {DIGITS}', "is not JSON .*6000 digits"),
@@ -266,11 +273,10 @@ def test_nul_1e999_6000_digits_and_half_a_surrogate_pair_are_bad_rows(
         (r'"a\u0000b"', "a\0b"),
         (r'"\ud83d\ude00 é"', "😀 é"),
         (json.dumps("a b " * 2_500_000), "a b " * 2_500_000),
-        ('"first", "content": "last"', "last"),
     ],
-    ids=["escaped NUL", "two halves", "10 MB", "a key twice"],
+    ids=["escaped NUL", "two halves", "10 MB"],
 )
-def test_an_escaped_nul_10_mb_of_content_and_a_key_twice_are_read(value: str, content: str, tmp_path: Path) -> None:
+def test_an_escaped_nul_and_10_mb_of_content_are_read(value: str, content: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(PLAIN).replace('"HERE"', value))
     (task,) = TaskSet(str(path))
@@ -293,11 +299,104 @@ def test_a_row_of_many_messages_or_tools_is_read_in_linear_time(tmp_path: Path) 
         assert seconds(number, tools=tools) < 0.5 + number * 0.001
 
 
-def test_values_that_json_does_not_have_are_named(tmp_path: Path) -> None:
-    rows = [{**row(), "extra_info": {"when": datetime(2026, 1, 1)}}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="has a value that JSON cannot"):
+def parquet(tmp_path: Path, columns: Mapping[str, pa.Array], num_rows: int = 1) -> str:
+    """Usable tasks with these columns, too."""
+    table = pa.Table.from_pylist([row()] * num_rows).drop([name for name in columns if name in row()])
+    for name, values in columns.items():
+        table = table.append_column(name, values)
+    pq.write_table(table, tmp_path / "t.parquet")
+    return str(tmp_path / "t.parquet")
+
+
+def extra(values: Sequence[Any], kind: pa.DataType) -> dict[str, pa.Array]:
+    """extra_info with the field v of this type."""
+    return {"extra_info": pa.StructArray.from_arrays([pa.array(values, kind)], ["v"])}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "read"),
+    [
+        (datetime(2026, 1, 2, 3, 4, 5), pa.timestamp("us"), "2026-01-02T03:04:05"),
+        (datetime(2026, 1, 2, 3, tzinfo=UTC), pa.timestamp("ms", "UTC"), "2026-01-02T03:00:00+00:00"),
+        (date(2026, 1, 2), pa.date32(), "2026-01-02"),
+        (clock(3, 4), pa.time64("us"), "03:04:00"),
+        (Decimal("1.10"), pa.decimal128(5, 2), "1.10"),
+        ([Decimal("1.10")], pa.list_(pa.decimal128(5, 2)), ["1.10"]),
+        ([("a", 1), ("b", None)], pa.map_(pa.string(), pa.int64()), {"a": 1, "b": None}),
+        ([(date(2026, 1, 2), Decimal(2))], pa.map_(pa.date32(), pa.decimal128(3, 0)), {"2026-01-02": "2"}),
+        ([(7, [("x", 1)])], pa.map_(pa.int64(), pa.map_(pa.string(), pa.int64())), {"7": {"x": 1}}),
+        ({"m": [("k", "v")]}, pa.struct([("m", pa.map_(pa.string(), pa.string()))]), {"m": {"k": "v"}}),
+    ],
+    ids=str,
+)
+def test_values_of_arrow_types_are_json_values(value: Any, kind: pa.DataType, read: Any, tmp_path: Path) -> None:
+    (task,) = TaskSet(parquet(tmp_path, extra([value], kind)))
+    assert task.extra == {"v": read}
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "kind", "said"),
+    [
+        (b"\xff", None, pa.binary(), "'extra.v': is of type bytes, which has no form in JSON"),
+        (timedelta(1), None, pa.duration("s"), "'extra.v': is of type timedelta, which has no form"),
+        (
+            [("a", 1), ("a", 2)],
+            [("a", 1)],
+            pa.map_(pa.string(), pa.int64()),
+            "a value that cannot be read .*duplicate",
+        ),
+        (float("nan"), 1.0, pa.float64(), "'extra.v': is not valid JSON: nan is not a number"),
+        ('{"k": 1, "k": 2}', '{"k": 1}', pa.json_(), "'extra_info.v': has the key 'k' twice"),
+        ('{"k": [1e400]}', '{"k": 1}', pa.json_(), r"'extra_info\.v\.k\[0\]': is not valid JSON: 1e400"),
+    ],
+    ids=str,
+)
+def test_values_that_json_does_not_have_are_bad_rows(
+    bad: Any, good: Any, kind: pa.DataType, said: str, tmp_path: Path
+) -> None:
+    path = parquet(tmp_path, extra([good, bad, good], kind), num_rows=3)
+    with pytest.raises(DataError, match=rf"t\.parquet, row 1\b.*{said}"):
+        TaskSet(path)
+    tasks = TaskSet(path, max_bad_share=0.5)
+    assert len(tasks) == 2 and len(tasks.report.bad) == 1
+
+
+def test_a_column_that_is_not_used_may_have_any_value(tmp_path: Path) -> None:
+    image = pa.array([{"bytes": b"\xff", "at": datetime(2026, 1, 2)}])
+    (task,) = TaskSet(parquet(tmp_path, {"image": image, "score": pa.array([float("nan")])}))
+    assert task.id == "t.parquet#0"
+
+
+def test_a_column_twice_is_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row()])
+    pq.write_table(table.append_column("prompt", pa.array(["?"])), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="several columns with the name prompt"):
         TaskSet(str(tmp_path / "t.parquet"))
+    (tmp_path / "t.csv").write_text("prompt,prompt\na,b\n")
+    with pytest.raises(DataError, match="does not name the columns: prompt, prompt"):
+        TaskSet(str(tmp_path / "t.csv"))
+
+
+@pytest.mark.parametrize("first", ['{"a": NaN}', '{"a": 1, "a": 2}', '{"a": 1e400}'])
+def test_a_bad_element_of_a_json_list_is_one_bad_row(first: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(f"[{first}, {json.dumps(row())}]")
+    with pytest.raises(DataError, match=r"t\.json, row 0.*(twice|not a number)"):
+        TaskSet(str(path))
+    assert [task.id for task in TaskSet(str(path), max_bad_share=0.5)] == ["t.json#1"]
+
+
+def test_what_data_map_returns_becomes_json_or_a_bad_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [row()])
+    (tmp_path / "maps.py").write_text(
+        "from datetime import date\nimport numpy as np\n"
+        "def dated(row): return {**row, 'extra_info': {'on': date(2026, 1, 2), 'n': np.int64(3)}}\n"
+        "def odd(row): return {**row, 'extra_info': {'what': object()}}\n"
+    )
+    (task,) = TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:dated"))
+    assert task.extra == {"on": "2026-01-02", "n": 3}
+    with pytest.raises(DataError, match=r"t\.jsonl, row 0, field 'extra.what': is of type object, which has"):
+        TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:odd"))
 
 
 @pytest.mark.long
@@ -443,16 +542,16 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # no file may grow beyond 10 kB
     try:
         with pytest.raises(DataError, match=f"cannot store the rows in {tmp_path} .*TMPDIR"):
-            RowStore(("x" * 1000 for _ in range(100)), directory=str(tmp_path))
+            RowStore((b"x" * 1000 for _ in range(100)), directory=str(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(DataError, match="cannot store the rows in /nowhere"):
-        RowStore([1], directory="/nowhere")
+        RowStore([b"1"], directory="/nowhere")
 
 
 def test_row_store_gives_back_what_it_was_given() -> None:
     rows = [{"a": "\ud800 é\n"}, [1, 2.5, None], "x" * 100_000, 7]
-    store = RowStore(rows)
+    store = RowStore(map(encoded, rows))
     assert [store[number] for number in (3, 0, 2, 1)] == [rows[3], rows[0], rows[2], rows[1]]
     with pytest.raises(IndexError):
         store[4]

@@ -11,7 +11,7 @@ import pytest
 
 from verl.chat.bounds import RenderTimeoutError, render_deadline
 from verl.system.timer import PROCESSOR, REAL, raising_after
-from verl.utils.reward_score.math import same_answer
+from verl.utils.reward_score.math_equality import same_answer
 
 
 def work(seconds: float) -> None:

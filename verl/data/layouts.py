@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.data.python_calls import literal, looks_like_calls, parse_calls
 from verl.errors import DataError
+from verl.json_values import JsonError, read_json, strict_decoder
 
 Row = Mapping[str, Any]
 
@@ -116,7 +117,7 @@ def _toolace(row: Row) -> Row:
     system = row["system"]
     start = system.find("[{")
     try:
-        tools = json.JSONDecoder().raw_decode(system, start)[0] if start >= 0 else []
+        tools = strict_decoder().raw_decode(system, start)[0] if start >= 0 else []
     except ValueError as error:
         raise DataError(f"lists its functions in invalid JSON ({error})", "a JSON list", field="system") from error
     date = " ".join(found.strip() for found in _DATE.findall(system[: max(start, 0)]))
@@ -248,7 +249,9 @@ def _json_calls(text: str, field: str) -> list[Row]:
 def _json_or_python(text: str, field: str) -> Any:
     """JSON, or a Python literal as Hermes has it in places."""
     try:
-        return json.loads(text)
+        return read_json(text)
+    except JsonError as error:
+        raise error.in_data(field) from error
     except ValueError as error:
         try:
             return literal(text)
@@ -268,7 +271,9 @@ def _call(value: Any, field: str) -> Row:
 def _listed(value: Any, field: str) -> Sequence[Any]:
     """A list, or its JSON text, which may be null."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = read_json(value) if isinstance(value, str) else value
+    except JsonError as error:
+        raise error.in_data(field) from error
     except ValueError as error:
         raise DataError(f"is not JSON ({error})", "a list of objects", field=field) from error
     if found is None:

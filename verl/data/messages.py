@@ -4,11 +4,11 @@ The single reader for RL prompts, SFT demonstrations and all other data with cha
 it produces the input of a chat template.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import DataError
+from verl.json_values import JsonError, check_values, read_json
 from verl.types import Message, ToolCall, ToolSpec
 
 _READ = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -166,6 +166,8 @@ def read_arguments(value: Any, field: str) -> dict[str, Any]:
     """
     if isinstance(value, str):
         value = _from_json(value, field, "an object, or its JSON text")
+    else:
+        _check_values(value, field)
     return dict(_object({} if value is None else value, field, "an object, or its JSON text"))
 
 
@@ -213,20 +215,18 @@ def _list(value: Any, field: str, expected: str) -> Sequence[Any]:
 
 def _from_json(text: str, field: str, expected: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+        return read_json(text)
+    except JsonError as error:
+        raise error.in_data(field) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON ({error})", expected, field=field) from error
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
+def _check_values(value: Any, field: str) -> None:
+    try:
+        check_values(value)
+    except JsonError as error:
+        raise error.in_data(field) from error
 
 
 def _object(value: Any, field: str, expected: str) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ def _arguments(text: str) -> dict[str, Any] | None:
             found = literal(value.strip())
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return None
-        if not equals or not re.fullmatch(r"[\w.-]+", key.strip()):
+        if not equals or not re.fullmatch(r"[\w.-]+", key.strip()) or key.strip() in arguments:
             return None
         arguments[key.strip()] = found
     return arguments
@@ -67,7 +67,10 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         if None in node.keys:
             raise ValueError("unpacking is not a literal")
-        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+        found = {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+        if len(found) < len(node.keys):
+            raise ValueError("a key twice")
+        return found
     return ast.literal_eval(node)
 
 

@@ -13,6 +13,7 @@ import re
 import tempfile
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +22,7 @@ from typing import Any
 
 from verl.data.task_folders import find_task_folders, read_task_folders
 from verl.errors import DataError
+from verl.json_values import JsonError, as_json_value, check_values, read_json, strict_decoder
 from verl.system.digests import file_digest, folder_digests
 
 _BATCH_ROWS = 512
@@ -33,6 +35,9 @@ _HUB_NAME = re.compile(
 _HUB_FORM = "owner/name[@configuration][:split][?revision]"
 _DEEPEST = 100  # maximum nesting of lists and objects in a row; copying recurses
 DATA_VERSIONS = "data_versions.jsonl"  # in a run's folder: `version_of` every data file
+_NOT_JSON = re.compile("arrow.json|map<|binary|date|time|duration|interval|decimal|extension")  # Arrow types
+_JSON_TYPES = (str, dict, list, int, float, bool, type(None), tuple, Mapping)  # the frequent ones first
+_VALUES = "texts, numbers, booleans, lists and objects"
 _FORMATS = ".parquet, .jsonl, .jsonl.gz, .json (a list of objects) or .csv"
 
 
@@ -47,8 +52,10 @@ def read_rows(source: str) -> Iterator[Any]:
     a clone of a data set's repository, the output of `save_to_disk` of datasets, or one of task folders
     (verl/data/task_folders.py). The default split is "train".
 
-    A jsonl line that is not JSON, or a csv line with a wrong number of values, is yielded as its DataError, for the
-    caller to raise or to count; so is a row that is nested too deeply to be copied, or has a lone surrogate.
+    A row is made of JSON values: times and decimals of a typed column are texts, a map is an object. A jsonl line that
+    is not JSON, or a csv line with a wrong number of values, is yielded as its DataError, for the caller to raise or to
+    count; so is a row with a key twice, NaN, an infinity or a lone surrogate in its JSON, or nested too deeply to be
+    copied. Values that have no form in JSON, such as bytes, are left: only those that are used are errors.
 
     Raises DataError for a file that is missing or does not have the format of its extension.
     """
@@ -58,12 +65,12 @@ def read_rows(source: str) -> Iterator[Any]:
     is_folder = os.path.isdir(source)  # noqa: PTH112  as below
     if suffix not in readers or is_folder:
         folders = find_task_folders(path) if is_folder else []
-        yield from map(_shallow, read_task_folders(folders) if folders else _read_dataset(source))
+        yield from map(checked_row, read_task_folders(folders) if folders else _read_dataset(source))
         return
     if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises if the name is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
     try:
-        yield from map(_shallow, readers[suffix](path))
+        yield from map(checked_row, readers[suffix](path))
     except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow raises ValueErrors
         problem = f"cannot be read as {suffix[1:]} ({_one_line(error)})"
         raise DataError(problem, hint="Write or copy it again", file=source) from error
@@ -75,33 +82,71 @@ def _read_parquet(path: Path) -> Iterator[Any]:
 
     # pre-buffering would hold the whole compressed file in memory instead of one batch
     with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        names = Counter(file.schema_arrow.names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"it has several columns with the name {twice[0]}")
         kind = pa.struct(list(file.schema_arrow))
-        has_json = "arrow.json" in str(kind)
+        is_typed = bool(_NOT_JSON.search(str(kind)))
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                rows = batch.to_pylist()
-                yield from [_with_json(row, kind) for row in rows] if has_json else rows
+                yield from _typed_rows(batch, kind) if is_typed else batch.to_pylist()
         except pa.ArrowException as error:
             raise ValueError(str(error)) from error
+
+
+def _typed_rows(batch: Any, kind: Any) -> Iterator[Any]:
+    """Rows with columns of other types than JSON has, one at a time: a bad one does not spoil the others."""
+    for number in range(batch.num_rows):
+        try:
+            (row,) = batch.slice(number, 1).to_pylist(maps_as_pydicts="strict")
+        except (KeyError, ValueError) as error:  # a key of a map twice; a time that Python cannot hold
+            yield DataError(f"has a value that cannot be read ({_one_line(error)})", _VALUES)
+            continue
+        try:
+            yield _as_json(row, kind, "")
+        except DataError as error:
+            yield error
 
 
 class JsonObject(dict[str, Any]):
     """An object that a typed column holds as JSON text: its nulls were written, they fill nothing."""
 
 
-def _with_json(value: Any, kind: Any) -> Any:
-    """The value of an Arrow type with its `arrow.json` texts decoded; datasets writes values of mixed types so."""
+_STRICT, _JSON_COLUMN = strict_decoder(), strict_decoder(JsonObject)
+
+
+def _as_json(value: Any, kind: Any, place: str) -> Any:
+    """The value of an Arrow type, with `arrow.json` texts decoded, in which datasets writes values of mixed types.
+
+    Raises DataError with the field.
+    """
     import pyarrow as pa
 
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):
-        return json.loads(value, object_hook=JsonObject)
+        return _decoded(value, place)
     if pa.types.is_struct(kind):
-        return {field.name: _with_json(value[field.name], field.type) for field in kind}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return [_with_json(each, kind.value_type) for each in value]
-    return value
+        names = {field.name: f"{place}.{field.name}".removeprefix(".") for field in kind}
+        return {field.name: _as_json(value[field.name], field.type, names[field.name]) for field in kind}
+    if pa.types.is_map(kind):
+        items = as_json_value(dict.fromkeys(value)).keys()  # a key may be a number or a date
+        return {
+            name: _as_json(each, kind.item_type, f"{place}.{name}")
+            for name, each in zip(items, value.values(), strict=True)
+        }
+    if isinstance(value, list):
+        return [_as_json(each, kind.value_type, f"{place}[{number}]") for number, each in enumerate(value)]
+    return _converted(value)
+
+
+def _decoded(text: str, place: str) -> Any:
+    try:
+        return read_json(text, _JSON_COLUMN)
+    except JsonError as error:
+        raise error.in_data(place) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is not JSON ({_one_line(error)})", field=place) from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -112,14 +157,15 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
                 raise ValueError(f"line {number} has more than {_LONGEST_LINE} characters")
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield read_json(line)
+                except JsonError as error:
+                    yield error.in_data()
                 except (ValueError, RecursionError) as error:
                     yield DataError(f"line {number} is not JSON ({_one_line(error)})", "one object per line")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
     """Yields the elements of a JSON list, decoded one at a time to save memory."""
-    decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text, ended = file.read(_CHUNK_CHARS), False
         position = _after_blanks(text, 0) + 1
@@ -130,7 +176,7 @@ def _read_json(path: Path) -> Iterator[Any]:
             if text[position : position + 1] == "]":
                 return
             try:
-                value, end = decoder.raw_decode(text, position)
+                value, end = _element(text, position)
                 after = _after_blanks(text, end)
                 if text[after : after + 1] not in (",", "]"):
                     raise json.JSONDecodeError("Expecting ',' or ']'", text, after)
@@ -145,17 +191,43 @@ def _read_json(path: Path) -> Iterator[Any]:
             position = after + (text[after] == ",")
 
 
-def _shallow(row: Any) -> Any:
-    """The row, or a DataError if it is nested too deeply or has a lone surrogate."""
+def _element(text: str, position: int) -> tuple[Any, int]:
+    """(the JSON value at this position, or its DataError; its end). Raises JSONDecodeError."""
+    try:
+        return _STRICT.raw_decode(text, position)
+    except JsonError:
+        _, end = json.JSONDecoder().raw_decode(text, position)
+        try:
+            return read_json(text[position:end]), end
+        except JsonError as error:
+            return error.in_data(), end
+
+
+def checked_row(row: Any) -> Any:
+    """The row, made of JSON values; a DataError if it is nested too deeply or has a lone surrogate."""
+    if isinstance(row, DataError):
+        return row
+    is_json = True
     for column, content in row.items() if isinstance(row, Mapping) else [("", row)]:
         level, depth = [column, content], 1
         while level:
+            is_json = is_json and all(isinstance(each, _JSON_TYPES) for each in level)
             if depth > _DEEPEST:
                 return DataError(f"has a value nested in more than {_DEEPEST} lists and objects", "less nesting")
             if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
                 return DataError("has a lone surrogate, which no tokenizer accepts", "valid Unicode", field=column)
             level, depth = [each for value in level for each in _inner(value)], depth + 1
-    return row
+    if is_json or not isinstance(row, Mapping):
+        return row
+    return {column: _converted(content) for column, content in row.items()}
+
+
+def _converted(value: Any) -> Any:
+    """The value as JSON, or unchanged if it has no such form: it may not be used."""
+    try:
+        return as_json_value(value)
+    except TypeError:
+        return value
 
 
 def _inner(value: Any) -> Iterable[Any]:
@@ -264,12 +336,22 @@ def _disk_errors(directory: str | None) -> Iterator[None]:
         raise DataError(f"cannot store the rows in {place} ({error})", hint=hint) from error
 
 
-def _encoded(row: Any) -> bytes:
+def encoded(row: Any) -> bytes:
+    """A row as JSON. Raises DataError for NaN, an infinity and what JSON does not have."""
     try:
-        return json.dumps(row, separators=(",", ":")).encode()
+        return json.dumps(row, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        expected = "texts, numbers, booleans, lists and objects"
-        raise DataError(f"has a value that JSON cannot store ({_one_line(error)})", expected) from error
+        raise _not_stored(row, error) from error
+
+
+def _not_stored(row: Any, error: Exception) -> DataError:
+    try:
+        check_values(row)
+    except JsonError as found:
+        return found.in_data()
+    except RecursionError:
+        pass
+    return DataError(f"has a value that JSON cannot store ({_one_line(error)})", _VALUES)
 
 
 class RowStore:
@@ -278,16 +360,15 @@ class RowStore:
     Memory: 8 bytes per row. The file is deleted with the store; `directory` chooses its disk (default: TMPDIR).
     """
 
-    def __init__(self, rows: Iterable[Any], directory: str | None = None) -> None:
-        """Write all rows to disk. Raises DataError if the disk is full."""
+    def __init__(self, rows: Iterable[bytes], directory: str | None = None) -> None:
+        """Write all rows to disk, each as `encoded` gives it. Raises DataError if the disk is full."""
         self._starts = array("q", [0])
         with _disk_errors(directory):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  closed with the store
         for row in rows:
-            encoded = _encoded(row)
             with _disk_errors(directory):
-                self._file.write(encoded)
-            self._starts.append(self._starts[-1] + len(encoded))
+                self._file.write(row)
+            self._starts.append(self._starts[-1] + len(row))
         with _disk_errors(directory):
             self._file.flush()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config.schema import DataConfig
 from verl.data.layouts import ConvertedRow, as_openai_row
-from verl.data.rows import JsonObject, read_rows
+from verl.data.rows import JsonObject, checked_row, read_rows
 from verl.errors import DataError
 from verl.registry import resolve
 
@@ -54,7 +54,7 @@ def _mapped(row: Any, function: Callable[[Any], Any] | None) -> list[Any]:
     except Exception as error:  # the user's code
         hint = "Correct the function, or the row"
         raise DataError(f"data.map fails ({type(error).__name__}: {error})", hint=hint) from error
-    return made if isinstance(made, list) else [made]
+    return [checked_row(each) for each in (made if isinstance(made, list) else [made])]
 
 
 def _read(row: Any, source: str, data: DataConfig) -> Any:

@@ -16,7 +16,7 @@ from verl.config.schema import DataConfig
 from verl.data.conversations import Conversation, offered_tools, read_conversation, violates_schema
 from verl.data.messages import check_columns, read_messages, read_object, read_text, read_tools
 from verl.data.report import RowReport
-from verl.data.rows import RowStore
+from verl.data.rows import RowStore, encoded
 from verl.data.source import AS_WRITTEN, notes_of, source_name, source_rows
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import listed_tools, parse_gold
@@ -171,20 +171,22 @@ class TaskSet(Sequence[Task]):
         """
         self.source = source
         self.report = RowReport(source)
-        self._store = RowStore(asdict(task) for task in self._usable_tasks(max_bad_share, data))
+        self._store = RowStore(self._usable_tasks(max_bad_share, data))
         self.report.check(max_bad_share)
 
-    def _usable_tasks(self, max_bad_share: float, data: DataConfig) -> Iterator[Task]:
+    def _usable_tasks(self, max_bad_share: float, data: DataConfig) -> Iterator[bytes]:
+        """The tasks as they are stored."""
         file, name = Path(self.source).name, source_name(self.source)
         for number, rows in enumerate(source_rows(self.source, data)):
             self.report.num_rows += 1
             ids = [f"{file}#{number}"] if len(rows) == 1 else [f"{file}#{number}.{each}" for each in range(len(rows))]
             try:
                 made = [to_tasks(row, id, data.split_turns, name) for row, id in zip(rows, ids, strict=True)]
+                tasks = [task for each in made for task in each]
+                stored = [encoded(asdict(task)) for task in tasks]
             except DataError as error:
                 self.report.add_bad(error.at(file=self.source, row=number), max_bad_share)
                 continue
-            tasks = [task for each in made for task in each]
             if not tasks:
                 self.report.drop("left out by data.map", number)
                 continue
@@ -195,7 +197,7 @@ class TaskSet(Sequence[Task]):
                     self.report.unlisted.append(unlisted.at(file=self.source, row=number))
                 if violates_schema(task):
                     self.report.notes["with gold calls that violate their tool's schema"] += 1
-            yield from tasks
+            yield from stored
 
     def __len__(self) -> int:
         return len(self._store)

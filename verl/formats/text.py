@@ -5,13 +5,13 @@ Every function is linear in the length of its input, for any input.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 from verl.formats.base import Calls, Final, Parsed, ParseError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+from verl.json_values import JsonError, strict_decoder
 from verl.types import ToolCall
 
 _SPACE = re.compile(r"\s*")
@@ -112,8 +112,8 @@ def parse_json(text: str, position: int = 0) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, start)
         json.dumps(value, ensure_ascii=False).encode()
-    except BadCallError:
-        raise
+    except JsonError as error:
+        raise BadCallError(f"The call {error.problem}.") from error
     except json.JSONDecodeError as error:
         place = error.pos - start + 1
         raise BadCallError(f"The call is not valid JSON: {error.msg} (character {place}).") from error
@@ -160,22 +160,4 @@ def to_json(value: Any, tags: Iterable[str] = (THINK, THINK_END, TOOL_CALL, TOOL
     return text
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise BadCallError(f"The call has the key {twice[:80]!r} twice.")
-    return found
-
-
-def _number(text: str) -> float:
-    if (value := float(text)) in (float("inf"), float("-inf")):
-        _reject_number(text)
-    return value
-
-
-def _reject_number(text: str) -> NoReturn:
-    raise BadCallError(f"The call is not valid JSON: {text[:20]} is not a number.")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_reject_number)
+_DECODER = strict_decoder()

@@ -19,7 +19,7 @@ from tests.kit.lab.lab import try_reward
 from tests.support.every import every
 from verl.errors import ConfigError, DataError
 from verl.kit.papers.rewards.otc import fit, frugality
-from verl.kit.papers.rewards.tool_n1 import read_calls
+from verl.kit.papers.rewards.tool_n1 import gold_calls, read_calls
 from verl.kit.papers.rewards.zerotir import format_penalty
 from verl.text import prompt_sha256
 from verl.types import (
@@ -38,7 +38,8 @@ from verl.types import (
 from verl.utils.reward_score import LabReward, build_reward
 from verl.utils.reward_score.answers import accepted_answers, exact_match, follows_cycle, last_block, normalized
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
-from verl.utils.reward_score.math import last_box, math_correct, same_answer
+from verl.utils.reward_score.math import last_box, math_correct
+from verl.utils.reward_score.math_equality import same_answer
 
 OK, WRONG, LATE, DOWN = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE
 
@@ -129,6 +130,21 @@ def test_the_gold_answer_of_published_problems_is_right_and_a_wrong_one_is_not(n
     golds = [row["answer"] if isinstance(row["answer"], str) else ",".join(row["answer"]) for row in rows]
     assert every(math_correct(rf"Thus $x$ is \boxed{{{gold}}}", gold) for gold in golds)
     assert not any(math_correct(rf"\boxed{{{gold}, -987654321}}", gold) for gold in golds[:100])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"target": ["a"], "target": ["b"]}', "has the key 'target' twice"),
+        ("[NaN]", r"\[0\]'?: is not valid JSON: NaN is not a number"),
+        ('[{"name": "f", "arguments": {"x": 1e400}}]', r"\[0\].arguments.x'?: is not valid JSON: 1e400"),
+    ],
+)
+def test_a_gold_answer_that_programs_read_differently_is_refused(text: str, said: str) -> None:
+    for read in (accepted_answers, gold_calls):
+        with pytest.raises(DataError, match=f"'reward_model.ground_truth.*{said}"):
+            read(text)
+    assert accepted_answers("[sic] NaN") == ["[sic] NaN"]  # a text
 
 
 def test_what_is_observed_was_not_written_by_the_policy() -> None:

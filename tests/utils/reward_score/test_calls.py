@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from verl.formats.base import Calls, build_tool_call_format
 from verl.formats.plain import PLAIN
 from verl.formats.toolrl_text import TOOL_CALL, parse_gold, render_response
 from verl.kit.lab.__main__ import GOLD, as_trajectory
-from verl.types import Message, Task, ToolCall, ToolSpec
+from verl.types import Message, ParsedResponse, Task, ToolCall, ToolSpec
 from verl.utils.reward_score import build_reward
 from verl.utils.reward_score.calls import CallsReward
 from verl.utils.reward_score.rlla import RllaOptions, correctness_range, score_response
@@ -120,6 +121,44 @@ def test_a_response_that_is_cut_off_does_not_parse() -> None:
     assert CallsReward().score(replace(whole, turns=()), CALLS, 0).total == -3.0
 
 
+def with_value(value: Any) -> dict[str, Any]:
+    return {"name": "A", "parameters": {"p": value}}
+
+
+@pytest.mark.parametrize(
+    ("gold", "given", "as_json", "in_python"),
+    [
+        (True, 1, False, True),
+        (0, False, False, True),
+        ([1, {"deep": [True]}], [1, {"deep": [1]}], False, True),
+        ({"a": 1.0}, {"a": True}, False, True),
+        (1, 1.0, True, True),
+        ([True, False], [True, False], True, True),
+        (1, "1", False, False),
+        (None, False, False, False),
+        ([], {}, False, False),
+    ],
+)
+def test_values_have_the_types_of_json(gold: Any, given: Any, as_json: bool, in_python: bool) -> None:
+    task = task_of(with_value(gold))
+    for values, same in (("json", as_json), ("python", in_python)):
+        for one, other in (({}, 6 * 2 / 3 - 3), ({"coarse": True}, -3.0), ({"matching": "optimal"}, 6 * 2 / 3 - 3)):
+            expected = (1.0, 3.0 if same else pytest.approx(other))
+            assert parts(calling(with_value(given)), task, values=values, **one) == expected
+    with pytest.raises(ConfigError, match="values must be json or python, got 'bfcl'"):
+        build_reward("calls", {"values": "bfcl"})
+
+
+def test_arguments_nested_by_the_hundred_earn_the_lowest_correctness() -> None:
+    deep: Any = 1
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    trajectory = as_trajectory(CALLS, calling(A, B), TOOLRL)
+    (turn,) = trajectory.turns
+    nested = replace(turn, parsed=ParsedResponse((ToolCall("A", {"p": deep, "q": "z"}),)))
+    assert CallsReward().score(replace(trajectory, turns=(nested,)), CALLS, 0).parts["correctness"] == -3.0
+
+
 def test_the_first_turn_is_scored() -> None:
     first, second = (as_trajectory(CALLS, each, TOOLRL) for each in (calling(A, B), "Done."))
     both = replace(first, turns=(*first.turns, *second.turns))
@@ -172,7 +211,7 @@ def test_correctness_equals_that_of_rlla(
     if written is None:
         response = "<think> t </think>\n<response> hm </response>"
     task = task_of(*gold)
-    scored = CallsReward(**options).score(as_trajectory(task, response, TOOLRL), task, step)
+    scored = CallsReward("python", **options).score(as_trajectory(task, response, TOOLRL), task, step)
     theirs = score_response(response, render_response("t", gold), step, RllaOptions(**options))
     if isinstance(TOOLRL.parse(response), Calls) or written is None:
         assert scored.parts == {"format": theirs.format, "correctness": theirs.correctness, "length": 0.0}

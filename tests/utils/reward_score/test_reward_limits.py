@@ -15,7 +15,8 @@ from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.response import parsed_response
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, ToolCall, Trajectory, Turn
 from verl.utils.reward_score.base import REWARDS, build_reward
-from verl.utils.reward_score.math import math_correct, same_answer
+from verl.utils.reward_score.math import math_correct
+from verl.utils.reward_score.math_equality import same_answer
 
 SIZE = 100_000
 CALL = '{"name": "a", "parameters": {"x": 1}}'

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ from verl.formats.toolrl_text import final_turn, gold_shape, matches_shape, rend
 from verl.kit.lab.__main__ import as_trajectory
 from verl.types import Message, Task
 from verl.utils.reward_score import build_reward
+from verl.utils.reward_score.matching import Pair
 from verl.utils.reward_score.rlla import (
+    Matching,
     RllaOptions,
     _warn_of_strictmatch,
+    calls_score,
     compute_score,
     correctness_range,
     format_range,
@@ -91,6 +95,47 @@ def test_a_name_that_is_no_text_fails_only_where_toolrl_compares_it_as_a_key() -
     response = render_response("t", [A, odd])
     assert score(response, gold) == -2.0
     assert score(response, gold, options=VARIANTS["refined"]) == pytest.approx(1 + 6 * (0 + 1 + 2) / 4 - 3)
+
+
+def test_the_maximum_is_exact_and_sums_are_rounded_as_in_toolrl() -> None:
+    gold = [{"name": "A", "parameters": dict.fromkeys("abcdefg", 0)}]  # S_max = 1 + 8
+    given = {"name": "A", "parameters": {"a": 0, "b": 0, "x": 0}}  # names 1, keys 2/8, values 2
+    for end in (3.0, 1.0):
+        options = RllaOptions(correct_max_1=end == 1.0)
+        assert calls_score(gold, gold, options, 0) == end
+        assert calls_score(gold, [given], options, 0) == 2 * end * ((1.0 + 2.25) / 9.0) - end
+    # 0.1 + 0.2 + 0.3 from the left is 0.6000000000000001, and from the right 0.6
+    pairs = [Pair(place, place, points) for place, points in enumerate((0.1, 0.2, 0.3))]
+    assert Matching(0.0, pairs, 1.0).agreement == (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
+    for step in range(0, 300, 7):  # both ends of a schedule are floats that do not add up
+        options = RllaOptions(schedule_reward=True)
+        assert (
+            calls_score(gold, [dict(reversed(gold[0].items()))], options, step) == correctness_range(options, step).high
+        )
+
+
+def nested(depth: int) -> str:
+    return f'{{"name": "A", "parameters": {{"p": {"[" * depth}1{"]" * depth}, "q": "z"}}}}'
+
+
+@pytest.mark.parametrize("depth", [10, 200, 900, 1000, 5000, 100_000])
+def test_calls_nested_at_any_depth_are_scored(depth: int) -> None:
+    answer = render_response("t", [A])
+    response = f"<think> t </think>\n<tool_call>\n{nested(depth)}\n</tool_call>"
+    total = score(response, answer)
+    assert total == (1 + 6 * 3 / 4 - 3 if depth <= 200 else total) and total in (2.5, -2.0)
+    assert depth < 5000 or total == -2.0  # Python's reader gives up, as in ToolRL's code
+
+
+def test_the_response_is_stripped_and_a_task_needs_a_gold_turn_in_toolrls_format() -> None:
+    task = Task("t#0", (Message("user", "?"),), GOLD, "rlla")
+    reward = build_reward("rlla")
+    assert reward.score(as_trajectory(task, f"\n {GOLD}\n\n"), task, 0).total == 4.0
+    for answer, gold in (("", None), ("", Message("assistant", "")), ("plain", Message("assistant", "plain"))):
+        with pytest.raises(DataError, match="does not end with a turn in ToolRL's format"):
+            reward.check_task(replace(task, answer=answer, gold=gold))
+    reward.check_task(task)
+    reward.check_task(replace(task, answer="plain"))  # a gold answer that is no conversation's
 
 
 def test_greedy_and_optimal_matching_part_ways() -> None:

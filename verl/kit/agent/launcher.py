@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, ServiceDownError
+from verl.json_values import read_json
 from verl.kit.agent.confined import Confinement
 from verl.kit.agent.inside import programs
 from verl.kit.serving.line_process import LineProcess
@@ -218,7 +218,7 @@ def build_launcher(
 def read_reward_file(folder: Path) -> object | None:
     """What the program left in reward.json; None without one. Raises ServiceDownError if it is not JSON."""
     try:
-        value: object = json.loads((folder / REWARD).read_text(encoding="utf-8"))
+        value: object = read_json((folder / REWARD).read_text(encoding="utf-8"))
         return value
     except FileNotFoundError:
         return None

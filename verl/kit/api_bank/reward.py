@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from verl.formats.toolrl_text import THINK_END, call_text
+from verl.json_values import read_json
 from verl.types import Score, Task, Trajectory
 
 
@@ -34,7 +35,7 @@ class ApiBankReward:
 
 @lru_cache(maxsize=1024)
 def _gold(answer: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer)
+    found: dict[str, Any] = read_json(answer)
     return found
 
 

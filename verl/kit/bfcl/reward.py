@@ -11,13 +11,13 @@ whose interface forbids dots, and no format here does. Results equal those of `a
 including its oddities ([] and "" are accepted for optional parameters).
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar
 
 from verl.errors import DataError
+from verl.json_values import read_json
 from verl.types import Score, Task, ToolCall, Trajectory
 
 ANY_CALL = "any"
@@ -60,7 +60,7 @@ class BfclReward:
 def read_key(task: Task) -> Any:
     """ANY_CALL, or a list of (name, {parameter: accepted values}). Raises DataError for anything else."""
     try:
-        key = json.loads(task.answer)
+        key = read_json(task.answer)
         if key == ANY_CALL:
             return key
         pairs = [(name, dict(accepted)) for entry in key for name, accepted in entry.items()]

@@ -1,6 +1,6 @@
 r"""Math problems with short answers, without tools and with Python: GSM8K, MATH-500, AIME, AMC, OlympiadBench.
 
-The answer is the last `\boxed{}`; math-verify compares it (verl/utils/reward_score/math.py).
+The answer is the last `\boxed{}`; verl/utils/reward_score/math_equality.py compares it.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,6 @@ writes to /logs/verifier/reward.txt or reward.json, in a fresh runtime with the 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -20,6 +19,7 @@ from typing import Any
 
 from verl.data.task_folders import read_instruction
 from verl.errors import DataError
+from verl.json_values import read_json
 from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLimits, checked
 
 WORKDIR = "/app"  # Harbor's own tasks work there
@@ -166,7 +166,7 @@ async def run_verifier(runtime: Runtime, task: HarborTask) -> tuple[float | None
 
 
 def _reward(text: str) -> float:
-    value = json.loads(text)
+    value = read_json(text)
     if isinstance(value, dict):
         value = value["reward"] if "reward" in value or len(value) != 1 else next(iter(value.values()))
     if isinstance(value, bool) or not math.isfinite(float(value)):

@@ -6,7 +6,6 @@ is a folder that was prepared before (`prepared`), or an image that a remote run
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from verl.data.task_folders import task_row
 from verl.errors import DataError
+from verl.json_values import read_json
 from verl.kit.swe.harbor import HarborTask, read_harbor_task
 from verl.kit.swe.runtime import TESTBED, RuntimeLimits
 
@@ -259,8 +259,8 @@ def _published_image(row: Mapping[str, Any]) -> str:
 def _of_r2e(row: Mapping[str, Any]) -> SweTask:
     """Columns of R2E-Gym, whose tests are named without their file."""
     try:
-        statuses = {_r2e_name(name): each for name, each in json.loads(_text(row, "expected_output_json")).items()}
-        executed = json.loads(_text(row, "execution_result_content"))
+        statuses = {_r2e_name(name): each for name, each in read_json(_text(row, "expected_output_json")).items()}
+        executed = read_json(_text(row, "execution_result_content"))
         tests = dict(zip(executed["test_file_names"], executed["test_file_codes"], strict=True))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"cannot be read ({error!r})", "R2E-Gym's JSON", field="execution_result_content") from error
@@ -426,6 +426,6 @@ def _json(value: Any) -> Any:
     if not isinstance(value, str):
         return value.tolist() if hasattr(value, "tolist") else value
     try:
-        return json.loads(value)
+        return read_json(value)
     except ValueError as error:
         raise DataError(f"is not JSON ({error})", "JSON, or the value itself") from error

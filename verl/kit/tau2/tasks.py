@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from verl.errors import ConfigError, DataError
+from verl.json_values import read_json
 from verl.kit.tau2.users import scripted_opening
 from verl.types import Message, Task
 
@@ -53,10 +54,10 @@ def tau2_tasks(data: str, domain: Domain = "retail", split: Literal["train", "te
     folder = Path(data) / domain
     policy = read_file(folder / "policy.md")
     try:
-        rows = json.loads(read_file(folder / "tasks.json"))
+        rows = read_json(read_file(folder / "tasks.json"))
         chosen = {row["id"] for row in rows}
         if split != "all":
-            wanted = set(json.loads(read_file(folder / "split_tasks.json"))[split])
+            wanted = set(read_json(read_file(folder / "split_tasks.json"))[split])
             if wanted - chosen:
                 raise ValueError(f"there is no task {min(wanted - chosen, key=str)!r}, which split {split!r} names")
             chosen = wanted
@@ -81,8 +82,8 @@ def read_database(data: str, domain: str) -> dict[str, dict[str, Any]]:
     """Tables of records by id, from db.json or db.json.gz."""
     path = Path(data) / domain / "db.json"
     packed = path.with_suffix(".json.gz")
-    text = gzip.decompress(packed.read_bytes()) if packed.is_file() else read_file(path)
-    found: dict[str, dict[str, Any]] = json.loads(text)
+    text = gzip.decompress(packed.read_bytes()).decode() if packed.is_file() else read_file(path)
+    found: dict[str, dict[str, Any]] = read_json(text)
     return found
 
 

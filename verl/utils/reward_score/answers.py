@@ -8,6 +8,7 @@ import re
 import string
 
 from verl.errors import DataError
+from verl.json_values import JsonError, read_json
 from verl.types import ToolStatus, Trajectory
 from verl.utils.reward_score.base import written
 
@@ -27,7 +28,9 @@ def accepted_answers(answer: str) -> list[str]:
     """The accepted texts, numbers as text. Raises DataError for an object without a target."""
     if answer.startswith(("[", "{")):
         try:
-            found = json.loads(answer)
+            found = read_json(answer)
+        except JsonError as error:
+            raise error.in_data("reward_model.ground_truth") from error
         except ValueError:
             return [answer]
         target = found.get("target") if isinstance(found, dict) else found

@@ -5,17 +5,20 @@
     correctness  -3 .. 3 by agreement of the calls with the gold calls, as in rlla.py; 0 if the gold turn makes none
     length       0 .. 1 by the word count of the think block, if enabled
 
-Options and their defaults are those of rlla. A response that is cut off at a token limit counts as one that does not
-parse. In an episode of several turns the first one is scored: it is the one that the gold turn answers.
+Values are compared as JSON: true equals no number, but 1 equals 1.0, for JSON has one type of number. `values=python`
+is ToolRL's rule, Python's `==`, by which true equals 1, too. Other options and their defaults are those of rlla. A
+response that is cut off at a token limit counts as one that does not parse. In an episode of several turns the first
+one is scored: it is the one that the gold turn answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from enum import Enum
+from typing import Any, ClassVar, Literal
 
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import THINK, THINK_END, listed_tools
 from verl.types import Message, ParsedResponse, Score, Task, ToolCall, Trajectory
 from verl.utils.reward_score.base import Mutation
@@ -33,11 +36,14 @@ from verl.utils.reward_score.rlla_mutations import STRANGER, corrupted_calls, le
 
 
 class CallsReward:
-    """options: of RllaOptions, in place of the environment's toggles"""
+    """values: how arguments are compared; options: of RllaOptions, in place of the environment's toggles"""
 
     reads_calls: ClassVar[bool] = True
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, values: Literal["json", "python"] = "json", **options: Any) -> None:
+        if values not in ("json", "python"):
+            raise ConfigError(f"reward option values must be json or python, got {values!r}")
+        self._read = _typed_calls if values == "json" else calls_as_json
         self.options = RllaOptions.from_env(overrides=options)
         self.reads_step = self.options.follows_schedule
 
@@ -63,9 +69,13 @@ class CallsReward:
         if not gold.tool_calls:
             called = parsed is not None and (parsed.calls or parsed.error is not None)
             return -self.options.unwanted_call_penalty if called else 0.0
+        lowest = correctness_range(self.options, step).low
         if parsed is None or not parsed.calls:
-            return correctness_range(self.options, step).low
-        return calls_score(calls_as_json(gold.tool_calls), calls_as_json(parsed.calls), self.options, step)
+            return lowest
+        try:
+            return calls_score(self._read(gold.tool_calls), self._read(parsed.calls), self.options, step)
+        except RecursionError:  # arguments nested by the hundred
+            return lowest
 
     def maximum(self, task: Task, step: int) -> float:
         return maximum_score(self.options, step, bool(gold_turn(task).tool_calls))
@@ -116,6 +126,25 @@ def _with_content(message: Message, content: str) -> Message:
 
 def calls_as_json(calls: Sequence[ToolCall]) -> list[Call]:
     return [{"name": call.name, "parameters": dict(call.arguments)} for call in calls]
+
+
+class _Truth(Enum):
+    """JSON's true and false: equal to no number."""
+
+    FALSE = False
+    TRUE = True
+
+
+def _typed_calls(calls: Sequence[ToolCall]) -> list[Call]:
+    return [{"name": call.name, "parameters": _typed(call.arguments)} for call in calls]
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, bool):
+        return _Truth(value)
+    if isinstance(value, Mapping):
+        return {key: _typed(each) for key, each in value.items()}
+    return [_typed(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _as_calls(calls: Sequence[Call]) -> tuple[ToolCall, ...]:

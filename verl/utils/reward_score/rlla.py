@@ -258,8 +258,7 @@ def _correctness_score(response: str, gold: Gold, options: RllaOptions, step: in
 def calls_score(gold: list[Call], predicted: list[Any], options: RllaOptions, step: int) -> float:
     """The correctness part of these calls. Raises like `call_agreement`."""
     low, high = correctness_range(options, step)
-    agreement = call_agreement(gold, predicted, options)
-    return high if agreement == 1.0 else (high - low) * agreement + low
+    return (high - low) * call_agreement(gold, predicted, options) + low  # exactly `high` at 1.0, as low is -high
 
 
 def length_score(response: str, options: RllaOptions, step: int) -> float:

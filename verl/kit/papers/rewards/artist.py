@@ -22,7 +22,8 @@ from verl.errors import ConfigError
 from verl.types import Score, Task, ToolStatus, Trajectory
 from verl.utils.reward_score.answers import follows_cycle, last_answer
 from verl.utils.reward_score.base import written
-from verl.utils.reward_score.math import last_box, same_answer
+from verl.utils.reward_score.math import last_box
+from verl.utils.reward_score.math_equality import same_answer
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
+from verl.json_values import JsonError, read_json
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.answers import last_block
@@ -84,6 +85,12 @@ def read_calls(text: str) -> list[Call] | None:
 
 def gold_calls(answer: str) -> list[Call]:
     """The gold calls. Raises DataError if they cannot be parsed."""
+    try:
+        read_json(answer)
+    except JsonError as error:
+        raise error.in_data("reward_model.ground_truth") from error
+    except ValueError:
+        pass
     calls = read_calls(answer)
     if calls is None:
         expected = 'a JSON list of {"name": text, "arguments": object}'

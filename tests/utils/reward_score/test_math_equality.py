@@ -1,0 +1,219 @@
+r"""Equality of mathematical answers: a table of pairs by their source, and properties.
+
+Threads are of huggingface/Math-Verify (MV) and Khan/khan-exercises (KE). Answers of MATH, GSM8K, AIME and OlympiadBench
+are gold answers of these data sets, beside a spelling of a policy.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.utils.reward_score.math_equality import same_answer
+
+SAME: dict[str, list[tuple[str, str]]] = {  # (answer, gold)
+    "MV#14": [(r"19, 46, \text{ and } 82", "82, 19, 46"), (r"\pm 2021", "2021, -2021"), (r"n=2, 3, 4", "n = 2,3,4")],
+    "MV#34, mixed numbers": [
+        ("1 1/4", "5/4"),
+        (r"1\frac14", "5/4"),
+        ("-2 1/3", r"-\frac{7}{3}"),
+        ("5 123/200", "5.615"),
+    ],
+    "MV#35": [(r"\frac12", r"\frac{1}{2}"), (r"\dfrac{1}{2}", "0.5")],
+    "MV#56": [(r"\left( 3, \frac{\pi}{2} \right)", r"(3, \frac{\pi}{2})")],
+    "MV#69, as Python and sympy print": [
+        ("pi/2", r"\frac{\pi}{2}"),
+        ("-2*pi", r"-2\pi"),
+        ("14-1.0i", "14-i"),
+        ("(3+4j)", "3+4i"),
+        ("-7/25 + 24*I/25", r"-\frac{7}{25}+\frac{24}{25}i"),
+        ("1e-05", "0.00001"),
+        ("6.63e-34", r"6.63 \times 10^{-34}"),
+        ("x**2 + 1", "x^2+1"),
+        ("sqrt(5 + 2*sqrt(6))", r"\sqrt{2}+\sqrt{3}"),
+        ("2*sqrt(3)/3", r"\frac{2}{\sqrt{3}}"),
+        ("-6*x**2 + 36*x - 48", "-6x^2+36x-48"),
+        ("exp(2)", "e^2"),
+        ("sin(pi/3)", r"\frac{\sqrt{3}}{2}"),
+        ("0.30000000000000004", "0.3"),
+        ("2.0", "2"),
+        ("[3, 5, 7]", "3, 5, 7"),
+    ],
+    "KE#117321, #145581": [("158/19", "8 6/19"), ("10/9", "1+1/9")],
+    "open-instruct#1530, signs": [("-5/5", "-1"), ("\u22125", "-5"), ("+5", "5"), (r"\frac{-1}{2}", "-0.5")],
+    "ISO 80000-1, digits in groups of three": [
+        (r"12\,345", "12345"),
+        ("1 234 567", "1234567"),
+        ("12{,}345", "12345"),
+        (r"12\ 345.5", "12345.5"),
+    ],
+    "MATH": [
+        ("10080", r"10,\!080"),
+        ("x = 45,045", r"45,\!045"),
+        ("81,256", "81, 256"),
+        ("D and E", "D, E"),
+        ("Evelyn", r"\text{Evelyn}"),
+        ("friday", r"\text{Friday}"),
+        ("CBAD", r"\text{CBAD}"),
+        ("C", r"\text{(C)}"),
+        ("B, E", r"\text{B,E}"),
+        ("52", "52_8"),
+        ("52_{8}", "52_8"),
+        ("8 cm", r"8\text{ cm}"),
+        ("8", r"8\text{ cm}"),
+        (r"32 \text{ cm}^2", r"32\text{ square cm}"),
+        ("147 centimeters", r"147\text{ cm}"),
+        ("60", r"60\text{ inches}"),
+        ("-12, -2", r"-2 \text{ or } -12"),
+        ("1", "x=1"),
+        ("r = 6.2", "r=6.2"),
+        ("y = 1 - 2x", "y=-2x+1"),
+        ("-2x+1", "y=-2x+1"),
+        (r"1 + \sqrt{19}, 1 - \sqrt{19}", r"1 \pm \sqrt{19}"),
+        (r"\{-2, 1-\sqrt{5}, 1+\sqrt{5}\}", r"\{1\pm\sqrt{5},-2\}"),
+        ("[-2,7]", r"x \in [-2,7]"),
+        (r"[8, 9) \cup [3, 7]", r"[3,7] \cup [8,9)"),
+        ("(2, 15), (-4, 27)", "(-4, 27);(2, 15)"),
+        ("9,4", "9, 4"),
+        (r"\begin{pmatrix} 0.5 \\ -1 \end{pmatrix}", r"\begin{pmatrix} \frac{1}{2} \\ -1 \end{pmatrix}"),
+        ("yx", "xy"),
+        ("23a + 39b", "39b+23a"),
+        ("90", r"90^\circ"),
+        ("83", r"83\%"),
+        (r"\frac{4}{9}", r"\frac49"),
+    ],
+    "GSM8K": [
+        ("1,600", "1600"),
+        (r"\$18", "18"),
+        ("18.00", "18"),
+        (r"2,400 \text{ dollars}", "2400"),
+    ],
+    "AIME": [("25", "025"), ("809.0", "809"), ("m+n = 113", "113"), ("100+13 = 113", "113")],
+    "OlympiadBench": [
+        ("84, 69", "$69$,$84$"),
+        ("2", "$k=2$"),
+        (r"f(x) = 2x", "$f(x)=2 x$"),
+        ("-2, -2", "-2,-2"),
+        (r"\frac{9}{32}\sqrt{2}", r"$M=\frac{9}{32} \sqrt{2}$"),
+    ],
+    "rounding to five digits or more": [
+        ("0.333333", r"\frac13"),
+        ("0.0113636", r"\frac{1}{88}"),
+        ("3.14159", r"\pi"),
+        ("1.2676506002282294e+30", "2^{100}"),
+        ("2357.142857", r"\frac{16500}{7}"),
+    ],
+    "textbooks": [
+        (r"\sqrt{12}", r"2\sqrt{3}"),
+        (r"\frac{1+\sqrt5}{2}", r"\frac{2}{\sqrt5-1}"),
+        ("(x-1)(x+1)", "x^2-1"),
+        (r"\{2, 1, 1\}", r"\{1, 2\}"),
+        (r"\infty", "infinity"),
+        ("20!", "2432902008176640000"),
+        (r"\binom{10}{5}", "252"),
+        ("2:3", "2/3"),
+    ],
+}
+DIFFERENT: dict[str, list[tuple[str, str]]] = {
+    "MV#14": [
+        (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
+        (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
+        ("n=1, 2, 3", "n=2, 3, 4"),
+        ("D = (0, 1.5)", "D = (0, 1)"),
+        ("21, 36, and 82", r"19, 46, \text{ and } 82"),
+        (r"\frac{1}{3 \cdot 2^{2006}}", r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}"),
+        (r"1 + \frac{1}{\mathrm{e}}", r"1 - \frac{1}{\mathrm{e}}"),
+        ("2021", r"\pm 2021"),
+        ("1:00", "12:00"),
+        ("1/(10^9+7)", "1/(10^9+9)"),
+        ("0.0000004", "0.0000003"),
+    ],
+    "MV#41": [(r"4\sqrt{2}", "4")],
+    "MV#56": [(r"(3, \frac{2\pi}{3})", r"\left( 3, \frac{\pi}{2} \right)")],
+    "MV#60": [("3*x-1*y+13=0", "3x + 4y + 14=0")],
+    "KE#152096, a third is not three digits": [("333.33", "333 1/3")],
+    "CODATA, Planck's constant": [
+        (r"6.63 \times 10^{-34}", r"6.64 \times 10^{-34}"),
+        ("6.63e-34", "6.64e-34"),
+        ("6.63e-34", "0"),
+        ("1e400", r"\infty"),
+        ("1e-400", "0"),
+        (r"6.63 \cdot 10^{-34} x", r"6.64 \cdot 10^{-34} x"),
+        (r"(0, 6.63 \times 10^{-34})", r"(0, 6.64 \times 10^{-34})"),
+        (r"\begin{pmatrix} 10^{-9} \\ 1 \end{pmatrix}", r"\begin{pmatrix} 10^{-8} \\ 1 \end{pmatrix}"),
+    ],
+    "MATH": [
+        ("ABCD", r"\text{CBAD}"),
+        ("DC", "CD"),
+        ("listen", "silent"),
+        ("B", r"\text{(C)}"),
+        ("101_3", "101_2"),
+        ("53_8", "52_8"),
+        ("8 m", r"8\text{ cm}"),
+        (r"32\text{ cm}", r"32\text{ square cm}"),
+        ("8:34 a.m.", r"8\!:\!34 \text{ p.m.}"),
+        ("2t", "2s"),
+        ("4", "9,4"),
+        ("9,4,4", "9,4"),
+        ("1,1,2", "1,2,2"),
+        ("3,3", "3"),
+        ("0, 1", "1,000"),
+        ("123,345", "345,123"),
+        ("(15,-29)", "(-29,15)"),
+        ("[0, 3]", "[0,3)"),
+        (r"\{6, 31\}", "(6,31)"),
+        ("2x+1", "y=-2x+1"),
+        ("x=2, y=1", "x=1, y=2"),
+        (r"(1, 2) \cup (2, 3)", "(1, 3)"),
+    ],
+    "GSM8K": [("3=2", "2"), ("16 - 3 = 18", "18"), ("180", "18"), ("18.001", "18"), ("1,60", "160"), ("2.400", "2400")],
+    "AIME": [("809.05", "809"), ("809, 809", "809"), ("-809", "809"), ("809/2", "809"), ("2^{200}+1", "2^{200}")],
+    "MATH, a guess beside the answer": [
+        ("5, 6", "5"),
+        ("5 or 6", "5"),
+        (r"\pm 5", "5"),
+        (r"\{5, 6\}", "5"),
+        ("(5, 6)", "5"),
+    ],
+}
+PAIRS = [
+    (*pair, same) for same, table in ((True, SAME), (False, DIFFERENT)) for pairs in table.values() for pair in pairs
+]
+
+
+@pytest.mark.parametrize(("answer", "gold", "same"), PAIRS)
+def test_published_pairs(answer: str, gold: str, same: bool) -> None:
+    assert same_answer(answer, gold) is same
+
+
+def test_there_are_enough_pairs() -> None:
+    assert len(PAIRS) >= 120 and len(set(PAIRS)) == len(PAIRS)
+
+
+SMALL = st.integers(-20, 20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SMALL, st.integers(1, 20), SMALL, st.integers(1, 20))
+def test_fractions_are_equal_if_their_values_are(a: int, b: int, c: int, d: int) -> None:
+    spelled = (f"{a}/{b}", rf"\frac{{{a}}}{{{b}}}", f"x = {a}/{b}", repr(a / b))
+    same = Fraction(a, b) == Fraction(c, d)
+    assert [same_answer(each, rf"\frac{{{c}}}{{{d}}}") for each in spelled] == [same] * 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.lists(st.integers(1, 4), min_size=2, max_size=4))
+def test_lists_sets_and_tuples_are_what_they_are_in_python(one: list[int], other: list[int]) -> None:
+    first, second = (", ".join(map(str, each)) for each in (one, other))
+    assert same_answer(first, second) is (sorted(one) == sorted(other))
+    assert same_answer(rf"\{{{first}\}}", rf"\{{{second}\}}") is (set(one) == set(other))
+    assert same_answer(f"({first})", f"({second})") is (one == other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-300, 1e300), st.sampled_from([1e-3, -1e-3, 1e-14, -1e-14]))
+def test_decimals_are_compared_relatively(value: float, change: float) -> None:
+    assert same_answer(repr(value * (1 + change)), repr(value)) is (abs(change) < 1e-12)
