@@ -149,8 +149,7 @@ def test_hopper_code_is_what_vllm_was_built_with(site: Path, tmp_path: Path) -> 
     import triton.backends.nvidia
 
     cuobjdump = Path(triton.backends.nvidia.__file__).with_name("bin") / "cuobjdump"
-    wheel = stage.find_wheel(STAGE / "wheels", *stage.VLLM)
-    assert wheel is not None
+    (wheel,) = stage.find_wheel(STAGE / "wheels", *stage.VLLM)
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(stage.DEVICE_CODE, tmp_path)
     kernels = []
