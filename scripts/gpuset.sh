@@ -4,6 +4,7 @@
 #   bash scripts/gpuset.sh ARGUMENTS    pytest with these arguments in that environment
 #
 # GPUSET_ENV: the environment, 10 GB, which the first run builds in about five minutes; default .venv-gpu.
+# STAGE: the folder of bench/gpu/stage.py's archives for tests/gpuset/test_stage.py; default outputs/stage.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VERL_VENV VERL_DEVICE=gpu VERL_DEV=1
