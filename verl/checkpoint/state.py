@@ -34,6 +34,8 @@ _FREE = (
     "rollout.gpu_memory_utilization",
     "rollout.tensor_model_parallel_size",
     "rollout.speculation",  # keeps the distribution
+    "rollout.enforce_eager",
+    "rollout.engine_options",
 )
 _BOUND = ("trainer.seed", "trainer.critic_warmup")
 
