@@ -35,7 +35,6 @@ _FREE = (
     "rollout.tensor_model_parallel_size",
     "rollout.speculation",  # keeps the distribution
     "rollout.enforce_eager",
-    "rollout.engine_options",
 )
 _BOUND = ("trainer.seed", "trainer.critic_warmup")
 
