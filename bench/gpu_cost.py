@@ -2,7 +2,7 @@
 
     python bench/gpu_cost.py [--models 0.5B,1.5B,..] [--gpus h100,h200,b200,rtx4090] [--json FILE]
 
-Prints three tables in Markdown. The first counts one pack of 8 groups (900 prompt and 4 * 250 response tokens) of a
+Prints four tables in Markdown. The first counts one pack of 8 groups (900 prompt and 4 * 250 response tokens) of a
 model with the shape of Qwen2.5-1.5B. The second estimates the seconds of a step of 512 * 4 responses, by the counts of
 `toolrl plan` at assumed speeds, on the fewest GPUs that hold the model (1, 2, 4, 8), with gradient checkpointing where
 it is needed. Communication between GPUs is not counted.
@@ -12,7 +12,7 @@ the prompt with every response; either padded to 2,048 + 1,024 tokens or without
 controller cost what ours do.
 
 The third table starts from the settings that cost most, for one update of the 1.5B on an H200, and changes them one
-after the other.
+after the other. The fourth has the same step at other speeds than the assumed ones: how far the estimate may be off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from verl.batch.packed import PackedBatch
 from verl.config.load import load_config
 from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Lengths, Plan, find_hardware
-from verl.kit.plan.seconds import Rates, counted_seconds, scoring_traffic, sharding_traffic
+from verl.kit.plan.seconds import (
+    Packing,
+    Rates,
+    counted_seconds,
+    decode_step,
+    rollout_seconds,
+    scoring_traffic,
+    sharding_traffic,
+)
 from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
 from verl.tracking.flops import Device
 from verl.trainer.builders.algorithm import build_algorithm
@@ -238,6 +246,40 @@ def print_choices(rows: dict[str, dict[str, float]]) -> None:
         print(f"| {name} | {sum(seconds.values()):.1f} | {seconds['rollout']:.1f} | {seconds['update']:.1f} |")
 
 
+def range_rows(model: PretrainedConfig, gpu: str) -> Iterator[tuple[str, float]]:
+    """Seconds of a step of one update at other speeds, each change alone, then those that cost together."""
+    plan = make_plan(model, gpu, *ONE_UPDATE)
+    rates, packing = Rates.of(_device(gpu)), Packing.of(plan)
+    packed = pack_of_groups(packing.groups, packing.prompt, packing.response, packing.responses)
+    update = policy_pass(model, packed, kept_bytes=plan.rank.kept_bytes).total
+    counted, host = sum(counted_seconds(plan, model).values()), decode_step(plan, rates).host
+
+    def at(speeds: Rates) -> float:
+        longer = packing.packs * (speeds.seconds(update) - rates.seconds(update))
+        return counted + longer + rollout_seconds(plan, speeds) - rollout_seconds(plan, rates)
+
+    slower = {
+        "matrix products at 520 TFLOP/s, not 620": replace(rates, gemm=520 / 620 * rates.gemm),
+        "attention at 100 TFLOP/s, not 190": replace(rates, attention=100 / 190 * rates.attention),
+        "other kernels at 2.0 TB/s, not 3.3": replace(rates, traffic=2.0 / 3.3 * rates.traffic),
+    }
+    yield "as counted", counted
+    step = decode_step(plan, rates)
+    turns = PROMPTS * RESPONSES / step.sequences * RESPONSE
+    yield "a host twice as fast as the measured one", counted - turns * (host - max(step.gpu, host / 2))
+    yield from ((name, at(speeds)) for name, speeds in slower.items())
+    speeds = [{name: getattr(each, name) for name in ("gemm", "attention", "traffic")} for each in slower.values()]
+    worst = replace(rates, **{name: min(each[name] for each in speeds) for name in speeds[0]})
+    yield "all three", at(worst)
+
+
+def print_range(rows: dict[str, float]) -> None:
+    print("| assumption | step s |")
+    print("| --- | --- |")
+    for name, seconds in rows.items():
+        print(f"| {name} | {seconds:.1f} |")
+
+
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -255,9 +297,14 @@ def main() -> None:
     choices = dict(choice_rows(model_config("1.5B"), "h200"))
     print()
     print_choices(choices)
+    spread = dict(range_rows(model_config("1.5B"), "h200"))
+    print()
+    print_range(spread)
     if arguments.json:
         counted = {name: asdict(cost) for name, cost in packs.items()}
-        arguments.json.write_text(json.dumps({"packs": counted, "steps": steps, "choices": choices}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"packs": counted, "steps": steps, "choices": choices, "range": spread}, indent=1)
+        )
 
 
 if __name__ == "__main__":

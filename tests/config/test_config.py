@@ -456,6 +456,8 @@ def test_reward_options_are_open() -> None:
             ["rollout.name=hf", "rollout.speculation=ngram"],
             "rollout.speculation=ngram has no effect",
         ),
+        (["rollout.name=hf", "rollout.enforce_eager=true"], "rollout.enforce_eager=True has no effect"),
+        (["rollout.name=hf", "rollout.engine_options={block_size: 64}"], "has no effect: they are arguments of vLLM"),
         (["trainer.device=cpu", "ref.offload_params=true"], "ref.offload_params=True has no effect: there is no GPU"),
         (["trainer.device=cpu", "actor.offload=optimizer"], "actor.offload=optimizer has no effect"),
         (["rollout.kv_cache_gib=4", "trainer.device=cuda"], "rollout.kv_cache_gib=4 has no effect: on a GPU"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.kit.plan.test_plan import plan_of
+from verl.errors import ConfigError
+from verl.rollout.engine_options import engine_arguments_of_vllm
 from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
 from verl.rollout.speculation import MAX_DRAFT, DraftCounter
 from verl.rollout.vllm_engine import VLLMSettings, _start_vllm
@@ -69,6 +72,26 @@ def test_limits_that_are_given_are_used(tmp_path: Path, monkeypatch: pytest.Monk
     scheduler = config.scheduler_config
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (64, 4096)
     assert config.compilation_config.cudagraph_capture_sizes == [1, 2, 4, *range(8, 129, 8)]  # vLLM's own
+
+
+def test_an_eager_engine_has_no_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = built(tmp_path, monkeypatch, "qwen2.5-1.5b", enforce_eager=True, max_num_seqs=1024)
+    assert config.model_config.enforce_eager and config.compilation_config.cudagraph_mode.name == "NONE"
+
+
+def test_options_are_vllms_own_and_take_the_place_of_our_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert set(engine_arguments_of_vllm()) == {each.name for each in fields(AsyncEngineArgs)}
+    options = {"attention_backend": "TRITON_ATTN", "cudagraph_capture_sizes": [1, 8, 64]}
+    config = built(tmp_path, monkeypatch, "qwen2.5-1.5b", max_num_seqs=1024, options=options)
+    assert config.attention_config.backend.name == "TRITON_ATTN"
+    assert config.compilation_config.cudagraph_capture_sizes == [1, 8, 64]
+    assert config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 32  # vLLM's own
+    with pytest.raises(ConfigError, match=r"rollout.engine_options: vLLM refuses attention_backend='NO_SUCH'"):
+        built(tmp_path, monkeypatch, "qwen2.5-1.5b", options={"attention_backend": "NO_SUCH"})
 
 
 def test_many_sequences_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

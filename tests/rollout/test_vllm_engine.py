@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.conftest import ROOT, need_vllm
 from tests.kit.plan.test_plan import plan_of
@@ -33,7 +33,7 @@ from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.speculation import DraftCounter
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
-from verl.rollout.vllm_extension import _end_with
+from verl.rollout.vllm_extension import _end_with, refusals
 from verl.system.scratch import scratch_folder
 from verl.transfer.bucket import BucketLayout, BucketSender
 from verl.transfer.shared_memory import ByReference, SharedFile, SharedMemory
@@ -132,8 +132,54 @@ def test_a_compiled_model_takes_new_weights_too(model_path: Path) -> None:
         policy = shaken(load_causal_lm(str(model_path)), 3)
         runner.sync(1, policy)
         assert mean_gap(runner, policy, 1.0, 1) < 1e-4
+        assert not runner.engine._llm.vllm_config.model_config.enforce_eager
     finally:
         runner.close()
+
+
+def test_options_arrive_at_vllm(model_path: Path) -> None:
+    options = {"block_size": 64, "long_prefill_token_threshold": 96}
+    runner = Runner(replace(settings(model_path), enforce_eager=True, options=options))
+    try:
+        config = runner.engine._llm.vllm_config
+        assert (config.cache_config.block_size, config.scheduler_config.long_prefill_token_threshold) == (64, 96)
+        assert config.model_config.enforce_eager
+        assert len(runner.generate([[5, 6, 7]], Sampling(4, 1.0))[0].token_ids) == 4
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("options", [{"block_size": "many"}, {"compilation_config": {"no_such": 1}}])
+def test_values_that_vllm_refuses_are_named(options: dict[str, Any], model_path: Path) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"rollout.engine_options: vLLM refuses {name}="):
+        asyncio.run(VLLMEngine.start(replace(settings(model_path), options=options)))
+
+
+def test_attention_that_the_backend_does_not_compute_is_refused_at_the_start(tmp_path: Path) -> None:
+    """vLLM itself starts with heads of this size, and dies at the first request."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"CPU_ATTN does not compute heads of size 16 \(only 32, 64,"):
+        asyncio.run(VLLMEngine.start(settings(tmp_path)))
+
+
+def test_a_backend_is_asked_for_all_that_it_lists() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    def layer(**changes: Any) -> Any:
+        usual = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "attn_type": "decoder"}
+        return SimpleNamespace(attn_backend=CPUAttentionBackend, **{**usual, **changes})
+
+    assert refusals(layer()) == []
+    for changes, what in (
+        ({"head_size": 48}, "heads of size 48"),
+        ({"dtype": torch.float64}, "torch.float64"),
+        ({"kv_cache_dtype": "nvfp4"}, "a KV cache in nvfp4"),
+        ({"attn_type": "sideways"}, "attention of type sideways"),
+    ):
+        (reason,) = refusals(layer(**changes))
+        assert reason.startswith(f"CPU_ATTN does not compute {what}")
 
 
 def test_logprobs_are_the_trainers_also_after_a_large_change_of_tied_weights(model_path: Path, runner: Runner) -> None:

@@ -646,6 +646,9 @@ def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
         ("cuda", None, ["rollout.gpu_memory_utilization=0.5"], {"gpu_memory_utilization": 0.5}),
         ("cuda", None, ["rollout.speculation=ngram"], {"speculative_config": NGRAM, "disable_log_stats": False}),
         ("cpu", None, [], {"speculative_config": None, "disable_log_stats": True}),
+        ("cuda", None, ["actor_rollout_ref.rollout.enforce_eager=True"], {"enforce_eager": True}),
+        ("cpu", None, ["rollout.enforce_eager=false"], {"enforce_eager": False}),
+        ("cuda", 0.4, ["rollout.engine_options={block_size: 64}"], {"block_size": 64, "enforce_eager": False}),
         (
             "cpu",
             None,
@@ -703,19 +706,46 @@ def test_drafts_are_refused_on_a_cpu_before_anything_starts(tmp_path: Path) -> N
             start()
 
 
-def ranks_holding(*gib: float) -> Any:
-    """Trainer ranks on GPUs of 100 GiB."""
-    return SimpleNamespace(
-        call=lambda method, *_: [each * 2**30 for each in gib] if method is TrainingRank.held_bytes else [100 * 2**30]
-    )
+def test_an_unknown_option_of_the_engine_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    words = [f"model.path={save_tiny_model(tmp_path)}", "rollout.engine_options={blok_size: 64}"]
+    config = load_config(words)
+    config = replace(config, data=replace(config.data, max_prompt_length=64, max_response_length=64))
+    for start in (
+        lambda: start_workers(config, SimpleNamespace(), SimpleNamespace(), "cpu", 1),  # type: ignore[arg-type]
+        lambda: asyncio.run(start_engine(config, "cpu", WorkerContext(0, 1))),
+    ):
+        with pytest.raises(ConfigError, match=r"blok_size is no argument .*did you mean 'block_size'"):
+            start()
+
+
+def ranks_holding(*gib: float, contexts: tuple[float, ...] | None = None) -> Any:
+    """Trainer ranks on GPUs of 100 GiB. contexts: of each what its GPU holds beside torch's memory; 1 GiB"""
+    answers = {
+        TrainingRank.held_bytes: gib,
+        TrainingRank.context_bytes: contexts or (1.0,) * len(gib),
+        TrainingRank.device_bytes: (100.0,),
+    }
+    return SimpleNamespace(call=lambda method, *_: [each * 2**30 for each in answers[method]])
 
 
 def test_colocated_engines_get_what_the_largest_rank_leaves() -> None:
-    assert share_beside(load_config([]), ranks_holding(20.0, 30.3)) == 0.67  # less 2 GiB for the CUDA context
+    assert share_beside(load_config([]), ranks_holding(20.0, 30.3)) == 0.67  # less 1 GiB for the engine's context
+    measured = ranks_holding(20.0, 30.3, contexts=(0.5, 3.2))
+    assert share_beside(load_config([]), measured) == 0.65  # 100 - 30.3 - 3.2 - 1.0
+    busy = ranks_holding(20.0, 10.0, contexts=(0.5, 30.0))  # another program on the second GPU
+    assert share_beside(load_config([]), busy) == 0.59
     assert share_beside(load_config([]), ranks_holding(0.0)) == 0.9
     assert share_beside(load_config(["rollout.gpu_memory_utilization=0.5"]), ranks_holding(99.0)) == 0.5
     with pytest.raises(ConfigError, match=r"holds 100.0 of the GPU's 100.0 GiB .* actor.offload=optimizer"):
         share_beside(load_config([]), ranks_holding(98.0))
+
+
+def test_a_context_is_what_a_gpu_holds_beside_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GiB, of which 50.5 are free and torch has reserved 28: 1.5 GiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50.5 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 28 * 2**30)
+    rank = TrainingRank(SimpleNamespace(), SimpleNamespace(), None, None)  # type: ignore[arg-type]
+    assert rank.context_bytes() == 1.5 * 2**30
 
 
 def test_many_sequences_are_the_default_of_engines_whose_cache_holds_them() -> None:

@@ -105,17 +105,14 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting:
 
 
 def rms_norm_forward(hidden: Tensor, weight: Tensor, eps: float, offset: float, casting: str, _: None) -> Any:
-    rstd = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(hidden.pow(2).mean(-1) + eps).flatten()
     return rms_norm(hidden, weight, eps, offset, casting, False), hidden, rstd, 1, 1, 0
 
 
-def fused_add_rms_norm_backward(
-    grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert settings == (0.0, 0, 1, 1, 2, False)
-    unit, weighted = total * rstd, grad * weight
-    found = rstd * (weighted - unit * (weighted * unit).mean(-1, keepdim=True)) + grad_sum
-    return found, found, (grad * unit).flatten(0, -2).sum(0)
+def norm_gradient(grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    unit, weighted = total * rstd[:, None], grad * weight
+    found = rstd[:, None] * (weighted - unit * (weighted * unit).mean(-1, keepdim=True)) + grad_sum
+    return found, (grad * unit).sum(0)
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -127,13 +124,12 @@ FORMULAS = SimpleNamespace(
     LigerRopeFunction=SimpleNamespace(apply=rope),
     LigerSiLUMulFunction=SimpleNamespace(apply=lambda gate, up: nn.functional.silu(gate) * up),
     rms_norm_forward=rms_norm_forward,
-    fused_add_rms_norm_backward=fused_add_rms_norm_backward,
 )
 
 
 @pytest.fixture
 def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In place of liger-kernel's functions; lists their calls."""
+    """In place of the kernels of liger-kernel and of norm_kernels.py; lists their calls."""
     calls: list[str] = []
 
     def counted(name: str, function: Any) -> Any:
@@ -141,10 +137,12 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return SimpleNamespace(apply=counted(name, function.apply))
         return lambda *args: (calls.append(name), function(*args))[1]
 
-    names = zip(vars(FORMULAS).items(), ("norm", "rope", "mlp", "norm with sum", "its backward"), strict=True)
+    names = zip(vars(FORMULAS).items(), ("norm", "rope", "mlp", "norm with sum"), strict=True)
     ops = SimpleNamespace(**{each: counted(name, function) for (each, function), name in names})
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=ops))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    own = SimpleNamespace(gradient=counted("its backward", norm_gradient))
+    monkeypatch.setitem(sys.modules, "verl.workers.norm_kernels", own)
     return calls
 
 

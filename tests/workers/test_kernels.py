@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -124,6 +126,30 @@ def test_large_logits_and_a_certain_token_have_finite_gradients() -> None:
     ones = torch.ones(2, device=DEVICE)
     kernels.gradient(logits, target, normalizers, entropies, ones, ones, 0, 1.0)
     assert logits.tolist() == [[0.0] * 4, pytest.approx([-0.25, -0.25, 0.75, -0.25], abs=1e-6)]
+
+
+@in_the_interpreter
+@given(
+    tokens=st.integers(1, 40), width=st.sampled_from([8, 24, 33]), programs=st.integers(1, 9), seed=st.integers(0, 99)
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_backward_of_a_norm_with_its_sum_equals_ligers(
+    tokens: int, width: int, programs: int, seed: int, liger: None
+) -> None:
+    """For any number of tokens and programs, of which some have none."""
+    theirs, ours = (
+        pytest.importorskip(name) for name in ("liger_kernel.ops.fused_add_rms_norm", "verl.workers.norm_kernels")
+    )
+    random = torch.Generator().manual_seed(seed)
+    grad, grad_sum, hidden = (torch.randn(tokens, width, generator=random) for _ in range(3))
+    weight, rstd = torch.randn(width, generator=random), torch.rsqrt(hidden.pow(2).mean(-1) + 1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "_num_programs", lambda _: programs)
+        found = ours.gradient(grad, grad_sum, hidden, weight, rstd)
+    block = importlib.import_module("triton").next_power_of_2(width)
+    arguments = (grad, grad_sum, hidden, weight, rstd, 0.0, 0, block, 4, 2, False)
+    of_hidden, _, of_weight = theirs.fused_add_rms_norm_backward(*arguments)
+    torch.testing.assert_close(found, (of_hidden, of_weight), rtol=1e-5, atol=1e-5)
 
 
 class Accesses:

@@ -38,6 +38,7 @@ _FREE = (
     "rollout.gpu_memory_utilization",
     "rollout.tensor_model_parallel_size",
     "rollout.speculation",  # keeps the distribution
+    "rollout.enforce_eager",
 )
 CHANGES = "allowed_changes.jsonl"  # in a run's folder: what `trainer.allow_changed` let differ, and after which step
 _BOUND = ("trainer.seed", "trainer.critic_warmup")

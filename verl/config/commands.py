@@ -153,7 +153,8 @@ _ENGINE = (
     *_keys("data", "max_prompt_length max_response_length"),
     *_keys("model", "path tokenizer_path chat_template_options compute_dtype"),
     *_keys("rollout", "name temperature top_p top_k repetition_penalty dtype tensor_model_parallel_size max_num_seqs"),
-    *_keys("rollout", "max_num_batched_tokens gpu_memory_utilization kv_cache_gib speculation"),
+    *_keys("rollout", "max_num_batched_tokens gpu_memory_utilization kv_cache_gib speculation enforce_eager"),
+    "rollout.engine_options",
     *_keys("trainer", "device num_threads health_timeout_s seed"),
 )
 _ENGINE_DEFAULTS = {

@@ -216,6 +216,8 @@ class RolloutConfig:
     gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
     kv_cache_gib: int = 1  # per engine on CPU
     speculation: str = "none"  # none | ngram: vLLM drafts tokens by looking up the last ones in the context
+    enforce_eager: bool | None = None  # neither compilation nor CUDA graphs in vLLM; default: on a CPU, in short runs
+    engine_options: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's engine, by its names
 
     def __post_init__(self) -> None:
         _one_of(("vllm", "hf"), "rollout.name", self.name)

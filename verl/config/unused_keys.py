@@ -61,6 +61,8 @@ _RULES = (
     Rule("rollout.gpu_memory_utilization", _on_hf, "the transformers engine allocates memory as needed"),
     Rule("rollout.gpu_memory_utilization", _on_cpu, _NO_GPU),
     Rule("rollout.max_num_batched_tokens", _on_hf, "the transformers engine has no chunked prefill"),
+    Rule("rollout.enforce_eager", _on_hf, "the transformers engine is not compiled and has no CUDA graphs"),
+    Rule("rollout.engine_options", _on_hf, "they are arguments of vLLM's engine"),
     Rule("rollout.speculation", _on_hf, "the transformers engine has no speculative decoding"),
     Rule("rollout.tensor_model_parallel_size", _on_hf, "the transformers engine has no tensor parallelism"),
     Rule("rollout.top_p rollout.top_k", lambda c: c.rollout.temperature == 0, "rollout.temperature=0 is greedy"),

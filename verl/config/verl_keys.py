@@ -172,7 +172,6 @@ OBSOLETE: Mapping[str, str] = {
     "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
     "rollout.log_prob_use_dynamic_bsz": _PACKS,
     "rollout.log_prob_max_token_len_per_gpu": _PACKS,
-    "rollout.enforce_eager": _VLLM,
     "rollout.free_cache_engine": _VLLM,
     "rollout.load_format": _VLLM,
     "rollout.enable_memory_saver": _VLLM,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 
-CONTEXT_GIB = 2.0  # assumed, not measured: GPU memory of the CUDA context, NCCL and a sleeping engine
+# GPU memory beside torch's, assumed, not measured. A run measures its ranks' before it starts its engines.
+RANK_CONTEXT_GIB = 1.0  # of a trainer rank: the CUDA context and NCCL
+ENGINE_CONTEXT_GIB = 1.0  # of an engine beside its share: its own context; asleep, what it does not release
+CONTEXT_GIB = RANK_CONTEXT_GIB + ENGINE_CONTEXT_GIB
 ALONE = 0.9  # of a GPU without a trainer rank; the rest is for CUDA graphs and fragmentation
 
 
 def engine_share(held: float, total: float) -> float:
     """What a trainer rank leaves, in whole percent, at most ALONE; 0 or less if it leaves nothing.
 
-    held: bytes of the rank on the same GPU while the engine is awake, with its CUDA context; total: the GPU's bytes
+    held: bytes of the rank on the same GPU while the engine is awake, with both CUDA contexts; total: the GPU's bytes
     """
     return min(ALONE, math.floor(100 * (total - held) / total) / 100)
 

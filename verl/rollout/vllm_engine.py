@@ -17,8 +17,8 @@ import pickle
 import tempfile
 import threading
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ import psutil
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.pretrained import read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
+from verl.rollout.engine_options import check_engine_options
 from verl.rollout.gpu_share import ALONE
 from verl.rollout.speculation import NGRAM, DraftCounter, until_stop
 from verl.rollout.vllm_extension import WeightReceiver, is_alive
@@ -40,6 +41,7 @@ from verl.types import Completion, FinishReason
 
 if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
     from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
@@ -49,6 +51,7 @@ _ORDERLY_END_S = 10.0  # for vLLM's core to exit after it has aborted its reques
 END_S = 3.0  # grace period at shutdown; afterwards the processes only collect Python garbage and are killed
 LOG_TAIL = 15  # lines of vLLM's log quoted in an error
 GIB = 1024**3
+_OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "attention_config")
 _GRAPH, _SPLITS = 512, 32  # vLLM's own: sequences of its largest CUDA graph, splits of a key sequence in it
 SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # maximum length of a socket path; what vLLM appends to its folder
 
@@ -69,6 +72,7 @@ class VLLMSettings:
     max_num_batched_tokens: int | None = None  # tokens per forward pass; None: likewise
     speculation: str | None = None  # ngram: drafts by prompt lookup (verl/rollout/speculation.py)
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation; None: on a CPU
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's engine, by its names
     num_threads: int = 1  # threads per worker, CPU only; exceeding the number of idle cores is very slow
     seed: int = 0  # seed of the engine's own random number generator
     start_timeout_s: int = 600
@@ -78,6 +82,7 @@ class VLLMSettings:
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"rollout.dtype: expected float32, bfloat16 or float16, not {self.dtype!r}")
+        check_engine_options(self.options)
 
 
 class VLLMEngine(SingleEngine):
@@ -126,6 +131,9 @@ class VLLMEngine(SingleEngine):
             engine._await_ends()
             for names in await engine._call_workers(WeightReceiver.weight_names.__name__):
                 engine._weight_names |= set(names)
+            refused = await engine._call_workers(WeightReceiver.refused_attention.__name__)
+            if reasons := sorted({reason for each in refused for reason in each}):
+                raise ConfigError(f"rollout.name=vllm cannot run {settings.model_path}: {'; '.join(reasons)}")
         except BaseException:
             await engine.close()
             raise
@@ -378,22 +386,31 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
         on_cpu = _is_cpu()
         if on_cpu and settings.kv_cache_gib is None:
             raise ConfigError("rollout.kv_cache_gib is required for a CPU engine: the memory of its KV cache")
-        arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
-        if not on_cpu and not settings.speculation:
-            defaults = AsyncEngineArgs.get_batch_defaults(settings.tensor_parallel_size)[1]
-            limit = settings.max_num_seqs or defaults[UsageContext.LLM_CLASS]
-            if limit > _GRAPH:
-                arguments.cudagraph_capture_sizes = graph_sizes(limit)
-                # FlashAttention 3 allocates a result per split for the largest graph: as much as by vLLM's own graphs.
-                arguments.attention_config.flash_attn_max_num_splits_for_cuda_graph = _SPLITS * _GRAPH // limit
         try:
+            arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
+            if not on_cpu and not is_eager(settings, on_cpu):
+                defaults = AsyncEngineArgs.get_batch_defaults(settings.tensor_parallel_size)[1]
+                _set_graphs(arguments, settings, defaults[UsageContext.LLM_CLASS])
             with variables(_process_variables(settings, on_cpu, folder)):
                 # The offline-batch context has per-device defaults for sequences and tokens; AsyncLLM's own context has
                 # the same small ones (128, 2048) on every device.
                 loggers: list[Any] = [drafts] if settings.speculation else []
                 return AsyncLLM.from_engine_args(arguments, True, UsageContext.LLM_CLASS, loggers)
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            if settings.options and isinstance(error, ValueError | TypeError):
+                given = ", ".join(f"{name}={value!r}" for name, value in settings.options.items())
+                raise ConfigError(f"rollout.engine_options: vLLM refuses {given}: {error}") from error
             raise EngineError(f"vLLM did not start: {error}{_tail(folder)}") from error
+
+
+def _set_graphs(arguments: AsyncEngineArgs, settings: VLLMSettings, default_num_seqs: int) -> None:
+    """CUDA graphs for as many sequences as an engine decodes, unless vLLM's options set them."""
+    limit = settings.max_num_seqs or default_num_seqs
+    if limit <= _GRAPH or settings.speculation or settings.options.keys() & set(_OF_GRAPHS):
+        return
+    arguments.cudagraph_capture_sizes = graph_sizes(limit)
+    # FlashAttention 3 allocates a result per split for the largest graph: as much as by vLLM's own graphs.
+    arguments.attention_config.flash_attn_max_num_splits_for_cuda_graph = _SPLITS * _GRAPH // limit
 
 
 def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
@@ -419,6 +436,7 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "speculative_config": NGRAM if settings.speculation else None,
         "disable_log_stats": not settings.speculation,
         "use_tqdm_on_load": False,
+        **settings.options,
     }
 
 

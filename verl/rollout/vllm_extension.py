@@ -55,6 +55,11 @@ class WeightReceiver:
     def weight_names(self) -> list[str]:
         return sorted(checkpoint_names(self.model_runner.get_model()))
 
+    def refused_attention(self) -> list[str]:
+        """What the attention backends of the model's layers do not compute, by their own account."""
+        layers = (each for each in self.model_runner.get_model().modules() if hasattr(each, "attn_backend"))
+        return sorted({reason for layer in layers for reason in refusals(layer)})
+
     def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:
         """Join the trainer's broadcast group. first: rank of this engine's first worker in that group"""
         from verl.transfer.gpu import COMMUNICATOR, Rendezvous
@@ -127,6 +132,20 @@ def checkpoint_names(model: nn.Module) -> set[str]:
         parent, _, module = layer.rpartition(".")
         names |= {f"{parent}.{part}.{leaf}" for part in parts[module]} if module in parts else {name}
     return names
+
+
+def refusals(layer: Any) -> list[str]:
+    """What the backend of an attention layer does not list. vLLM's CPU build does not check: it fails at a request."""
+    backend, sizes = layer.attn_backend, layer.attn_backend.get_supported_head_sizes()
+    computes = {
+        f"heads of size {layer.head_size} (only {', '.join(map(str, sizes))})": backend.supports_head_size(
+            layer.head_size
+        ),
+        f"{layer.dtype}": backend.supports_dtype(layer.dtype),
+        f"a KV cache in {layer.kv_cache_dtype}": backend.supports_kv_cache_dtype(layer.kv_cache_dtype),
+        f"attention of type {layer.attn_type}": backend.supports_attn_type(layer.attn_type),
+    }
+    return [f"{backend.get_name()} does not compute {what}" for what, supported in computes.items() if not supported]
 
 
 def not_loaded(tensors: Mapping[str, int], loaded: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ Bytes moved per element of c bytes:
 
     norm          forward 2 c, backward 4 c (gradient read, input read, zeroed and written); eager 12 + 8 c, 36 + 8 c
     with a sum    forward 2 c, backward 4 c: a layer's norm, whose input is the residual, too; its gradient is added
-                  within the kernel, which costs 3 c more otherwise
+                  within the kernel (`norm_kernels.py`), which costs 3 c more otherwise
     addition      forward 2 c (a copy, nothing without gradients): of attention or MLP to the residual, by the matrix
                   product of the last projection; eager 3 c
     rotary        forward 2 c, backward 2 c, in place; eager 10 c, 10 c
@@ -42,7 +42,6 @@ from verl.workers.pre_norm import Branch, PreNormLayer, is_pre_norm_layer
 
 _TESTED = SpecifierSet(">=0.8.5,<0.9")  # some of the functions called are internal to liger-kernel
 _log = logging.getLogger(__name__)
-_STAGES = 2  # of the norms' kernels, as liger-kernel launches them
 _ROTARY = "apply_rotary_pos_emb"  # the global function that attention modules of transformers call
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -156,16 +155,31 @@ class _NormWithSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ops: Any, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         hidden = hidden.contiguous()
-        normalized, _, rstd, block, warps, casting = ops.rms_norm_forward(hidden, weight, eps, 0.0, "llama", None)
+        normalized, _, rstd, *_ = ops.rms_norm_forward(hidden, weight, eps, 0.0, "llama", None)
         ctx.save_for_backward(hidden, weight, rstd)
-        ctx.ops, ctx.settings = ops, (0.0, casting, block, warps, _STAGES, False)
         return normalized, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         contiguous = (each.contiguous() for each in grads)
-        grad, _, grad_weight = ctx.ops.fused_add_rms_norm_backward(*contiguous, *ctx.saved_tensors, *ctx.settings)
+        grad, grad_weight = norm_gradient(*contiguous, *ctx.saved_tensors)
         return None, grad, grad_weight, None
+
+
+@torch.library.custom_op("verl::norm_gradient", mutates_args=())
+def norm_gradient(
+    grad: Tensor, grad_sum: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `norm_kernels.gradient`, of hidden states of any number of dimensions; an operator, for meta tensors."""
+    rows = (each.flatten(0, -2) for each in (grad, grad_sum, hidden))
+    kernels = importlib.import_module("verl.workers.norm_kernels")  # imports triton
+    of_hidden, of_weight = kernels.gradient(*rows, weight, rstd)
+    return of_hidden.view_as(hidden), of_weight
+
+
+@norm_gradient.register_fake
+def _norm_gradient_of_meta(grad: Tensor, grad_sum: Tensor, hidden: Tensor, weight: Tensor, rstd: Tensor) -> Any:
+    return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 def _norm(kernel: Any, module: Any, hidden: Tensor) -> Tensor:

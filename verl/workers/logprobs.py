@@ -16,6 +16,7 @@ from torch import Tensor
 
 # Elements: to fit a CPU's cache, to need few launches on a GPU (and on meta tensors, which stand for one).
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28, "meta": 2**28}
+_ALIGNED = 64  # entries: rows of a slice's logits begin at multiples of 128 bytes, whatever the number of tokens
 _KEPT_SHARE = 1 / 32  # of a GPU's memory: 8,700 tokens of a vocabulary of 152,000 in bf16 on 80 GiB
 
 
@@ -167,6 +168,7 @@ def logit_gradient_(
 
 def _slices(length: int, width: int, device: torch.device, whole: bool = False) -> list[slice]:
     """Slices of `length` such that slice * `width` is at most LOGITS_AT_ONCE; whole: a single one"""
-    size = length if whole else LOGITS_AT_ONCE[device.type] // max(1, width)
-    size = max(1, size)
+    size = length if whole else max(1, LOGITS_AT_ONCE[device.type] // max(1, width))
+    if _ALIGNED < size < length:
+        size -= size % _ALIGNED
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 _BLOCK = 4096  # logits per program and iteration
 _LOWEST = -1e30  # below every logit, and finite: its product with 0 is 0
+_BY_TOKEN = ["target", "logprobs", "normalizers", "entropies", "of_logprobs", "of_entropies"]  # one number a program
 
 
 def statistics(logits_CS: Tensor, target_C: Tensor, temperature: float) -> Tensor:
@@ -59,7 +60,7 @@ def gradient(
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=_BY_TOKEN)  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
     logits, target, logprobs, normalizers, entropies, stride, width, scale, LOWEST: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -86,7 +87,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     tl.store(entropies + row, tl.log(total) - weighted / total)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=_BY_TOKEN)  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
     logits,
     target,

@@ -187,6 +187,11 @@ class TrainingRank:
         """Memory of this rank's GPU."""
         return int(torch.cuda.mem_get_info()[1])
 
+    def context_bytes(self) -> int:
+        """Memory of this rank's GPU that is in use beside torch's: the CUDA context, NCCL, other processes."""
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free - torch.cuda.memory_reserved())
+
     def memory_gib(self) -> float:
         """Peak device memory since the start; on CPU, the process's peak resident set size."""
         if self.spec.device == "cuda":

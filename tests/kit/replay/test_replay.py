@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.support.local_run import OneProcess, local_fit, local_trainer
@@ -28,7 +29,7 @@ from verl.config.load import flattened, load_config, restored_config
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError
 from verl.kit.collapse.collapse import CollapseWatch
-from verl.kit.replay.__main__ import main, parse_args
+from verl.kit.replay.__main__ import main, parse_args, show
 from verl.kit.replay.record import (
     Record,
     Recorder,
@@ -124,6 +125,23 @@ def test_the_record_alone_counts(plain_run: Path, tmp_path: Path) -> None:
     rewards[record.batch.num_trained[0] - 1] = 9.0
     Recorder(tmp_path, record.settings, record.made_by).write(1, record.batch, None, record.metrics)
     assert {"actor/loss", "actor/grad_norm"} <= set(replay_step(tmp_path, 1).differing())
+
+
+@pytest.mark.parametrize(
+    ("device", "replayed", "said"),
+    [
+        ("cuda", 0.1000001, "1 of 1 metrics of the update differ On a GPU no update repeats bit for bit"),
+        ("cpu", 0.1000001, "1 of 1 metrics of the update differ"),
+        ("cuda", 0.1, "all 1 metrics of the update are the same, bit for bit"),
+    ],
+)
+def test_what_is_exact_depends_on_the_device(device: str, replayed: float, said: str) -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        code = show(Replay({"actor/loss": 0.1}, {"actor/loss": replayed}, device), 3, console)
+    words = " ".join(capture.get().split())
+    assert said in words and code == (0 if replayed == 0.1 else 1)
+    assert ("attention's backward" in words) == (device == "cuda" and code == 1)
 
 
 def test_other_code_or_settings_are_told(plain_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,10 +30,6 @@ _define(
     "norm_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor rstd, Tensor(a!) grad_hidden) -> Tensor",
     lambda grad, hidden, weight, rstd, grad_hidden: torch.empty_like(weight),
 )
-_define(
-    "add_norm_backward(Tensor grad, Tensor grad_sum, Tensor total, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
-    lambda grad, grad_sum, total, weight, rstd: (torch.empty_like(grad), torch.empty_like(weight)),
-)
 _define("rotary(Tensor(a!) query, Tensor(b!) key, Tensor cos, Tensor sin) -> ()", lambda query, key, cos, sin: None)
 _define("silu_mul(Tensor gate, Tensor up) -> Tensor", lambda gate, up: torch.empty_like(gate))
 _define("silu_mul_backward(Tensor grad, Tensor(a!) gate, Tensor(b!) up) -> ()", lambda grad, gate, up: None)
@@ -62,14 +58,6 @@ def rms_norm_forward(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Any
     """(normalized, input, a number per row, three settings of the launch)"""
     normalized, rstd = _KERNELS.norm(hidden, weight)
     return normalized, hidden, rstd, *[None] * 3
-
-
-def fused_add_rms_norm_backward(
-    grad: Tensor, grad_sum: Tensor, total: Tensor, weight: Tensor, rstd: Tensor, *settings: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of a sum that is normalized and goes on as well, twice, and that of the weight."""
-    grad, grad_weight = _KERNELS.add_norm_backward(grad, grad_sum, total, weight, rstd)
-    return grad, grad, grad_weight
 
 
 class LigerRopeFunction(Function):

@@ -1,7 +1,8 @@
 """Estimated seconds of a step: what its passes cost (`cost.py`) at assumed speeds.
 
 No kernel overlaps another, groups are of mean length, and communication between GPUs is not counted. The speeds are
-assumptions for a good Hopper GPU, as shares of the data sheet's, and are the same for all GPUs.
+assumptions for a good Hopper GPU, as shares of the data sheet's, and are the same for all GPUs. One time is measured:
+that of vLLM's Python per generated token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -29,6 +31,7 @@ _TRAFFIC = 3.3 / 4.8  # of kernels that only move data
 _DECODE = 4.3 / 4.8  # of reads of weights and KV cache
 _SAMPLER_BYTES = 51  # moved per logit by vLLM's sampler
 _DECODE_GAP_S = 0.3e-3  # between two decode steps
+_HOST_S = 26e-6  # per sequence and decode step: vLLM's core process (bench/engine_host.py), while the GPU computes
 _PREFILL_S = 5e-3  # per forward pass of prefill, which is launched kernel by kernel
 _SWITCH_S = 2.0  # colocated engines: sleep, wake up, load weights
 _CACHE_S = 0.2  # allocating anew what a colocated rank has returned to the device, before and after a weight sync
@@ -160,21 +163,44 @@ def _mixed(count: Callable[[bool], PassCost], share: float) -> PassCost:
     return count(False) * (1.0 - share) + count(True) * share
 
 
+class DecodeStep(NamedTuple):
+    """A step of an engine that decodes so many sequences. Its seconds on the GPU, and those of vLLM's core process.
+
+    vLLM prepares a step while the GPU computes another, so it takes the longer of the two.
+    """
+
+    sequences: int
+    gpu: float
+    host: float
+
+
 def rollout_seconds(plan: Plan, rates: Rates) -> float:
     """Prefill of every prompt once, then decode steps of as many sequences as an engine takes; all end together."""
-    config, shape, lengths = plan.config, decoder_of(plan.policy), plan.lengths
-    parallel = config.rollout.tensor_model_parallel_size
-    prompts = config.data.train_batch_size / config.num_engines
-    samples = math.ceil(prompts * (config.rollout.n + plan.algorithm.greedy_baseline))
-    prompt, response = round(lengths.prompt), round(lengths.response)
+    prompts, prompt = plan.config.data.train_batch_size / plan.config.num_engines, round(plan.lengths.prompt)
+    parallel, step = plan.config.rollout.tensor_model_parallel_size, decode_step(plan, rates)
     at_once = max(1, plan.max_num_batched_tokens // prompt)
-    prefill = prompts * forward_flops(shape, [(prompt, 0)]) / rates.gemm / parallel
+    prefill = prompts * forward_flops(decoder_of(plan.policy), [(prompt, 0)]) / rates.gemm / parallel
     prefill += math.ceil(prompts / at_once) * _PREFILL_S
-    concurrent = min(samples, plan.max_num_seqs)
+    turns = math.ceil(_samples(plan) / step.sequences)
+    return prefill + turns * round(plan.lengths.response) * max(step.gpu, step.host)
+
+
+def decode_step(plan: Plan, rates: Rates) -> DecodeStep:
+    """With the KV cache of half-finished responses."""
+    config, shape = plan.config, decoder_of(plan.policy)
+    parallel = config.rollout.tensor_model_parallel_size
+    prompt, response = round(plan.lengths.prompt), round(plan.lengths.response)
+    concurrent = min(_samples(plan), plan.max_num_seqs)
     itemsize: int = getattr(torch, engine_dtype(config)).itemsize
     read: float = itemsize * (shape.parameters + shape.head_parameters)
     read += concurrent * (prompt + response / 2) * cache_per_token(plan.policy, itemsize)
     computed = concurrent * forward_flops(shape, [(1, round(prompt + response / 2))], 1)
     sampled = concurrent * plan.policy.vocabulary * _SAMPLER_BYTES / rates.traffic
-    step = max(read / rates.decode, computed / rates.gemm) / parallel + sampled + _DECODE_GAP_S
-    return prefill + math.ceil(samples / concurrent) * response * step
+    gpu = max(read / rates.decode, computed / rates.gemm) / parallel + sampled + _DECODE_GAP_S
+    return DecodeStep(concurrent, gpu, concurrent * _HOST_S)
+
+
+def _samples(plan: Plan) -> int:
+    """Responses that one engine generates in a step."""
+    prompts = plan.config.data.train_batch_size / plan.config.num_engines
+    return math.ceil(prompts * (plan.config.rollout.n + plan.algorithm.greedy_baseline))

@@ -11,7 +11,7 @@ from rich.table import Table
 from verl.config.schema import Config
 from verl.errors import ConfigError
 from verl.kit.plan.plan import Hardware, Plan
-from verl.kit.plan.seconds import estimate_step
+from verl.kit.plan.seconds import Rates, decode_step, estimate_step
 from verl.tracking.flops import DEVICES
 from verl.trainer.builders.threads import available_cores, threads_of
 from verl.workers.memory import GIB
@@ -33,7 +33,10 @@ def show(plan: Plan, console: Console) -> None:
         console.print(f"{name:9}{text}", markup=False, soft_wrap=True)
     console.print(memory_table(plan))
     if times := plan.seconds():
-        console.print(time_table(plan, times, _estimate(plan, console)))
+        estimate = _estimate(plan, console)
+        console.print(time_table(plan, times, estimate))
+        if estimate:
+            console.print(format_decoding(plan), markup=False, soft_wrap=True)
         if not config.rollout.colocated:
             console.print(format_split(plan), markup=False, soft_wrap=True)
     print_suggestions(plan, console)
@@ -88,6 +91,16 @@ def format_in_flight(plan: Plan) -> str:
     return (
         f"samples up to {rollout.max_staleness} version(s) old; at most {plan.in_flight} episodes in flight, {decoded} "
         f"decoded concurrently; {plan.in_flight_gib:.2f} GiB of controller memory when finished"
+    )
+
+
+def format_decoding(plan: Plan) -> str:
+    """What the estimate of the rollout rests on: the GPU, or vLLM's own Python."""
+    assert plan.hardware.device is not None
+    step = decode_step(plan, Rates.of(plan.hardware.device))
+    return (
+        f"A decoding step of {step.sequences} sequences takes the GPU {1e3 * step.gpu:.3g} ms, vLLM's core process "
+        f"{1e3 * step.host:.3g} ms of CPU (measured by bench/engine_host.py); the estimate counts the longer."
     )
 
 

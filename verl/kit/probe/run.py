@@ -57,6 +57,7 @@ _FREE = {  # settings that do not affect rollouts
     *("trainer.device", "trainer.num_threads", "trainer.health_timeout_s"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"),
     *("rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.speculation"),
+    "rollout.enforce_eager",
     *("reward.num_workers", "reward.timeout_s", "reward.memory_mib", "reward.fault_policy", "reward.max_fault_share"),
 }
 

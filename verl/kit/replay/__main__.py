@@ -3,11 +3,15 @@
 RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. The recorded updates
 from the newest checkpoint before the step are replayed, and the step's metrics are compared (docs/replay.md).
 Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
+On a GPU the last digits may differ: attention's backward adds gradients in no fixed order.
 """
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +20,13 @@ from verl.config.commands import TRAIN
 from verl.errors import ConfigError
 from verl.trainer.cli import CliArgs, run_cli
 
+if TYPE_CHECKING:
+    from verl.kit.replay.replay import Replay
+
+_ON_GPUS = (
+    "On a GPU no update repeats bit for bit: attention's backward adds gradients in no fixed order. Differences beyond "
+    "rounding have another cause"
+)
 _SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 
 
@@ -49,7 +60,11 @@ def print_comparison(folder: Path, step: int, console: Console) -> int:
     """Replay and print the result. Heavy imports are done here."""
     from verl.kit.replay.replay import replay
 
-    result = replay(folder, step)
+    return show(replay(folder, step), step, console)
+
+
+def show(result: Replay, step: int, console: Console) -> int:
+    """The exit code."""
     differing = result.differing()
     table = Table("metric", "recorded", "replayed", "", title=f"Step {step}")
     for name in dict.fromkeys((*(name for name in _SHOWN if name in result.replayed), *differing)):
@@ -59,6 +74,8 @@ def print_comparison(folder: Path, step: int, console: Console) -> int:
     console.print(table)
     if differing:
         console.print(f"{len(differing)} of {len(result.replayed)} metrics of the update differ", soft_wrap=True)
+        if result.device == "cuda":
+            console.print(_ON_GPUS, soft_wrap=True)
         return 1
     console.print(f"all {len(result.replayed)} metrics of the update are the same, bit for bit", soft_wrap=True)
     return 0

@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 class Replay:
     recorded: Mapping[str, float]
     replayed: Mapping[str, float]
+    device: str  # of the ranks: cpu, cuda
 
     def differing(self) -> list[str]:
         """Names of the metrics that are not bit-equal; NaN equals NaN."""
@@ -101,7 +102,7 @@ def replay(folder: Path, step: int) -> Replay:
 def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Replay:
     """target: the last record"""
     with learner_before(plan, target, config, cluster) as learner:
-        return Replay(target.metrics, replay_step(learner, target))
+        return Replay(target.metrics, replay_step(learner, target), str(target.made_by["device"]))
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, Ro
 from verl.errors import ConfigError, EngineError
 from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.gpu_share import ALONE, CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
+from verl.rollout.engine_options import check_engine_options
+from verl.rollout.gpu_share import ALONE, ENGINE_CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
 from verl.single_controller.group import Method, WorkerContext, WorkerError
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.system.daemon import run_async, run_in_daemon_thread
@@ -193,7 +194,8 @@ def largest_pack(config: Config, prompt: float) -> PackShape:
 def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
     """Trainer ranks and rollout engines, colocated or in placement groups of their own."""
     sequence_length(config)
-    speculation(config.rollout, device)  # an engine would refuse it only after the ranks have started
+    speculation(config.rollout, device)  # an engine would refuse this and the next only after the ranks have started
+    check_engine_options(config.rollout.engine_options)
     config = abs_paths(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.colocated
@@ -230,7 +232,8 @@ def share_beside(config: Config, trainer: RayGroup) -> float:
     """The share of each GPU for engines that sleep while its rank trains. Raises ConfigError if nothing is left."""
     if (share := config.rollout.gpu_memory_utilization) is not None:
         return share
-    held = max(trainer.call(TrainingRank.held_bytes, BUCKET_BYTES)) + CONTEXT_GIB * GIB
+    states, contexts = trainer.call(TrainingRank.held_bytes, BUCKET_BYTES), trainer.call(TrainingRank.context_bytes)
+    held = max(map(sum, zip(states, contexts, strict=True))) + ENGINE_CONTEXT_GIB * GIB
     total = min(trainer.call(TrainingRank.device_bytes))
     share = engine_share(held, total)
     if share <= 0:
@@ -370,6 +373,8 @@ async def start_engine(
         return load_hf_engine(model.path, DTYPES[dtype], device, config.rollout.max_num_seqs or MAX_BATCH, tokenizer)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
+    eager = config.rollout.enforce_eager
+    eager = device == "cpu" and not compiled if eager is None else eager
     return await VLLMEngine.start(
         VLLMSettings(
             model_path=model.path,
@@ -383,7 +388,8 @@ async def start_engine(
             max_num_seqs=config.rollout.max_num_seqs,
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             speculation=speculation(config.rollout, device),
-            enforce_eager=device == "cpu" and not compiled,
+            enforce_eager=eager,
+            options=config.rollout.engine_options,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
             health_timeout_s=config.trainer.health_timeout_s,
