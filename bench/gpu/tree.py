@@ -1,0 +1,89 @@
+"""The packages that a bare machine lacks, as bench/gpu/stage.sh builds them: archives that come with several calls.
+
+A stage folder holds SUMS, lines of `sha256sum` for all archives NAME.tar.xz in the order of PYTHONPATH, and those that
+this call carries. Each is a folder of packages, whole by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+from pathlib import Path
+
+from verl.errors import DataError
+
+SUMS = "SUMS"
+MIB = 2**20
+REPOSITORY_MIB = 12
+
+
+class Tree:
+    """The unpacked archives, in a folder that stays on the machine between calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sums = read_sums(folder / SUMS) if (folder / SUMS).exists() else {}
+
+    def take_in(self, stage: Path) -> None:
+        """Unpack the archives of this call that are not unpacked yet, those of another tree in place of its own.
+
+        Raises DataError for a wrong checksum and for an archive or a folder that cannot be read or written.
+        """
+        if not (stage / SUMS).is_file():
+            raise DataError(f"has no {SUMS}", hint="Build the folder with bench/gpu/stage.sh", file=str(stage))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(stage / SUMS, self.folder / SUMS)
+            self._sums = read_sums(self.folder / SUMS)
+            for name, expected in self._sums.items():
+                archive = stage / f"{name}.tar.xz"
+                if archive.is_file() and not self._is_unpacked(name):
+                    if _sum(archive) != expected:
+                        raise DataError(
+                            f"its checksum is not the one in {SUMS}", hint="Copy it again", file=str(archive)
+                        )
+                    self._unpack(archive, name, expected)
+        except (OSError, tarfile.TarError, EOFError) as error:
+            raise DataError(f"cannot be unpacked ({error})", hint="See the disk's space", file=str(stage)) from error
+
+    def paths(self) -> list[Path]:
+        """Folders for PYTHONPATH."""
+        return [self.folder / name for name in self._sums if self._is_unpacked(name)]
+
+    def missing(self) -> list[str]:
+        """Archives that are still to come."""
+        return [f"{name}.tar.xz" for name in self._sums if not self._is_unpacked(name)]
+
+    def _is_unpacked(self, name: str) -> bool:
+        marker = self._marker(name)
+        return marker.exists() and marker.read_text() == self._sums[name]
+
+    def _marker(self, name: str) -> Path:
+        return self.folder / f"{name}.sum"
+
+    def _unpack(self, archive: Path, name: str, expected: str) -> None:
+        folder, unfinished = self.folder / name, self.folder / f"{name}.unfinished"
+        self._marker(name).unlink(missing_ok=True)
+        for each in (folder, unfinished):
+            shutil.rmtree(each, ignore_errors=True)
+        with tarfile.open(archive, "r:xz") as tar:
+            tar.extractall(unfinished, filter="tar")
+        unfinished.rename(folder)
+        self._marker(name).write_text(expected)
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """Checksum by archive, without its suffix."""
+    pairs = (line.split() for line in path.read_text().splitlines())
+    return {name.removeprefix("*").removesuffix(".tar.xz"): expected for expected, name in pairs}
+
+
+def carried(stage: Path) -> float:
+    """MiB that a call brings to the machine: its archives and the repository."""
+    return REPOSITORY_MIB + sum(each.stat().st_size for each in stage.glob("*.tar.xz")) / MIB
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
