@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import pytest
 from bench.gpu.measurements import SESSIONS, measured
 from bench.gpu.short import MARGIN_S
 from bench.gpu.tree import REPOSITORY_MIB, Tree
-from tests.conftest import ROOT
+from tests.conftest import ROOT, need_vllm
 from tests.support.fake_measurements import calls
 from verl.errors import DataError
 
@@ -235,6 +237,13 @@ def test_results_of_an_earlier_machine_are_not_measured_again(call: Call, tmp_pa
     assert calls(tmp_path / "work") == ["one", "wrong", "two", "wrong"]
 
 
+def test_results_of_an_earlier_machine_that_are_none_are_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no results\n")
+    for name in ("text", "nowhere"):
+        done = call("--done", str(tmp_path / name))
+        assert done.returncode == 1 and "holds no results" in done.stderr and "Traceback" not in done.stderr
+
+
 def piece(stage: Path, name: str, package: str) -> str:
     """An archive of one package; returns its line of SUMS."""
     source = stage.parent / f"source-{name}"
@@ -291,6 +300,17 @@ def test_archives_that_cannot_be_taken_are_named(tmp_path: Path) -> None:
     assert Tree(tmp_path / "site").paths() == []
 
 
+@pytest.mark.parametrize(
+    "text", ["engine.tar.xz", f"{'0' * 63}  engine.tar.xz", f"{'0' * 64}  ../engine.tar.xz", "\x00"]
+)
+def test_a_list_of_checksums_that_is_none_is_named(text: str, call: Call, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    (stage / "SUMS").write_text(text)
+    with pytest.raises(DataError, match="is no list of checksums"):
+        Tree(tmp_path / "site").take_in(stage)
+
+
 def test_another_tree_replaces_the_one_that_is_there(tmp_path: Path) -> None:
     for number in ("1", "2"):
         stage = tmp_path / number / "stage"
@@ -314,8 +334,6 @@ def test_a_call_brings_no_more_than_it_may(call: Call, tmp_path: Path) -> None:
 
 
 def test_all_measurements_exist_and_no_estimate_exceeds_its_limit() -> None:
-    import ast
-
     for session in SESSIONS:
         module, _, name = session.location.partition(":")
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
@@ -327,3 +345,42 @@ def test_all_measurements_exist_and_no_estimate_exceeds_its_limit() -> None:
     for session in SESSIONS:
         for each in session.measurements:
             assert each.seconds < each.limit and session.start + each.seconds < 600 - MARGIN_S
+
+
+@pytest.mark.long
+def test_the_measurements_are_rehearsed_in_calls_that_are_cut_off(tmp_path: Path) -> None:
+    """All of them on a CPU. The first call's process is killed, then the call; the second has little time; the third
+    does the rest. The output folder is emptied before each."""
+    need_vllm()
+    work, out = tmp_path / "work", tmp_path / "out"
+    call = [sys.executable, "bench/gpu/short.py", "--rehearse", "--work", str(work), "--out", str(out)]
+
+    def found() -> dict[str, str]:
+        assert len(list(out.iterdir())) <= 8
+        return states(out / "results.jsonl")
+
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(call, cwd=ROOT, stdout=log, stderr=log)
+    while not (children := psutil.Process(first.pid).children()):
+        time.sleep(0.05)
+    children[0].kill()
+    while not (out / "results.jsonl").exists() or found().get("losses") != "ok":
+        assert first.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.2)
+    first.kill()
+    first.wait()
+    assert found() == {"ceilings": "failed", "gradients": "ok", "kernels": "ok", "losses": "ok"}
+    shutil.rmtree(out)
+    second = subprocess.run([*call, "--call-seconds=100"], cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert found()["offload"] == found()["ceilings"] == "ok" and found()["start"] == found()["step"] == "skipped"
+    shutil.rmtree(out)
+    third = subprocess.run([*call, "--spent=0"], cwd=ROOT, capture_output=True, text=True)
+    assert third.returncode == 0, third.stderr
+    expected = {each.name: "ok" for each in measured(SESSIONS)}
+    assert found() == expected | ({} if find_spec("trl") else {"trl": "skipped"})
+    assert third.stdout == (out / "table.md").read_text() + "\n"
+    figures = {row["name"]: row["figures"] for row in rows(out / "results.jsonl")}
+    assert figures["sync"]["log-probs of perturbed weights before the sync: nats"] > 0.01
+    assert figures["sync"]["and after it: nats"] < 1e-4
+    assert figures["step"]["time/step_s"] > 0 and figures["step"]["response_length/mean"] == 8

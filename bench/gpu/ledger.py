@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +36,10 @@ class Ledger:
 
     def failures(self, name: str) -> int:
         return sum(row["state"] == FAILED for row in self._of(name))
+
+    def has_failures(self) -> bool:
+        """Whether the last line of any measurement is a failure."""
+        return FAILED in {row["name"]: row["state"] for row in self.rows}.values()
 
     def is_done(self, name: str) -> bool:
         last = self.last(name)
@@ -98,6 +101,12 @@ def say(line: str) -> None:
 
 
 def seed(work: Path, done: Path) -> None:
-    """Take results of an earlier machine, unless this one has some."""
+    """Take results of an earlier machine, unless this one has some. Raises DataError if `done` holds none."""
+    try:
+        rows = read_jsonl(done)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"holds no results ({error})", hint="Give a results.jsonl that came back", file=str(done)
+        ) from error
     if not (work / NAME).exists():
-        shutil.copyfile(done, work / NAME)
+        write_jsonl(work / NAME, rows)

@@ -41,7 +41,7 @@ class Session:
     """Measurements that share a process, and so its models.
 
     location: module:class, which is called with the `Place` and may have a coroutine `close`
-    start: estimated seconds from the start of the process to its first measurement
+    start: estimated seconds until a new process, and the engine that it may need, can measure
     """
 
     location: str
@@ -77,10 +77,10 @@ SESSIONS: Sequence[Session] = (
     ),
     Session(
         "bench.gpu.serving:Serving",
-        30,
+        90,
         ("vllm", "blake3"),
         (
-            Measurement("start", "start of an engine, and the memory that it and CUDA's context take", 100, 200),
+            Measurement("start", "start of an engine, and the memory that it and CUDA's context take", 10, 30),
             Measurement("greedy", "greedy tokens and log-probs of engine and trainer", 15, 60),
             Measurement("sync", "sync of unchanged and of perturbed weights by CUDA IPC", 15, 60),
             Measurement("sleep", "sleep and wake-up: seconds, and memory before, asleep and awake", 15, 60),
@@ -90,7 +90,7 @@ SESSIONS: Sequence[Session] = (
     ),
     Session(
         "bench.gpu.runs:Runs",
-        5,
+        15,
         _RUN,
         (Measurement("learns", "the embedded model learns, from a validation total of 1.28 to 2.0", 90, 180),),
     ),
@@ -105,7 +105,7 @@ SESSIONS: Sequence[Session] = (
     ),
     Session(
         "bench.gpu.runs:Runs",
-        5,
+        15,
         _RUN,
         (Measurement("step", "seconds of a 1.5B step by phase, MFU, and peak memory beside the plan", 220, 300),),
     ),

@@ -46,6 +46,7 @@ class Runs:
             f"trainer.total_training_steps={steps}",
             f"trainer.test_freq={steps}",
             "trainer.save_freq=0",
+            "rollout.max_num_seqs=128",  # all of a batch, and few CUDA graphs to capture
             f"data.val_files=[{self._few_rows(16) if place.rehearse else ROWS / 'test.parquet'}]",
             *(
                 ("trainer.device=cpu", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2")

@@ -34,7 +34,7 @@ from verl.workers.model import PackedPolicy, hf_named_parameters, load_causal_lm
 BUCKET_BYTES = 256 * 2**20
 NUM_SEQUENCES = (256, 512, 1024, 2048)
 COMPARED, TOKENS = 4, 32  # responses whose log-probs are compared, and their length
-GAP = {torch.bfloat16: 0.05, torch.float32: 1e-3}  # mean difference of log-probs, nats; at most
+GAP = {torch.bfloat16: 0.15, torch.float32: 1e-3}  # mean difference of log-probs, nats; at most
 SHORTFALL = 0.25  # of a greedy token's log-prob below the trainer's best one, nats; at most
 PERTURBED = 0.3  # change of every weight, relative to the largest of its tensor
 
@@ -51,7 +51,7 @@ class Serving:
         self._sender: BucketSender = SharedMemory() if place.rehearse else CudaIpc()
 
     async def start(self) -> Figures:
-        """Memory of the whole GPU, as its driver reports it. The plan assumes what contexts and sleeping engines take."""
+        """Memory of the whole GPU, by its driver: the plan assumes what contexts and sleeping engines take."""
         before = used_gib()
         torch.zeros(1, device=self.place.device)
         with_context = used_gib()
@@ -109,7 +109,7 @@ class Serving:
             "log-probs of perturbed weights before the sync: nats": apart,
             "and after it: nats": after,
         }
-        if not apart > 3 * GAP[self._dtype]:
+        if not apart > 2 * GAP[self._dtype]:
             raise UnexpectedError(f"the perturbed weights differ by {apart:.3g} nats only", figures)
         self._checked(figures, unchanged, "after a sync of unchanged weights")
         return self._checked(figures, after, "after the sync of perturbed weights")

@@ -6,7 +6,7 @@
 The same command is called until all is measured. The work folder stays on the machine between calls; the output folder
 is what comes back from it, and may be emptied before each call. A line of results.jsonl is there as soon as a
 measurement has ended; a call may be killed at any time. What failed is tried once more, last. Measurements whose
-packages are missing wait for a call that brings them (`--stage`, made by bench/gpu/stage.sh).
+packages are missing wait for a call that brings them (`--stage`).
 """
 
 from __future__ import annotations
@@ -266,6 +266,9 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
         if options.done:
             seed(options.work, options.done)
         driver = Driver(options, sessions, device)
+    except DataError as error:
+        say(str(error))
+        return 1
     except OSError as error:
         say(f"{options.work}: the work folder cannot be used ({error.strerror or error}); choose another with --work")
         return 1
@@ -280,7 +283,7 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
     if driver.time_left <= 0:
         say("the time of the call or of the budget is used up")
         return SPENT
-    return 1 if any(driver.ledger.failures(each.name) for each in measured(sessions)) else 0
+    return 1 if driver.ledger.has_failures() else 0
 
 
 def _stop(number: int, _: object) -> NoReturn:

@@ -7,6 +7,7 @@ this call carries. Each is a folder of packages, whole by itself.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from verl.errors import DataError
 SUMS = "SUMS"
 MIB = 2**20
 REPOSITORY_MIB = 12
+_LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[\w-]+)\.tar\.xz")
 
 
 class Tree:
@@ -33,9 +35,9 @@ class Tree:
         if not (stage / SUMS).is_file():
             raise DataError(f"has no {SUMS}", hint="Build the folder with bench/gpu/stage.sh", file=str(stage))
         try:
+            self._sums = read_sums(stage / SUMS)
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(stage / SUMS, self.folder / SUMS)
-            self._sums = read_sums(self.folder / SUMS)
             for name, expected in self._sums.items():
                 archive = stage / f"{name}.tar.xz"
                 if archive.is_file() and not self._is_unpacked(name):
@@ -74,9 +76,11 @@ class Tree:
 
 
 def read_sums(path: Path) -> dict[str, str]:
-    """Checksum by archive, without its suffix."""
-    pairs = (line.split() for line in path.read_text().splitlines())
-    return {name.removeprefix("*").removesuffix(".tar.xz"): expected for expected, name in pairs}
+    """Checksum by archive, without its suffix. Raises DataError."""
+    found = [_LINE.fullmatch(line) for line in path.read_text(errors="replace").splitlines()]
+    if not all(found):
+        raise DataError("is no list of checksums of archives", hint="Build the folder again", file=str(path))
+    return {line["name"]: line["sum"] for line in found if line}
 
 
 def carried(stage: Path) -> float:

@@ -471,6 +471,8 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> di
         variables["VLLM_RPC_BASE_PATH"] = str(folder)
     if Path(settings.model_path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
+    if settings.dtype == "float32":  # Triton's products, as in vLLM's attention of float32, are TF32's by default
+        variables["TRITON_F32_DEFAULT"] = "ieee"
     if on_cpu:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # threads follow OMP_NUM_THREADS, on any core
         # Runs a single worker inside the engine core, which would otherwise busy-wait for it on another core.
