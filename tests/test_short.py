@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.gpu.measurements import SESSIONS, measured
+from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
+from bench.gpu.place import Place
 from bench.gpu.short import MARGIN_S
 from bench.gpu.tree import REPOSITORY_MIB, Tree
 from tests.conftest import ROOT, need_vllm
@@ -384,3 +385,29 @@ def test_the_measurements_are_rehearsed_in_calls_that_are_cut_off(tmp_path: Path
     assert figures["sync"]["log-probs of perturbed weights before the sync: nats"] > 0.01
     assert figures["sync"]["and after it: nats"] < 1e-4
     assert figures["step"]["time/step_s"] > 0 and figures["step"]["response_length/mean"] == 8
+
+
+STUB = f"""#!{sys.executable}
+import pathlib, sys, time
+words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
+run.mkdir(parents=True)  # fails where an earlier run was left
+(run / "metrics.jsonl").write_text("".join('{{"step": %d}}\\n' % step for step in (1, 2)))
+if words["then"] == "hang":
+    time.sleep(600)
+sys.exit(words["then"] == "fail")
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_is_cut_off_gives_the_steps_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu import runs
+
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(tmp_path / "python"))
+    run = runs.Runs(Place(tmp_path))._run
+    assert [row["step"] for row in run("step", ["then=end"])] == [1, 2]
+    assert [row["step"] for row in run("step", ["then=hang"], 10.0)] == [1, 2], "an earlier run is removed"
+    with pytest.raises(UnexpectedError, match="exit code 1"):
+        run("step", ["then=fail"])

@@ -1,7 +1,7 @@
 """The process of a session: python -m bench.gpu.child ANSWER MODULE:CLASS WORK [--rehearse] [--again]
 
-Reads names of measurements from standard input, and writes the outcome of each to the file ANSWER. It ends with its
-driver.
+Reads names and limits of measurements from standard input, and writes the outcome of each to the file ANSWER. It ends
+with its driver.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="a measurement of this session failed before")
     options = parser.parse_args()
     place = Place(options.work, options.rehearse, options.again)
-    module, _, name = options.location.partition(":")
-    session = getattr(importlib.import_module(module), name)(place)
+    module, _, kind = options.location.partition(":")
+    session = getattr(importlib.import_module(module), kind)(place)
     with asyncio.Runner() as runner:
         for line in sys.stdin:
-            answer = outcome(runner, session, line.strip())
+            name, limit = line.split()
+            session.place = replace(place, limit=float(limit))
+            answer = outcome(runner, session, name)
             with replacing(options.answer) as unfinished:
                 unfinished.write_text(json.dumps(answer))
         if hasattr(session, "close"):

@@ -107,7 +107,7 @@ SESSIONS: Sequence[Session] = (
         "bench.gpu.runs:Runs",
         15,
         _RUN,
-        (Measurement("step", "seconds of a 1.5B step by phase, MFU, and peak memory beside the plan", 220, 300),),
+        (Measurement("step", "seconds of a 1.5B step by phase, MFU, and peak memory beside the plan", 150, 300),),
     ),
     Session(
         "bench.gpu.trl_step:TRLStep",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,18 @@ PROMPT, RESPONSE, RESPONSES = 900, 250, 4  # tokens, and responses per prompt
 
 @dataclass(frozen=True)
 class Place:
-    """work: a folder that stays on the machine; rehearse: on a CPU with tiny sizes; again: something failed before"""
+    """Of one session.
+
+    work: a folder that stays on the machine
+    rehearse: on a CPU with tiny sizes
+    again: whether a measurement of this session failed before
+    limit: seconds that the running measurement may take
+    """
 
     work: Path
     rehearse: bool = False
     again: bool = False
+    limit: float = math.inf
 
     @property
     def device(self) -> str:

@@ -50,7 +50,7 @@ class SessionProcess:
         self._answer.unlink(missing_ok=True)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died; reported below
-            self._process.stdin.write(f"{name}\n".encode())
+            self._process.stdin.write(f"{name} {limit}\n".encode())
             self._process.stdin.flush()
         deadline = time.monotonic() + limit
         while not self._answer.exists():

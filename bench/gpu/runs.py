@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from verl.trainer.builders.run import load_inputs
 
 PROMPTS, STEPS = 512, 4  # the first step warms up
 LEARNING_STEPS, LEARNT = 16, 2.0
-STEP_S = 280.0  # for the measured run; its steps so far count
+END_S = 15.0  # of a measurement's limit, to report the steps of a run that is not finished
 SHOWN = ("time/", "perf/", "memory/", "engine/", "response_length/mean")  # metrics of a step
 ROWS = ROOT / "dataset/mini"
 REWARD = f"{ROOT / 'bench/gpu/rewards.py'}:hashed"
@@ -75,29 +76,36 @@ class Runs:
 
         The median of all steps but the first; of those that are done when the time is over.
         """
+        started = time.perf_counter()
         model, rows = model_folder(self.place), write_rows(self.place)
         prompt, response, prompts = (400, 8, 4) if self.place.rehearse else (PROMPT + 124, RESPONSE, PROMPTS)
         overrides = step_overrides(model, rows, prompts, response, prompt)
         overrides += (*ON_CPU, "rollout.name=hf") if self.place.rehearse else ()
         config = load_config(overrides)
         planned = plan_of_run(config, load_inputs(config)).peak_gib()
-        done = [row for row in self._run("step", overrides, STEP_S) if row["step"] > 1]
+        limit = self.place.limit - END_S - (time.perf_counter() - started)
+        done = [row for row in self._run("step", overrides, limit) if row["step"] > 1]
+        if not done:
+            raise UnexpectedError(f"no second step within {limit:.0f} s", {})
         names = [name for name in done[-1] if name.startswith(SHOWN)]
         medians = {name: statistics.median(row[name] for row in done if name in row) for name in names}
         return {**medians, "planned: memory/trainer_gib": planned, "prompts": prompts, "steps": len(done)}
 
     def _run(self, name: str, overrides: Sequence[str], limit: float | None = None) -> list[dict[str, Any]]:
-        """The metrics by step of a new run: one that an earlier call left would be resumed, and taken for this one."""
+        """The metrics by step of a new run: one that an earlier call left would be resumed, and taken for this one.
+
+        limit: seconds after which the steps so far count. Raises UnexpectedError for a run that fails.
+        """
         folder = self.place.work / "runs"
         shutil.rmtree(folder / name, ignore_errors=True)
         where = [f"trainer.default_local_dir={folder}", f"trainer.experiment_name={name}"]
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *where]
-        try:
-            subprocess.run(command, check=True, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit)
-        except subprocess.TimeoutExpired:
-            if len(read_jsonl(folder / name / "metrics.jsonl")) < 2:
-                raise
-        return read_jsonl(folder / name / "metrics.jsonl")
+        with suppress(subprocess.TimeoutExpired):
+            ended = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit)
+            if ended.returncode:
+                raise UnexpectedError(f"the run ended with exit code {ended.returncode}", {})
+        metrics = folder / name / "metrics.jsonl"
+        return read_jsonl(metrics) if metrics.exists() else []
 
     def _few_rows(self, count: int) -> Path:
         path = self.place.work / "few.parquet"

@@ -1,4 +1,4 @@
-"""The packages that a bare machine lacks, as bench/gpu/stage.sh builds them: archives that come with several calls.
+"""The packages that a bare machine lacks, as bench/gpu/stage.py builds them: archives that come with several calls.
 
 A stage folder holds SUMS, lines of `sha256sum` for all archives NAME.tar.xz in the order of PYTHONPATH, and those that
 this call carries. Each is a folder of packages, whole by itself.
@@ -6,6 +6,7 @@ this call carries. Each is a folder of packages, whole by itself.
 
 from __future__ import annotations
 
+import compileall
 import hashlib
 import re
 import shutil
@@ -33,7 +34,7 @@ class Tree:
         Raises DataError for a wrong checksum and for an archive or a folder that cannot be read or written.
         """
         if not (stage / SUMS).is_file():
-            raise DataError(f"has no {SUMS}", hint="Build the folder with bench/gpu/stage.sh", file=str(stage))
+            raise DataError(f"has no {SUMS}", hint="Build the folder with bench/gpu/stage.py", file=str(stage))
         try:
             self._sums = read_sums(stage / SUMS)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,7 @@ class Tree:
         with tarfile.open(archive, "r:xz") as tar:
             tar.extractall(unfinished, filter="tar")
         unfinished.rename(folder)
+        compileall.compile_dir(folder, quiet=2, workers=0)  # on all cores; imports would do it on one
         self._marker(name).write_text(expected)
 
 
