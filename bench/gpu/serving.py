@@ -148,7 +148,7 @@ class Serving:
             await self._batch(engine, count // responses, prompt, response)
             took, used = time.perf_counter() - started, [b - a for a, b in zip(cpu, _cpu_seconds(), strict=True)]
             tokens = count * response
-            figures[f"{label}: tokens/s"] = tokens / took
+            figures[f"{label}: tokens/s, prefill included"] = tokens / took
             figures[f"{label}, CPU of this process: us a token"] = 1e6 * used[0] / tokens
             figures[f"{label}, CPU of vLLM's processes: us a token"] = 1e6 * used[1] / tokens
         return figures
