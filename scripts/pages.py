@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ from verl.tracking.names import METRICS  # noqa: E402
 
 MARK = "<!-- written by scripts/pages.py -->\n"
 END = "<!-- end of what scripts/pages.py writes -->\n"
+OUTCOME = 100  # characters of a failure's reason
 CARDS = "docs/gpu.md#what-only-a-card-can-show"
 
 
@@ -111,7 +113,7 @@ def gpu() -> str:
 def outcome(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "not yet run"
-    return str(row["state"]) if row["state"] == OK else f"{row['state']}: {shown(row['reason'])}"
+    return OK if row["state"] == OK else f"{row['state']}: {shown(shorten(row['reason'], OUTCOME))}"
 
 
 def gpu_results() -> dict[str, Mapping[str, Any]]:

@@ -41,7 +41,7 @@ class Runs:
 
     def learns(self) -> Figures:
         """The embedded default in float32. Raises UnexpectedError if its greedy validation does not reach LEARNT."""
-        place, steps = self.place, 2 if self.place.rehearse else LEARNING_STEPS
+        place, steps = self.place, 1 if self.place.rehearse else LEARNING_STEPS
         overrides = [
             "recipe=mini_grpo",
             f"trainer.total_training_steps={steps}",
@@ -49,12 +49,9 @@ class Runs:
             "trainer.save_freq=0",
             "rollout.max_num_seqs=128",  # all of a batch, and few CUDA graphs to capture
             f"data.val_files=[{self._few_rows(16) if place.rehearse else ROWS / 'test.parquet'}]",
-            *(
-                ("trainer.device=cpu", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2")
-                if place.rehearse
-                else ()
-            ),
         ]
+        if place.rehearse:
+            overrides += ["trainer.device=cpu", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
         started = time.perf_counter()
         rows = self._run("learns", overrides)
         name = f"val/{'few' if place.rehearse else 'test'}/total"
@@ -78,8 +75,9 @@ class Runs:
         """
         started = time.perf_counter()
         model, rows = model_folder(self.place), write_rows(self.place)
-        prompt, response, prompts = (400, 8, 4) if self.place.rehearse else (PROMPT + 124, RESPONSE, PROMPTS)
-        overrides = step_overrides(model, rows, prompts, response, prompt)
+        rehearsed, real = (4, 8, 400, 2), (PROMPTS, RESPONSE, PROMPT + 124, STEPS)
+        prompts, response, prompt, steps = rehearsed if self.place.rehearse else real
+        overrides = step_overrides(model, rows, prompts, response, prompt, steps)
         overrides += (*ON_CPU, "rollout.name=hf") if self.place.rehearse else ()
         config = load_config(overrides)
         planned = plan_of_run(config, load_inputs(config)).peak_gib()
@@ -113,7 +111,7 @@ class Runs:
         return path
 
 
-def step_overrides(model: Path, rows: Path, prompts: int, response: int, prompt: int) -> list[str]:
+def step_overrides(model: Path, rows: Path, prompts: int, response: int, prompt: int, steps: int) -> list[str]:
     return [
         f"model.path={model}",
         f"data.train_files=[{rows}]",
@@ -126,7 +124,7 @@ def step_overrides(model: Path, rows: Path, prompts: int, response: int, prompt:
         "algorithm.name=grpo",
         "algorithm.kl_placement=none",
         f"reward.name={REWARD}",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "trainer.save_freq=0",
         "trainer.test_freq=0",
     ]
