@@ -122,6 +122,8 @@ def test_what_is_done_or_has_failed_twice_is_not_measured_by_the_next_call(call:
     assert call(only).returncode == 1
     assert calls(tmp_path / "work") == ["two"]
     assert {"one", "wrong", "two"} < states(tmp_path / "out/results.jsonl").keys(), "earlier results come back, too"
+    assert call(only).returncode == 1
+    assert {"one", "wrong", "two"} < states(tmp_path / "out/results.jsonl").keys(), "also if there is nothing to do"
     call(only, "one")
     assert calls(tmp_path / "work") == ["two", "one"], "what is named is measured anew"
 
@@ -186,7 +188,8 @@ def test_time_between_calls_counts(call: Call, tmp_path: Path) -> None:
 
 
 def test_no_more_files_come_out_than_may(call: Call, tmp_path: Path) -> None:
-    done = call("--files-out=3", "one", "wrong", "dies")
+    """One of them is kept for a file that is being replaced."""
+    done = call("--files-out=4", "one", "wrong", "dies")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["results.jsonl", "table.md", "wrong.log"]
     assert "dies.log is left out" in done.stderr
 

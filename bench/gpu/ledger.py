@@ -58,15 +58,21 @@ class Ledger:
             write_jsonl(self.path, self.rows)
         except DataError as error:
             say(f"{error} (the result is kept in memory)")
-        self._copy(NAME, "".join(json.dumps(each) + "\n" for each in self.rows))
+        self.copy_out()
         say(described(row))
+
+    def copy_out(self) -> None:
+        """All lines, those of earlier calls included."""
+        self._copy(NAME, "".join(json.dumps(each) + "\n" for each in self.rows))
 
     def add_log(self, name: str, log: Path) -> None:
         """The end of a failed measurement's log, if there is room for another file."""
         if log.exists():
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-                self._copy(f"{name}.log", file.read().decode(errors="replace"), reserved=2)
+                self._copy(
+                    f"{name}.log", file.read().decode(errors="replace"), reserved=3
+                )  # for the others, and one that is being replaced
 
     def write_table(self, measurements: Sequence[Measurement]) -> None:
         rows = [row for each in measurements if (row := self.last(each.name))]
@@ -75,7 +81,7 @@ class Ledger:
         print(text, flush=True)
 
     def _copy(self, name: str, text: str, reserved: int = 0) -> None:
-        """reserved: files that must still find room"""
+        """reserved: files for which there must be room, too"""
         path = self.out / name
         try:
             there = {each.relative_to(self.out) for each in self.out.rglob("*") if each.is_file()}

@@ -58,7 +58,7 @@ class OutOfTimeError(Exception):
 
 
 class Driver:
-    """One call. time_left: seconds until its end, or that of the budget"""
+    """One call, which ends with its own limit or with the budget, whatever comes first."""
 
     def __init__(self, options: argparse.Namespace, sessions: Sequence[Session], device: str) -> None:
         self.options = options
@@ -76,6 +76,7 @@ class Driver:
     def run(self) -> None:
         """Every measurement that is to be done, then once more those that failed."""
         try:
+            self.ledger.copy_out()
             self._take_in_tree()
             self._missing = self._missing_modules()
             for failures in (0, 1):
@@ -105,9 +106,8 @@ class Driver:
         is_running = self._running is not None and self._running[0] is session
         needed = measurement.seconds + (0 if is_running else session.start)
         if needed > self.time_left:
-            self._record(
-                measurement, SKIPPED, f"takes about {needed:.0f} s, and {max(0, self.time_left):.0f} s are left"
-            )
+            left = max(0, self.time_left)
+            self._record(measurement, SKIPPED, f"takes about {needed:.0f} s, and {left:.0f} s are left")
             return
         started = time.time()
         try:
@@ -140,9 +140,8 @@ class Driver:
             is_usable = answer["is_usable"]
         except OverrunError as error:
             if time_left < limit:
-                raise OutOfTimeError(
-                    f"cut off after {time_left:.0f} s, by the end of the call or of the budget"
-                ) from error
+                reason = f"cut off after {time_left:.0f} s, by the end of the call or of the budget"
+                raise OutOfTimeError(reason) from error
             raise
         finally:
             if not is_usable:
@@ -166,16 +165,9 @@ class Driver:
             self.ledger.add_log(measurement.name, logs[-1])
 
     def _record(self, measurement: Measurement, state: str, reason: str | None, **more: Any) -> None:
-        row = {
-            "name": measurement.name,
-            "state": state,
-            "reason": reason,
-            "figures": {},
-            "seconds": 0.0,
-            "versions": {},
-        }
+        given = {"figures": {}, "seconds": 0.0, "versions": {}, **more}
         facts = {"device": self._device, "rehearsal": self.options.rehearse, "time": round(time.time(), 1)}
-        self.ledger.add({**row, **more, **facts})
+        self.ledger.add({"name": measurement.name, "state": state, "reason": reason, **given, **facts})
 
     def _take_in_tree(self) -> None:
         """What this call brings; without it, or with a broken one, what is there already is measured."""
@@ -233,16 +225,12 @@ def read_options(argv: Sequence[str] | None, sessions: Sequence[Session]) -> arg
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--budget", type=float, default=900, help="seconds from asking for the machine to its return")
-    parser.add_argument(
-        "--spent", type=float, default=120, help="seconds of the budget before this machine's first call"
-    )
+    parser.add_argument("--spent", type=float, default=120, help="seconds of it before the first call here")
     parser.add_argument("--call-seconds", type=float, default=600, help="limit of a call")
     parser.add_argument("--files-out", type=int, default=8, help="files that come back")
     parser.add_argument("--mib-in", type=float, default=64, help="MiB that a call brings, with the repository")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/short", help="stays on the machine")
-    parser.add_argument(
-        "--out", type=Path, default=os.environ.get("OUT"), help="comes back; default: $OUT, or WORK/out"
-    )
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="comes back; default: $OUT or WORK/out")
     parser.add_argument("--stage", type=Path, help="archives of packages that this call brings")
     parser.add_argument("--done", type=Path, help="results.jsonl of an earlier machine, not to be measured again")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU with tiny sizes")
