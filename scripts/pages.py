@@ -1,4 +1,5 @@
-"""Writes the generated part of pages in docs, such as the table of metrics.md: all that follows the line MARK.
+"""Writes the generated part of pages, such as the table of docs/metrics.md: from the line MARK to the line END, or all
+that follows.
 
 python scripts/pages.py [--check]    --check: writes nothing; the exit code is 1 if a page is out of date
 """
@@ -6,14 +7,19 @@ python scripts/pages.py [--check]    --check: writes nothing; the exit code is 1
 from __future__ import annotations
 
 import inspect
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.gpu.measurements import OK, SESSIONS, measured  # noqa: E402
+from bench.gpu.table import ASSET, place, shown  # noqa: E402
 from verl.algorithms import ALGORITHMS  # noqa: E402
 from verl.algorithms.table import COLUMNS, presets, row  # noqa: E402
 from verl.config.published import COMMANDS, SOURCES, VERSIONS  # noqa: E402
@@ -23,6 +29,9 @@ from verl.tracking.names import METRICS  # noqa: E402
 from verl.tracking.verl_names import ABSENT, COMPUTED, EQUAL, RENAMED  # noqa: E402
 
 MARK = "<!-- written by scripts/pages.py -->\n"
+END = "<!-- end of what scripts/pages.py writes -->\n"
+OUTCOME = 100  # characters of a failure's reason
+CARDS = "docs/gpu.md#what-only-a-card-can-show"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -124,14 +133,53 @@ def collapse() -> str:
     return "\n" + table(("rule", "metric", "threshold", "patience", "likely cause", "hint"), rows)
 
 
-GENERATED = {
+def on_a_gpu() -> str:
+    """One sentence: whether the code ran on a GPU, and on which."""
+    rows = list(gpu_results().values())
+    if not rows:
+        return f"**Not yet run on a GPU**: the code for it was reviewed only ([what a card will show]({CARDS})). "
+    cards = ", ".join(dict.fromkeys(row["device"] for row in rows))
+    right = sum(row["state"] == OK for row in rows)
+    return f"**Run on a GPU**: {cards}, {right} of {len(measured(SESSIONS))} [measurements]({CARDS}) as expected. "
+
+
+def gpu() -> str:
+    """Every measurement of bench/gpu/short.py, what it shows, and its outcome; below, the figures."""
+    results = gpu_results()
+    rows = [(f"`{each.name}`", each.shows, outcome(results.get(each.name))) for each in measured(SESSIONS)]
+    text = "\n" + table(("measurement", "what it shows", "outcome"), rows)
+    with_figures = {name: row for name, row in results.items() if row["figures"]}
+    if not with_figures:
+        return text
+    figures = (
+        (f"`{name}`", what, shown(value))
+        for name, row in with_figures.items()
+        for what, value in row["figures"].items()
+    )
+    places = dict.fromkeys(place(row) for row in with_figures.values())
+    return f"{text}\n{table(('measurement', 'figure', 'value'), figures)}\n" + "".join(f"{each}  \n" for each in places)
+
+
+def outcome(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "not yet run"
+    return OK if row["state"] == OK else f"{row['state']}: {shown(shorten(row['reason'], OUTCOME))}"
+
+
+def gpu_results() -> dict[str, Mapping[str, Any]]:
+    """By measurement, as bench/gpu/table.py wrote them; none if nothing ran."""
+    return {row["name"]: row for row in json.loads(ASSET.read_text())} if ASSET.exists() else {}
+
+
+GENERATED: Mapping[str, Callable[[], str]] = {
     "algorithms": algorithms,
     "collapse": collapse,
+    "gpu": gpu,
     "metrics": metrics,
     "migration": migration,
     "verl_keys": verl_keys,
 }
-PAGES = {ROOT / "docs" / f"{name}.md": generate for name, generate in GENERATED.items()}
+PAGES = {ROOT / "README.md": on_a_gpu} | {ROOT / "docs" / f"{name}.md": each for name, each in GENERATED.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,7 +187,8 @@ def main(argv: Sequence[str]) -> int:
     stale = []
     for path, generate in PAGES.items():
         text = path.read_text(encoding="utf-8")
-        wanted = text.partition(MARK)[0] + MARK + generate()
+        before, _, rest = text.partition(MARK)
+        wanted = before + MARK + generate() + "".join(rest.partition(END)[1:])
         if wanted != text and "--check" in argv:
             stale.append(path)
         elif wanted != text:

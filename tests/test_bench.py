@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from bench.common import Result, Side, alternate, median_ratio
-from bench.gpu import table as first_hour
 from bench.results import BEGIN, END, scoreboard
 from tests.conftest import ROOT
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
@@ -437,50 +436,3 @@ def test_a_soak_kills_processes_of_all_kinds_unless_it_is_told_which(
         monkeypatch.setattr(sys, "argv", ["soak.py", "grow", *words])
         assert soak.main() == 0
     assert kills == [["scorer", "sandbox", "engine", "env"], ["env", "scorer"], []]
-
-
-def test_the_first_hour_on_a_gpu_fills_its_table(tmp_path: Path) -> None:
-    page, markers = tmp_path / "page.md", (first_hour.BEGIN, first_hour.END)
-    page.write_text("above\n{}\nNot measured yet.\n{}\nbelow\n".format(*markers))
-    machine = {"cores": 16, "memory_gib": 128}
-    piece = {"piece": "pack", "device": "NVIDIA H200", "machine": machine, "versions": {"torch": "2.11.0"}}
-    (tmp_path / "pack.json").write_text(
-        json.dumps({**piece, "figures": {"a pack: ms": 455.25, "failed tests": "none"}})
-    )
-    command = [sys.executable, "bench/gpu/table.py", tmp_path, "--page", page]
-    subprocess.run(command, cwd=ROOT, check=True)
-    assert page.read_text().splitlines() == [
-        "above",
-        markers[0],
-        "| piece | what | value |",
-        "| --- | --- | --- |",
-        "| pack | a pack: ms | 455.2 |",
-        "| pack | failed tests | none |",
-        "",
-        "NVIDIA H200; 16 cores, 128 GiB; torch 2.11.0  ",
-        markers[1],
-        "below",
-    ]
-
-
-def test_an_unknown_piece_of_the_first_hour_is_named() -> None:
-    ended = subprocess.run(
-        ["bash", "bench/gpu/first_hour.sh", "packs"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 2 and "unknown piece packs; choose from: tests kernels" in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_step_of_the_first_hour_is_rehearsed_anew(tmp_path: Path) -> None:
-    """An earlier call's run, which would be resumed, is removed."""
-    left = tmp_path / "rehearsal/runs/canary/left"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    command = ["bash", "bench/gpu/first_hour.sh", "rehearse", "canary"]
-    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert not left.exists()
-    figures = json.loads((tmp_path / "rehearsal/canary.json").read_text())["figures"]
-    assert 0 <= figures["engine/canary_logprob_diff"] < 1e-3 and figures["time/step_s"] > 0
-    assert figures["response_length/mean"] == 8 and figures["planned: memory/trainer_gib"] > 0

@@ -27,7 +27,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import check_prose
+from bench.gpu.measurements import SESSIONS, measured
+from scripts import check_prose, pages
 from tests.conftest import ROOT
 from tests.support.metric_names import known as is_metric
 from verl.cli import COMMANDS
@@ -623,7 +624,63 @@ def test_the_readme_is_short_and_names_the_entry_points() -> None:
         "```mermaid",
     ):
         assert each in text
-    assert text.index("Not yet run on a GPU") < text.index("## Train")
+    statement = text[text.index(pages.MARK) : text.index(pages.END)]
+    assert statement == pages.MARK + pages.on_a_gpu() and text.index(statement) < text.index("## Train")
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """Results of bench/gpu/short.py: one as expected, one not, and one that found no time."""
+    facts = {"device": "NVIDIA H100 80GB HBM3", "versions": {"torch": "2.11.0"}, "rehearsal": False, "seconds": 1.0}
+    return [
+        {"name": "ceilings", "state": "ok", "reason": None, "figures": {"a copy: TB/s": 3.0}, **facts},
+        {
+            "name": "greedy",
+            "state": "failed",
+            "reason": f"1 | 2 {50 * 'and more '}",
+            "figures": {"shortfall: nats": None},
+            **facts,
+        },
+        {"name": "trl", "state": "skipped", "reason": "takes about 170 s, and 20 s are left", "figures": {}, **facts},
+    ]
+
+
+def test_the_pages_say_what_ran_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the results, as far as there are any. Rehearsals are none."""
+    monkeypatch.setattr(pages, "ASSET", tmp_path / "gpu.json")
+    assert pages.on_a_gpu().startswith("**Not yet run on a GPU**: ")
+    assert pages.gpu().count("| not yet run |") == len(measured(SESSIONS))
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "bench/gpu/table.py", results, "--json", tmp_path / "gpu.json"]
+    for rows, complaint in (
+        ([], "no results"),
+        ([row | {"rehearsal": True} for row in gpu_rows()], "of a rehearsal"),
+        ([gpu_rows()[0] | {"state": "failed", "reason": "x"}, *gpu_rows()], ""),
+    ):
+        results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert complaint in done.stderr and (done.returncode == 0) == (complaint == "")
+        assert (tmp_path / "gpu.json").exists() == (complaint == "")
+    total = len(measured(SESSIONS))
+    assert pages.on_a_gpu().startswith(f"**Run on a GPU**: NVIDIA H100 80GB HBM3, 1 of {total} ")
+    lines = pages.gpu().splitlines()
+    assert sum("| not yet run |" in line for line in lines) == total - 3
+    assert [line.split(" | ")[2] for line in lines if line.startswith(("| `ceilings`", "| `greedy`", "| `trl`"))] == [
+        "ok |",
+        r"failed: 1 \| 2 " + 9 * "and more " + "and [...] |",
+        "skipped: takes about 170 s, and 20 s are left |",
+        "3 |",
+        "not finite |",
+    ]
+    assert lines[-1] == "NVIDIA H100 80GB HBM3, torch 2.11.0  "
+
+
+def test_no_other_place_says_that_it_did_not() -> None:
+    negated = r"\b(?:not yet|never|nothing here|no version has|not been)"
+    claim = re.compile(rf"{negated} (?:been )?(?:run|ran|tried|verified)\b.{{0,12}}GPU", re.IGNORECASE)
+    code = (each for folder in ("verl", "bench", "scripts") for each in (ROOT / folder).rglob("*.py"))
+    files = [*PAGES, ROOT / "tests/test_gpu.py", *code]
+    found = {str(each.relative_to(ROOT)) for each in files if claim.search(" ".join(each.read_text().split()))}
+    assert found <= {"README.md", "scripts/pages.py"}
 
 
 def test_the_readmes_figures_are_those_of_the_committed_run() -> None:

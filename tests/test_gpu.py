@@ -1,4 +1,4 @@
-"""What only a GPU can show; run with -m gpu. Never run so far: no machine with a GPU was at hand."""
+"""What only a GPU can show; run with -m gpu."""
 
 from __future__ import annotations
 

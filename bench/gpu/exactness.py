@@ -1,33 +1,122 @@
-"""The device's own kernels beside float64: errors relative to the largest exact value, and times.
+"""The device's own speeds, and its kernels beside float64.
 
-    bash bench/gpu/first_hour.sh kernels
-
-Attention is that of a pack with shared prompts, 12 query and 2 key heads, in bfloat16 and in float32, with and without
-a sliding window. The loss is log-probs and entropy over a vocabulary of 151,936, as a run computes them: by Triton's
-kernels on a GPU, logits kept for the backward or computed again. The last piece is a model of two layers with
-liger-kernel's modules in float32, on a GPU.
+Errors of kernels are relative to the largest exact value. Gradients of a model are compared one by one, by the norm of
+the difference.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 
 import torch
-from piece import Piece, seconds, shape, start
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from bench.gpu.inputs import seconds, shape
+from bench.gpu.measurements import Figures, UnexpectedError
+from bench.gpu.place import Place
+from bench.gpu.trainer import alone, build, is_fused, minibatch, packs_of
+from bench.local import PLAIN_GRPO
+from verl.batch.token_batch import TokenBatch
 from verl.kit.plan.cost import pack_of_groups
 from verl.workers.attention import by_segments, packed_attention
-from verl.workers.fused import fuse
 from verl.workers.logprobs import token_logprobs
+from verl.workers.policy_worker import policy_loss
 
 HEADS, KEY_HEADS = 12, 2
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+KERNEL_BOUNDS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
+GRADIENT_BOUND, ROUNDING = 2e-2, 1.25  # or that much of what bfloat16 itself costs transformers' modules
 Outputs = tuple[Tensor, ...]
+
+
+class Exactness:
+    """Needs no engine."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def ceilings(self) -> Figures:
+        """What this device reaches at best, for comparison with the speeds that the plan assumes."""
+        scale, device = (64 if self.place.rehearse else 1), self.place.device
+        source = torch.empty(2**31 // scale, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        figures: Figures = {"a copy: TB/s": 2e-12 * source.numel() / seconds(lambda: target.copy_(source), self.place)}
+        for sizes in ((8192, 8192, 8192), (15168, 1536, 8960)):
+            rows, inner, columns = (each // scale for each in sizes)
+            left, right = (torch.randn(*each, device=device).bfloat16() for each in ((rows, inner), (inner, columns)))
+            flops = 2e-12 * rows * inner * columns
+            name = " x ".join(map(str, sizes))
+            figures[f"a product of {name} in bfloat16: TFLOP/s"] = flops / seconds(
+                partial(torch.mm, left, right), self.place
+            )
+        return figures
+
+    def gradients(self) -> Figures:
+        """Of two groups' loss, by a trainer rank as in a run, and by transformers in float64, sample by sample."""
+        place, config = self.place, shape(self.place, layers=2)
+        batch = minibatch(place, 2, config.vocab_size)
+        with ExitStack() as stack:
+            stack.enter_context(alone(place))
+            torch.manual_seed(1)
+            with torch.device(place.device):
+                weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+            dtype = torch.float32 if place.rehearse else torch.bfloat16
+            engine = build(place, config, weights, dtype)
+            engine.backward(packs_of(batch), partial(policy_loss, algorithm=PLAIN_GRPO, temperature=1.0))
+            ours = {name: _whole(each.grad) for name, each in engine.module.model.named_parameters()}
+        exact = by_transformers(place, config, weights, batch, torch.float64)
+        plain = by_transformers(place, config, weights, batch, dtype)
+        errors = {name: _distance(ours[name], exact[name]) for name in exact}
+        worst = max(errors, key=errors.__getitem__)
+        rounding = max(_distance(plain[name], exact[name]) for name in exact)
+        figures: Figures = {
+            "largest relative L2 of a gradient": errors[worst],
+            "of": worst,
+            "mean over gradients": sum(errors.values()) / len(errors),
+            "largest by transformers' own modules in the same precision": rounding,
+            "fused": "yes" if is_fused(place) else "no",
+        }
+        bound = max(GRADIENT_BOUND, ROUNDING * rounding)
+        if not errors[worst] <= bound:
+            raise UnexpectedError(f"the gradient of {worst} is off by {errors[worst]:.3g}, bound {bound:.3g}", figures)
+        return figures
+
+    def kernels(self) -> Figures:
+        """Attention of a pack with shared prompts."""
+        return checked(attention(self.place))
+
+    def losses(self) -> Figures:
+        """Log-probs and entropy over the whole vocabulary. In bfloat16 the error is that of the rounded logits."""
+        return checked(loss(self.place))
+
+
+def by_transformers(
+    place: Place, config: PretrainedConfig, weights: Mapping[str, Tensor], batch: TokenBatch, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Gradients of -sum(advantage * weight * log-prob), which is GRPO's where the policy is the one that sampled."""
+    with torch.device(place.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    model.load_state_dict(weights)
+    for packed in packs_of(batch, shared=False):
+        packed = packed.to(torch.device(place.device))
+        logits = model(packed.token_ids[None], use_cache=False).logits.squeeze(0)[packed.source]
+        logprobs = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+        logprobs = logprobs.gather(-1, packed.target[:, None]).squeeze(-1)
+        (-(packed.advantages * packed.loss_weights * logprobs).sum()).backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 def with_gradients(compute: Callable[..., Outputs], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -46,13 +135,25 @@ def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max(float((ours.double() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
 
 
-def attention(piece: Piece) -> Iterator[tuple[str, float]]:
-    lengths = (1, 20, 6, 2) if piece.rehearse else (2, 900, 250, 4)
+def checked(found: Iterator[tuple[str, torch.dtype, float, float]]) -> Figures:
+    """Errors and milliseconds by label. Raises UnexpectedError for an error beyond its bound."""
+    figures, beyond = Figures(), []
+    for label, dtype, wrong, ms in found:
+        figures |= {f"{label}: error": wrong, f"{label}: ms": ms}
+        if not wrong <= KERNEL_BOUNDS[dtype]:
+            beyond.append(f"{label} is off by {wrong:.3g}, bound {KERNEL_BOUNDS[dtype]}")
+    if beyond:
+        raise UnexpectedError("; ".join(beyond), figures)
+    return figures
+
+
+def attention(place: Place) -> Iterator[tuple[str, torch.dtype, float, float]]:
+    lengths = (1, *place.lengths) if place.rehearse else (2, *place.lengths)
     segments = pack_of_groups(*lengths).segments
-    for size, (name, dtype), window in product((64, 128), DTYPES.items(), (None, 8 if piece.rehearse else 512)):
+    for size, (name, dtype), window in product((64, 128), DTYPES.items(), (None, 8 if place.rehearse else 512)):
         torch.manual_seed(0)
         shapes = [(1, heads, segments[-1].end, size) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
-        inputs = [torch.randn(each, device=piece.device).to(dtype) for each in shapes]
+        inputs = [torch.randn(each, device=place.device).to(dtype) for each in shapes]
         scale = size**-0.5
 
         def ours(*qkv: Tensor, window: int | None = window, scale: float = scale) -> Outputs:
@@ -62,23 +163,22 @@ def attention(piece: Piece) -> Iterator[tuple[str, float]]:
         def exact(*qkv: Tensor, window: int | None = window, scale: float = scale) -> Outputs:
             return (by_segments(*qkv, segments, scale, window),)
 
-        label = f"attention, {name}, head size {size}, window {window or 'none'}"
         expected = with_gradients(exact, [each.double() for each in inputs])
-        yield f"{label}: error", error(with_gradients(ours, inputs), expected)
-        yield f"{label}: ms", 1000 * seconds(partial(with_gradients, ours, inputs), piece.device)
+        wrong = error(with_gradients(ours, inputs), expected)
+        ms = 1000 * seconds(partial(with_gradients, ours, inputs), place)
+        yield f"attention, {name}, head size {size}, window {window or 'none'}", dtype, wrong, ms
 
 
-def loss(piece: Piece) -> Iterator[tuple[str, float]]:
-    """In bfloat16 the error is that of the logits, which the matrix product rounds."""
-    tokens, width, vocabulary = (16, 32, 512) if piece.rehearse else (2048, 1536, 151_936)
+def loss(place: Place) -> Iterator[tuple[str, torch.dtype, float, float]]:
+    tokens, width, vocabulary = (16, 32, 512) if place.rehearse else (2048, 1536, 151_936)
     for (name, dtype), kept in product(DTYPES.items(), (0, 2**40)):
         torch.manual_seed(0)
-        hidden = torch.randn(tokens, width, device=piece.device).to(dtype)
-        head = (torch.randn(vocabulary, width, device=piece.device) * width**-0.5).to(dtype)
-        target = torch.randint(vocabulary, (tokens,), device=piece.device)
+        hidden = torch.randn(tokens, width, device=place.device).to(dtype)
+        head = (torch.randn(vocabulary, width, device=place.device) * width**-0.5).to(dtype)
+        target = torch.randint(vocabulary, (tokens,), device=place.device)
 
         def ours(hidden: Tensor, head: Tensor, target: Tensor = target, kept: int = kept) -> Outputs:
-            logprobs, entropy = token_logprobs(hidden, head, target, 0.7, True, not piece.rehearse, kept)
+            logprobs, entropy = token_logprobs(hidden, head, target, 0.7, True, not place.rehearse, kept)
             assert entropy is not None
             return logprobs, entropy
 
@@ -87,30 +187,11 @@ def loss(piece: Piece) -> Iterator[tuple[str, float]]:
             return logprobs.gather(-1, target[:, None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
         expected = with_gradients(exact, [hidden.double(), head.double()])
-        label = f"loss with entropy, {name}, logits {'kept' if kept else 'computed again'}"
-        yield f"{label}: error", error(with_gradients(ours, [hidden, head]), expected)
-        work = partial(with_gradients, ours, [hidden, head])
-        yield f"{label}, {tokens} tokens: ms", 1000 * seconds(work, piece.device)
-
-
-def fused_model(piece: Piece) -> Iterator[tuple[str, float]]:
-    """Logits and the gradients of all weights."""
-    config = shape("tiny")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(piece.device)
-    exact = copy.deepcopy(model).double()
-    if not piece.rehearse:
-        fuse(model)
-    tokens = torch.arange(64, device=piece.device)[None]
-
-    def outcome(model: nn.Module) -> list[Tensor]:
-        logits = model(tokens, use_cache=False).logits
-        grads = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
-        return [logits.detach(), *grads]
-
-    yield "a model with fused modules, float32: error", error(outcome(model), outcome(exact))
-
-
-if __name__ == "__main__":
-    piece, _ = start(__doc__)
-    piece.write({**dict(attention(piece)), **dict(loss(piece)), **dict(fused_model(piece))})
+        wrong = error(with_gradients(ours, [hidden, head]), expected)
+        ms = 1000 * seconds(partial(with_gradients, ours, [hidden, head]), place)
+        yield (
+            f"loss with entropy, {name}, logits {'kept' if kept else 'computed again'}, {tokens} tokens",
+            dtype,
+            wrong,
+            ms,
+        )

@@ -1,56 +1,72 @@
-"""Writes the results of the first hour on a GPU into docs/benchmarks.md, between two markers.
+"""The results of bench/gpu/short.py as a Markdown table, and as the file from which the pages are written.
 
-python bench/gpu/table.py [FOLDER=outputs/first_hour] [--page docs/benchmarks.md]
+    python bench/gpu/table.py OUT/results.jsonl [--json docs/assets/gpu.json] && python scripts/pages.py
+
+The last line of a measurement counts. Rehearsals are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- first hour on a GPU: written by bench/gpu/table.py -->", "<!-- first hour ends -->"
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from bench.gpu.measurements import OK, Row
+from verl.system.files import replacing
+from verl.tracking.jsonl import read_jsonl
+
+ASSET = ROOT / "docs/assets/gpu.json"
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The pieces in the order in which they ended."""
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return [json.loads(path.read_text()) for path in files]
+def markdown(rows: Sequence[Row]) -> str:
+    """A row per figure, and one per measurement without any; below, the machines and versions."""
+    lines = ["| measurement | what | value |", "| --- | --- | --- |"]
+    for row in rows:
+        if row["state"] != OK:
+            lines.append(f"| {row['name']} | {row['state']} | {_cell(row['reason'])} |")
+        lines += [f"| {row['name']} | {_cell(what)} | {shown(value)} |" for what, value in row["figures"].items()]
+    places = dict.fromkeys(place(row) for row in rows if row["figures"])
+    return "\n".join([*lines, *([""] if places else []), *(f"{each}  " for each in places)])
 
 
-def table(pieces: Sequence[Mapping[str, Any]]) -> str:
-    """A row per figure; below, the machines and versions."""
-    rows = [
-        f"| {piece['piece']} | {name} | {value if isinstance(value, str) else f'{value:,.4g}'} |"
-        for piece in pieces
-        for name, value in piece["figures"].items()
-    ]
-    places = dict.fromkeys(place(piece) for piece in pieces)
-    return "\n".join(["| piece | what | value |", "| --- | --- | --- |", *rows, "", *(f"{each}  " for each in places)])
+def shown(value: float | str | None) -> str:
+    return _cell(value) if isinstance(value, str) else "not finite" if value is None else f"{value:,.4g}"
 
 
-def place(piece: Mapping[str, Any]) -> str:
-    machine, versions = piece["machine"], piece["versions"]
-    numbers = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return f"{piece['device']}; {machine['cores']} cores, {machine['memory_gib']} GiB; {numbers}"
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """Device and versions in one line."""
+    return ", ".join([row["device"], *(f"{name} {number}" for name, number in row["versions"].items())])
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last line of each measurement."""
+    return list({row["name"]: row for row in rows}.values())
 
 
 def main() -> None:
-    """Rewrite the page."""
+    """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "outputs/first_hour")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/benchmarks.md")
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--json", type=Path, default=ASSET)
     arguments = parser.parse_args()
-    if not (pieces := read(arguments.folder)):
-        raise SystemExit(f"{arguments.folder}: no results; the page is unchanged")
-    page = arguments.page.read_text()
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise SystemExit(f"{arguments.page} must contain the lines {BEGIN!r} and {END!r} exactly once")
-    before, _, rest = page.partition(BEGIN)
-    arguments.page.write_text(f"{before}{BEGIN}\n{table(pieces)}\n{END}{rest.partition(END)[2]}")
+    rows = latest(read_jsonl(arguments.results)) if arguments.results.exists() else []
+    if not any(row["state"] == OK for row in rows):
+        raise SystemExit(f"{arguments.results}: no results; {arguments.json} is unchanged")
+    if any(row["rehearsal"] for row in rows):
+        raise SystemExit(f"{arguments.results} is of a rehearsal, which measures nothing")
+    with replacing(arguments.json) as unfinished:
+        unfinished.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

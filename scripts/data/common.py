@@ -6,6 +6,7 @@ The split is one of the published rows, also of those that are skipped: a bad ro
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -27,17 +27,19 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 ARCHITECTURES = {Qwen2Config: "Qwen2ForCausalLM", Qwen3Config: "Qwen3ForCausalLM", LlamaConfig: "LlamaForCausalLM"}
 
 
-def built(folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> Any:
-    """vLLM's VllmConfig of an engine with these settings; no process is started."""
+def configured(arguments: Any, start_engine_loop: bool, usage_context: Any, stat_loggers: list[Any]) -> Any:
+    """vLLM's VllmConfig."""
+    return arguments.create_engine_config(usage_context)
+
+
+def built(folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, start: Any = configured, **more: Any) -> Any:
+    """What `start` makes of vLLM's arguments for an engine with these settings; no process is started."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     kind, sizes = MODELS[model]
     config = kind(num_hidden_layers=28, max_position_embeddings=32768, vocab_size=151936, **sizes)
     config.architectures = [ARCHITECTURES[kind]]
     config.save_pretrained(folder)
-
-    def start(arguments: Any, start_engine_loop: bool, usage_context: Any, stat_loggers: list[Any]) -> Any:
-        return arguments.create_engine_config(usage_context)
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
     settings = VLLMSettings(str(folder), 3072, gpu_memory_utilization=0.8, **{"sleeps": True, **more})
@@ -116,3 +118,19 @@ def test_an_engine_with_its_own_gpu_has_no_sleep_allocator(tmp_path: Path, monke
     for sleeps in (False, True):
         model = built(tmp_path, monkeypatch, "qwen2.5-1.5b", sleeps=sleeps).model_config
         assert (model.enable_sleep_mode, model.enable_cumem_allocator) == (sleeps, sleeps)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", "ieee"), ("bfloat16", None)])
+def test_tritons_products_of_float32_are_not_rounded(
+    dtype: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Triton itself reads it where vLLM starts its processes; TF32 would be within a digit of the canary's bound."""
+    from triton import knobs
+
+    found: list[str | None] = []
+
+    def start(arguments: Any, *_: Any) -> None:
+        found.append(knobs.language.fp32_default)
+
+    built(tmp_path, monkeypatch, "qwen2.5-1.5b", start, dtype=dtype)
+    assert found == [expected] and knobs.language.fp32_default is None

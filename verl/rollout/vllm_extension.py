@@ -4,7 +4,7 @@ A worker verifies every bucket on arrival: vLLM repacks weights and drops the or
 the sender's later. vLLM reloads layer by layer and may have to wait for the rest of a layer in a later bucket;
 therefore weights are copied out of a bucket, whose memory is reused.
 
-This file runs inside vLLM's processes. The GPU transports are untested so far.
+This file runs inside vLLM's processes.
 """
 
 import os

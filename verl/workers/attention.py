@@ -8,7 +8,7 @@ other attention option is rejected by name. Two kernels compute this:
     by_varlen     variable-length flash attention, the prefix's keys and values gathered in front of each segment's own:
                   GPU in half precision (flash-attn where it is installed, else torch's own)
 
-Neither has run on a GPU so far. On the CPU the tests run by_varlen with a plain kernel in place of its own.
+On the CPU the tests run by_varlen with a plain kernel in place of its own.
 Shape legend: H query heads, K key heads, T packed tokens, U gathered keys, D head size, S segments.
 """
 

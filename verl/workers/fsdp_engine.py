@@ -85,7 +85,7 @@ class UpdateResult:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Tensors that are offloaded to host memory between uses. Never run on a GPU so far."""
+    """Tensors that are offloaded to host memory between uses."""
 
     params: bool = False
     optimizer: bool = False

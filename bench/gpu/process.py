@@ -1,0 +1,100 @@
+"""The process of a session, for the driver: requests, answers, time limits, and an end for all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_POLL_S = 0.05
+_ORDERLY_END_S = 10.0  # for a session to close its engine
+_SET_CHILD_SUBREAPER = 36  # of prctl
+
+
+class OverrunError(Exception):
+    """No answer within the limit."""
+
+
+class DiedError(Exception):
+    """The process ended instead of answering."""
+
+
+class SessionProcess:
+    """Runs bench/gpu/child.py in a process group of its own.
+
+    Answers are a file: libraries write to standard output, and processes that outlive a session hold its pipes.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+        self._answer = folder / "answer.json"
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "bench.gpu.child", str(self._answer), *arguments]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0
+            )
+
+    def ask(self, name: str, limit: float) -> dict[str, Any]:
+        """The answer for one measurement. Raises OverrunError or DiedError; the session is then over."""
+        self._answer.unlink(missing_ok=True)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died; reported below
+            self._process.stdin.write(f"{name} {limit}\n".encode())
+            self._process.stdin.flush()
+        deadline = time.monotonic() + limit
+        while not self._answer.exists():
+            if self._process.poll() is not None and not self._answer.exists():
+                raise DiedError(f"its process {_described(self._process.returncode)}{self._last_line()}")
+            if time.monotonic() > deadline:
+                raise OverrunError(f"not finished within {limit:.0f} s")
+            time.sleep(_POLL_S)
+        found: dict[str, Any] = json.loads(self._answer.read_text())
+        return found
+
+    def close(self) -> None:
+        """Let it end in order, then kill what is left."""
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_ORDERLY_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process, its group, and whatever else it started, daemons included."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        kill_descendants()
+
+    def _last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; its log ends with: {last[:300]}" if last else ""
+
+
+def adopt_orphans() -> None:
+    """Let processes whose parent ended become children of this process, so that `kill` finds daemons, too."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_descendants() -> None:
+    """Children, and theirs."""
+    deadline = time.monotonic() + _ORDERLY_END_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(left, timeout=1)  # those whose parents were killed are ours a moment later
+
+
+def _described(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

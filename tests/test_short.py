@@ -1,0 +1,418 @@
+"""The driver of the measurements on a GPU machine, with measurements that take no time, in real processes."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
+from bench.gpu.place import Place
+from bench.gpu.short import MARGIN_S, SPENT
+from bench.gpu.tree import REPOSITORY_MIB, Tree
+from tests.conftest import ROOT, need_vllm
+from tests.support.fake_measurements import calls
+from verl.errors import DataError
+
+MODULE = "bench.gpu.child"
+FAKES = [sys.executable, "-m", "tests.support.fake_measurements"]
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Call:
+    """One call of the driver on a machine whose output folder is emptied before."""
+
+    def run(*options: str, out: Path | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+        out = out or tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        return subprocess.run(command(tmp_path, out, *options), cwd=ROOT, capture_output=True, text=True, **more)
+
+    return run
+
+
+def command(tmp_path: Path, out: Path, *options: str) -> list[str]:
+    return [*FAKES, "--rehearse", "--work", str(tmp_path / "work"), "--out", str(out), "--spent", "0", *options]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def states(path: Path) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in rows(path)}
+
+
+def begun(tmp_path: Path, *options: str, until: str) -> subprocess.Popen[str]:
+    """A call in whose middle a measurement hangs, with a daemon."""
+    process = subprocess.Popen(
+        command(tmp_path, tmp_path / "out", *options),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "work" / until).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process
+
+
+def ended(tmp_path: Path) -> bool:
+    """Whether the hanging measurement's daemon is gone, some seconds later at most."""
+    pid, deadline = int((tmp_path / "work/daemon").read_text()), time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_measurements_run_in_order_and_failures_once_more_at_the_end(call: Call, tmp_path: Path) -> None:
+    """A failure that may have broken the process costs the next one a new process, and no result."""
+    names = ("one", "wrong", "mended", "two", "dies", "late")
+    done = call(*names)
+    assert done.returncode == 1
+    assert calls(tmp_path / "work") == ["one", "wrong", "mended", "two", "dies", "late", "wrong", "mended", "dies"]
+    found = rows(tmp_path / "out/results.jsonl")
+    assert [(row["name"], row["state"]) for row in found] == [
+        ("one", "ok"),
+        ("wrong", "failed"),
+        ("mended", "failed"),
+        ("two", "ok"),
+        ("dies", "failed"),
+        ("late", "ok"),
+        ("wrong", "failed"),
+        ("mended", "ok"),
+        ("dies", "failed"),
+    ]
+    assert found == rows(tmp_path / "work/results.jsonl")
+    assert found[1]["figures"] == {"a value: ms": 1.5} and found[1]["reason"] == "2 is not 3"
+    assert "no such device (fake_measurements.py:" in found[2]["reason"]
+    assert found[4]["reason"] == "its process was killed by SIGKILL; its log ends with: the last words"
+    assert found[0]["versions"]["torch"] and found[0]["device"] == "cpu, a rehearsal"
+    assert done.stdout == (tmp_path / "out/table.md").read_text() + "\n"
+    assert (
+        "| wrong | failed | 2 is not 3 |\n| wrong | a value: ms | 1.5 |\n| mended | a value: ms | 1.5 |" in done.stdout
+    )
+    assert "the last words" in (tmp_path / "out/dies.log").read_text()
+
+
+def test_what_is_done_or_has_failed_twice_is_not_measured_by_the_next_call(call: Call, tmp_path: Path) -> None:
+    only = "--budget=60"
+    assert call(only, "one", "wrong").returncode == 1
+    (tmp_path / "work/calls").unlink()
+    (tmp_path / "work/results.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows(tmp_path / "out/results.jsonl"), *others()])
+    )
+    assert call(only).returncode == 1
+    assert calls(tmp_path / "work") == ["two"]
+    assert {"one", "wrong", "two"} < states(tmp_path / "out/results.jsonl").keys(), "earlier results come back, too"
+    assert call(only).returncode == 1
+    assert {"one", "wrong", "two"} < states(tmp_path / "out/results.jsonl").keys(), "also if there is nothing to do"
+    call(only, "one")
+    assert calls(tmp_path / "work") == ["two", "one"], "what is named is measured anew"
+
+
+def others() -> list[dict[str, Any]]:
+    """Everything but `two` is done."""
+    facts = {"reason": None, "figures": {}, "seconds": 1.0, "versions": {}, "device": "x", "rehearsal": True, "time": 0}
+    return [
+        {"name": name, "state": "ok", **facts} for name in ("mended", "warm", "hangs", "dies", "waits", "lacks", "late")
+    ]
+
+
+@pytest.mark.long
+def test_a_measurement_that_hangs_is_killed_with_its_daemons(call: Call, tmp_path: Path) -> None:
+    call("warm", "hangs", "late")
+    reasons = {row["name"]: row["reason"] for row in rows(tmp_path / "out/results.jsonl")}
+    assert reasons["hangs"] == "not finished within 16 s", "the retry, whose limit includes a new process"
+    assert reasons["late"] is None and ended(tmp_path)
+    assert calls(tmp_path / "work") == ["warm", "hangs", "late", "hangs"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_call_that_is_cut_off_loses_nothing_but_the_running_measurement(
+    number: signal.Signals, call: Call, tmp_path: Path
+) -> None:
+    process = begun(tmp_path, "one", "waits", "late", until="daemon")
+    process.send_signal(number)
+    out, told = process.communicate(timeout=60)
+    assert ended(tmp_path), "nothing that it started is left"
+    assert states(tmp_path / "out/results.jsonl") == {"one": "ok"}
+    if number is signal.SIGTERM:
+        assert "ended by SIGTERM; the next call goes on" in told and "| one | a value: ms | 1.5 |" in out
+    remaining = [name for name in ("one", "late") if name not in states(tmp_path / "work/results.jsonl")]
+    assert call(*remaining).returncode == 0
+    assert states(tmp_path / "out/results.jsonl") == {"one": "ok", "late": "ok"}
+
+
+@pytest.mark.long
+def test_at_the_limit_it_stops_cleanly(call: Call, tmp_path: Path) -> None:
+    done = call("--budget=30", "one", "waits", "late")
+    assert done.returncode == 4 and "the time of the call or of the budget is used up" in done.stderr
+    assert time.time() < float((tmp_path / "work/began").read_text()) + 30
+    found = {row["name"]: row for row in rows(tmp_path / "out/results.jsonl")}
+    assert found["one"]["state"] == "ok" and found["waits"]["state"] == found["late"]["state"] == "skipped"
+    assert "cut off after" in found["waits"]["reason"] and "0 s are left" in found["late"]["reason"]
+    assert ended(tmp_path) and "| late | skipped |" in done.stdout
+
+
+@pytest.mark.parametrize("limit", ["--budget=5", "--call-seconds=5"])
+def test_a_limit_that_holds_nothing_starts_nothing(limit: str, call: Call, tmp_path: Path) -> None:
+    done = call(limit, "one", "late")
+    assert calls(tmp_path / "work") == []
+    assert done.stdout.count("| skipped | takes about 2 s, and 0 s are left |") == 2
+
+
+def test_time_between_calls_counts(call: Call, tmp_path: Path) -> None:
+    call("--budget=100", "one")
+    began = tmp_path / "work/began"
+    began.write_text(str(float(began.read_text()) - 90))
+    call("--budget=100", "late")
+    assert "late" not in calls(tmp_path / "work")
+
+
+def test_no_more_files_come_out_than_may(call: Call, tmp_path: Path) -> None:
+    """One of them is kept for a file that is being replaced."""
+    done = call("--files-out=4", "one", "wrong", "dies")
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["results.jsonl", "table.md", "wrong.log"]
+    assert "dies.log is left out" in done.stderr
+
+
+def test_without_a_folder_for_results_they_are_kept_and_printed(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = call("one", out=tmp_path / "file/out")
+    assert done.returncode == 0 and "| one | a value: ms | 1.5 |" in done.stdout
+    assert f"the results are in {tmp_path / 'work/results.jsonl'}" in done.stderr and "Traceback" not in done.stderr
+    assert states(tmp_path / "work/results.jsonl") == {"one": "ok"}
+
+
+def test_on_a_full_disk_the_results_are_printed(call: Call, tmp_path: Path) -> None:
+    """A limit of the size of files has the same effect as a full disk."""
+    size = 1000
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    done = call("one", "two", "warm", "late", preexec_fn=limited)
+    assert "no space left on" in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout.count("a value: ms") == 4, "all are in the table"
+    assert 0 < len(rows(tmp_path / "work/results.jsonl")) < 4, "whole lines"
+
+
+def test_a_work_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [*FAKES, "--rehearse", "--work", tmp_path / "file/work"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "choose another with --work" in done.stderr
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    variables = {**os.environ, "PATH": "/nonexistent"}
+    done = subprocess.run([*FAKES, "one"], cwd=ROOT, capture_output=True, text=True, env=variables)
+    assert done.returncode == 3 and "--rehearse runs on a CPU" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_unknown_measurement_is_named() -> None:
+    done = subprocess.run([*FAKES, "--rehearse", "onse"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown measurement onse; choose from: one wrong" in done.stderr
+
+
+def test_results_of_an_earlier_machine_are_not_measured_again(call: Call, tmp_path: Path) -> None:
+    done = tmp_path / "earlier.jsonl"
+    done.write_text("".join(json.dumps({**row}) + "\n" for row in others()))
+    call("--done", str(done), "--budget=60")
+    assert calls(tmp_path / "work") == ["one", "wrong", "two", "wrong"]
+
+
+def test_results_of_an_earlier_machine_that_are_none_are_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no results\n")
+    for name in ("text", "nowhere"):
+        done = call("--done", str(tmp_path / name))
+        assert done.returncode == 1 and "holds no results" in done.stderr and "Traceback" not in done.stderr
+
+
+def piece(stage: Path, name: str, package: str) -> str:
+    """An archive of one package; returns its line of SUMS."""
+    source = stage.parent / f"source-{name}"
+    (source / package).mkdir(parents=True)
+    (source / package / "__init__.py").write_text("")
+    script = source / package / "run.sh"
+    script.write_text("true")
+    script.chmod(0o755)
+    stage.mkdir(exist_ok=True)
+    with tarfile.open(stage / f"{name}.tar.xz", "w:xz") as tar:
+        tar.add(source / package, package)
+    return f"{hashlib.sha256((stage / f'{name}.tar.xz').read_bytes()).hexdigest()}  {name}.tar.xz\n"
+
+
+def test_measurements_wait_for_the_archive_that_they_need(call: Call, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    sums = piece(stage, "trainer", "another") + piece(stage, "engine", "package_of_a_tree")
+    (stage / "SUMS").write_text(sums)
+    (stage / "engine.tar.xz").rename(tmp_path / "later.tar.xz")
+    call("--stage", str(stage), "lacks", "late")
+    first = {row["name"]: row for row in rows(tmp_path / "out/results.jsonl")}
+    assert first["late"]["state"] == "ok"
+    assert first["lacks"]["reason"] == "needs package_of_a_tree; engine.tar.xz is still to come"
+    (stage / "trainer.tar.xz").unlink()
+    (tmp_path / "later.tar.xz").rename(stage / "engine.tar.xz")
+    call("--stage", str(stage), "lacks")
+    assert states(tmp_path / "out/results.jsonl")["lacks"] == "ok"
+    call("lacks")
+    assert calls(tmp_path / "work").count("lacks") == 2, "the tree stays, without the option, too"
+    site = tmp_path / "work/site"
+    assert Tree(site).paths() == [site / "trainer", site / "engine"], "in the order of SUMS"
+    assert os.access(site / "trainer/another/run.sh", os.X_OK)
+
+
+def test_a_broken_archive_costs_what_needs_it_alone(call: Call, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    (stage.mkdir(), (stage / "SUMS").write_text(piece(stage, "engine", "package_of_a_tree")))
+    whole = (stage / "engine.tar.xz").read_bytes()
+    (stage / "engine.tar.xz").write_bytes(whole[:-8] + bytes(8))
+    done = call("--stage", str(stage), "lacks", "late")
+    assert "its checksum is not the one in SUMS" in done.stderr and "Traceback" not in done.stderr
+    assert states(tmp_path / "out/results.jsonl") == {"lacks": "skipped", "late": "ok"}
+
+
+def test_archives_that_cannot_be_taken_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no SUMS"):
+        Tree(tmp_path / "site").take_in(tmp_path)
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    (stage / "engine.tar.xz").write_bytes(b"no archive")
+    (stage / "SUMS").write_text(f"{hashlib.sha256(b'no archive').hexdigest()}  engine.tar.xz\n")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        Tree(tmp_path / "site").take_in(stage)
+    assert Tree(tmp_path / "site").paths() == []
+
+
+@pytest.mark.parametrize(
+    "text", ["engine.tar.xz", f"{'0' * 63}  engine.tar.xz", f"{'0' * 64}  ../engine.tar.xz", "\x00"]
+)
+def test_a_list_of_checksums_that_is_none_is_named(text: str, call: Call, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    (stage / "SUMS").write_text(text)
+    with pytest.raises(DataError, match="is no list of checksums"):
+        Tree(tmp_path / "site").take_in(stage)
+
+
+def test_another_tree_replaces_the_one_that_is_there(tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        stage = tmp_path / number / "stage"
+        stage.parent.mkdir()
+        (stage / "SUMS").parent.mkdir()
+        (stage / "SUMS").write_text(piece(stage, "engine", f"package_{number}"))
+        Tree(tmp_path / "site").take_in(stage)
+    assert [each.name for each in (tmp_path / "site/engine").iterdir()] == ["package_2"]
+
+
+def test_a_call_brings_no_more_than_it_may(call: Call, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    (stage.mkdir(), (stage / "SUMS").write_text(piece(stage, "engine", "package_of_a_tree")))
+    done = call("--stage", str(stage), f"--mib-in={REPOSITORY_MIB}", "lacks")
+    assert "one archive a call" in done.stderr and calls(tmp_path / "work") == []
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+    size = sum(
+        (ROOT / os.fsdecode(each)).stat().st_size for each in tracked if each and (ROOT / os.fsdecode(each)).exists()
+    )
+    assert size <= REPOSITORY_MIB * 2**20
+
+
+def test_all_measurements_exist_and_no_estimate_exceeds_its_limit() -> None:
+    for session in SESSIONS:
+        module, _, name = session.location.partition(":")
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        (cls,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
+        methods = {each.name for each in cls.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert {each.name for each in session.measurements} <= methods
+    names = [each.name for each in measured(SESSIONS)]
+    assert len(set(names)) == len(names)
+    for session in SESSIONS:
+        for each in session.measurements:
+            assert each.seconds < each.limit and session.start + each.seconds < 600 - MARGIN_S
+
+
+@pytest.mark.long
+def test_the_measurements_are_rehearsed_in_calls_that_are_cut_off(tmp_path: Path) -> None:
+    """All of them on a CPU. The first call's process is killed, then the call; the second has no time; the third does
+    the rest. The output folder is emptied before each."""
+    need_vllm()
+    work, out = tmp_path / "work", tmp_path / "out"
+    call = [sys.executable, "bench/gpu/short.py", "--rehearse", "--work", str(work), "--out", str(out)]
+
+    def found() -> dict[str, str]:
+        assert len(list(out.iterdir())) <= 8
+        return states(out / "results.jsonl")
+
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(call, cwd=ROOT, stdout=log, stderr=log)
+    while not (sessions := [each for each in psutil.Process(first.pid).children() if MODULE in each.cmdline()]):
+        time.sleep(0.05)
+    sessions[0].kill()
+    while not (out / "results.jsonl").exists() or found().get("losses") != "ok":
+        assert first.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.2)
+    first.kill()
+    first.wait()
+    assert found() == {"ceilings": "failed", "gradients": "ok", "kernels": "ok", "losses": "ok"}
+    shutil.rmtree(out)
+    second = subprocess.run([*call, "--call-seconds=20"], cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode in (0, SPENT), second.stderr
+    assert [name for name, state in found().items() if state == "ok"] == ["gradients", "kernels", "losses"]
+    assert found()["start"] == found()["step"] == "skipped" and "s are left |" in second.stdout
+    shutil.rmtree(out)
+    third = subprocess.run([*call, "--spent=0"], cwd=ROOT, capture_output=True, text=True)
+    assert third.returncode == 0, third.stderr
+    expected = {each.name: "ok" for each in measured(SESSIONS)}
+    assert found() == expected | ({} if find_spec("trl") else {"trl": "skipped"})
+    assert third.stdout == (out / "table.md").read_text() + "\n"
+    figures = {row["name"]: row["figures"] for row in rows(out / "results.jsonl")}
+    assert figures["sync"]["log-probs of perturbed weights before the sync: nats"] > 0.01
+    assert figures["sync"]["and after it: nats"] < 1e-4
+    assert figures["step"]["time/step_s"] > 0 and figures["step"]["response_length/mean"] == 8
+
+
+STUB = f"""#!{sys.executable}
+import pathlib, sys, time
+words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
+run.mkdir(parents=True)  # fails where an earlier run was left
+(run / "metrics.jsonl").write_text("".join('{{"step": %d}}\\n' % step for step in (1, 2)))
+if words["then"] == "hang":
+    time.sleep(600)
+sys.exit(words["then"] == "fail")
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_is_cut_off_gives_the_steps_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu import runs
+
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(tmp_path / "python"))
+    run = runs.Runs(Place(tmp_path))._run
+    assert [row["step"] for row in run("step", ["then=end"])] == [1, 2]
+    assert [row["step"] for row in run("step", ["then=hang"], 10.0)] == [1, 2], "an earlier run is removed"
+    with pytest.raises(UnexpectedError, match="exit code 1"):
+        run("step", ["then=fail"])
