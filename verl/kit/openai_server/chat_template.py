@@ -21,7 +21,7 @@ from verl.formats.toolrl import ToolRlFormat
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.formats.xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, XmlFormat
 from verl.kit.papers.formats.fence import CLOSING, OPENING, OUTPUT, FenceFormat, ZeroTirFormat
-from verl.kit.papers.formats.tags import ANSWER, ANSWER_END, TagsFormat
+from verl.kit.papers.formats.tags import ANSWER, ANSWER_END, ReToolFormat, TagsFormat
 from verl.kit.papers.formats.tool_n1 import ToolN1Format
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -35,6 +35,7 @@ _BODIES: Mapping[type, str] = {
     XmlFormat: "question",
     ToolN1Format: "system",
     ToolRlFormat: "toolrl",
+    ReToolFormat: "inline",
     TagsFormat: "inline",
     FenceFormat: "inline",
     ZeroTirFormat: "inline",
@@ -169,15 +170,11 @@ def _inline_macros(inline: InlineFormat) -> str:
         f"{{{{ {_literal(inline.empty)} if not text.strip() else text.rstrip().rpartition('\\n')[2] if {last_line} "
         "else text }}"
     )
+    opening, closing = inline.delimiters("")
+    explained = ""
     if isinstance(inline, TagsFormat):
-        opening = f"{inline.before}<{inline.result_tag}>{inline.inside}"
-        closing = f"{inline.inside}</{inline.result_tag}>{inline.after}"
         tags = [f"<{inline.call_tag}>", f"</{inline.call_tag}>", ANSWER, ANSWER_END]
         explained = f"{{%- if {' and '.join(f'{_literal(tag)} in question' for tag in tags)} -%}}yes{{%- endif -%}}"
-    elif isinstance(inline, ZeroTirFormat):
-        opening, closing, explained = f"\n{OUTPUT}\n", f"\n{CLOSING}\n\n\n", ""
-    else:
-        opening, closing, explained = "\n", f"\n{CLOSING}\n", ""
     wrapped = f"{{{{ {_literal(opening)} ~ output ~ {_literal(closing)} }}}}"
     return (
         _macro("shown_output(output)", shown)

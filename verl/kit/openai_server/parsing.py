@@ -99,6 +99,8 @@ class ResponseReader:
 
     def _call_start(self, text: str) -> int:
         """Where calls begin, or may begin in a text that continues; -1 if nowhere so far."""
+        if isinstance(self.tool_call_format, InlineFormat) and self.tool_call_format.calls_in_thoughts:
+            return min((start for tag in self._opening if (start := text.find(tag)) >= 0), default=-1)
         position = speech_start(text, getattr(self.tool_call_format, "in_thought", False))
         if isinstance(self.tool_call_format, Llama3JsonFormat):
             return _json_start(text, position)
