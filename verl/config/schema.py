@@ -283,13 +283,18 @@ class EnvConfig:
     tool_timeout_s: float = 30.0
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
     max_concurrent_calls: int = 64  # per tool; with name=agent: programs
-    train_on_observations: bool = False  # include observation tokens in the loss, as a world model
+    train_on_observations: Any = False  # also train observation tokens, as a world model; a number: in the first steps
 
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
         _at_least(0, self, "env.", "max_tool_calls")
         _positive(self, "env.", "tool_timeout_s", "turn_timeout_s")
         _ = self.cut
+        trained = self.train_on_observations
+        number = type(trained) is int and trained > 0
+        _require(
+            type(trained) is bool or number, "env.train_on_observations", "true, false or a number of steps", trained
+        )
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
         _one_of(("replace", "refuse", "honor"), "env.on_sampling", self.on_sampling)
         if self.name != "agent" and (self.agent or self.command or self.python or self.on_sampling != "replace"):
@@ -316,6 +321,11 @@ class EnvConfig:
         valid = valid and (cut.chars is None or (type(cut.chars) is int and cut.chars > 0))
         _require(valid, "env.observation_cut", expected, self.observation_cut)
         return cut
+
+    def trains_observations(self, step: int) -> bool:
+        """Whether the update with this number, from 1, trains observation tokens."""
+        trained = self.train_on_observations
+        return trained if isinstance(trained, bool) else step <= trained
 
     @property
     def call_limit(self) -> int:
