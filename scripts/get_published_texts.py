@@ -1,9 +1,10 @@
-"""Fetch the systems' own prompts and sentences, as files for `data.prompt_template` and the options of formats.
+"""Fetch the systems' own prompts and sentences, as files for `data.prompt_template` and the options of formats, and
+ToRL's 28,740 problems.
 
     python scripts/get_published_texts.py                     # all of them, to dataset/published
     python scripts/get_published_texts.py --only search_r1.txt torl.txt
 
-Every text is taken from pinned files of its system's repository, whose SHA-256 is verified. The texts belong to their
+Every text is taken from pinned files of its system's repository, whose digests are verified. The texts belong to their
 authors and stay outside this project (Search-R1, ReTool, ZeroTIR's author, Tool-N1, ToolRL and SkyRL: Apache-2.0;
 OpenHands: MIT; ToRL names no license). docs/tool_call_formats.md says where each is used.
 """
@@ -35,12 +36,12 @@ _SKYRL_OPENHANDS = ("NovaSky-AI/SkyRL-OpenHands", "6f3ba323d8ad7d17891c1d171abc9
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file at a commit of a repository on GitHub, and its SHA-256."""
+    """A file at a commit of a repository on GitHub, with its SHA-256 or, as Git has it in that commit, its blob id."""
 
     repository: str
     commit: str
     path: str
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +112,11 @@ def _skyrl(instructions: str, converter: str) -> str:
     return f"{example}{text}{assigned(converter, 'IN_CONTEXT_LEARNING_EXAMPLE_SUFFIX')}"
 
 
-def _toolrl_bfcl(source: str) -> str:
-    """JSON of the handler's system prompt, its sentences after a user's turn, and its turn after results."""
-    user, user_end = "{message['content'].strip()}\n", " </user>\n"
-    turns = {
-        "single_turn": containing(source, "call the tool with the name as 'None'"),
-        "multi_turn": containing(source, "comprehensive plan about how to achieve the goal"),
-    }
-    sentences = {name: text.partition(user)[2].removesuffix(user_end) for name, text in turns.items()}
-    after = containing(source, "If you think you have completed the current task").strip()
-    system = assigned(source, "SYS").format(tools="{tools}", json_string=assigned(source, "json_string"))
-    return json.dumps({"system": system, **sentences, "after_results": after}, ensure_ascii=False, indent=1)
+def _toolrl(source: str) -> str:
+    return assigned(source, "SYS").format(tools="{tools}", json_string=assigned(source, "json_string"))
 
 
+_TORL = ("GAIR-NLP/ToRL", "cb78cf1c494c7595cf64385482918298fff5b7fb")
 _SEARCH_R1 = ("PeterGriffinJin/Search-R1", "a14dc3a4ffc6fe88c1e95038d9738e21ba3f7a06")
 _CONVERTER = Source(
     *_SKYRL_OPENHANDS,
@@ -154,8 +147,7 @@ TEXTS: Mapping[str, Text] = {
     "torl.txt": Text(
         (
             Source(
-                "GAIR-NLP/ToRL",
-                "cb78cf1c494c7595cf64385482918298fff5b7fb",
+                *_TORL,
                 "verl/utils/dataset/rl_dataset.py",
                 "e6d8be18dd65ada413536e00a8717385a2c201ff3e02d0e017e55b7525b4e129",
             ),
@@ -218,7 +210,7 @@ TEXTS: Mapping[str, Text] = {
         ),
         _skyrl,
     ),
-    "toolrl_bfcl.json": Text(
+    "toolrl.txt": Text(
         (
             Source(
                 "qiancheng0/ToolRL",
@@ -227,23 +219,45 @@ TEXTS: Mapping[str, Text] = {
                 "82e4b664ff7ce9cf09a4ef544a262487d2fc03fc316bd651a0232794a0fa5d34",
             ),
         ),
-        _toolrl_bfcl,
+        _toolrl,
     ),
 }
 
 
-def fetched(base: str, source: Source) -> str:
-    """The file's text. Raises DataError if it cannot be fetched or is another one."""
+FILES: Mapping[str, Source] = {
+    "torl_train.parquet": Source(*_TORL, "data/torl_data/train.parquet", "57bd7d5dd4a031913ed2573e66bebb799089f914"),
+    "torl_test.parquet": Source(
+        *_TORL, "data/torl_data/test.parquet", "17f263e18ebebe0ffbdceab37c10b0a4414d68430c8a18ddec23a22e7c2d6e37"
+    ),
+}
+
+
+def digest_like(digest: str, content: bytes) -> str:
+    """The content's digest of the same kind."""
+    if len(digest) == hashlib.sha256().digest_size * 2:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0%b" % (len(content), content), usedforsecurity=False).hexdigest()
+
+
+def fetched(base: str, source: Source) -> bytes:
+    """The file. Raises DataError if it cannot be fetched or is another one."""
     url = f"{base}/{source.repository}/{source.commit}/{source.path}"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             content: bytes = response.read()
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be fetched ({error})", hint="Check the network and --base", file=url) from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != source.sha256:
-        raise DataError(f"has SHA-256 {found}", source.sha256, "The text was made for another file", url)
-    return content.decode()
+    if (found := digest_like(source.digest, content)) != source.digest:
+        raise DataError(f"has the digest {found}", source.digest, "Check --base: this is another file", url)
+    return content
+
+
+def made(base: str, name: str) -> bytes:
+    """A file of TEXTS or FILES. Raises DataError like `fetched`."""
+    if name in FILES:
+        return fetched(base, FILES[name])
+    text = TEXTS[name]
+    return text.make(*(fetched(base, source).decode() for source in text.sources)).encode()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,16 +265,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default=BASE, help="URL that has REPOSITORY/COMMIT/PATH below it")
     parser.add_argument("--out", default="dataset/published", help="folder")
-    parser.add_argument("--only", nargs="+", choices=sorted(TEXTS), default=sorted(TEXTS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=[*TEXTS, *FILES], default=[*TEXTS, *FILES], metavar="NAME")
     arguments = parser.parse_args(argv)
     console = Console(stderr=True, soft_wrap=True)
     try:
         for name in arguments.only:
-            text = TEXTS[name]
-            made = text.make(*(fetched(arguments.base, source) for source in text.sources))
-            target = Path(arguments.out) / name
+            content, target = made(arguments.base, name), Path(arguments.out) / name
             with replacing(target) as unfinished:
-                unfinished.write_bytes(made.encode())
+                unfinished.write_bytes(content)
             console.print(escape(f"wrote {target}"))
     except VerlError as error:
         console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)

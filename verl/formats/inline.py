@@ -43,8 +43,9 @@ class InlineFormat(PromptTemplateMixin, ABC):
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         text = written if self.calls_in_thoughts else without_thoughts(written)
         parsed = self.read(text)
-        if self.paused(written) and not self.paused(text) and not isinstance(parsed, Calls):
-            return Continue(at_end(parsed))  # a pause inside a thought
+        if self.paused(written) and not self.paused(text):  # a pause inside a thought
+            meant = at_end(parsed)
+            return meant if isinstance(meant, Calls) else Continue(meant)
         return parsed
 
     @abstractmethod
