@@ -83,9 +83,9 @@ class ObservationTokenizer:
         return self.chat.answer_ids(shown, ended)
 
     def _short(self, answer: Message) -> Message:
-        text = answer.content
-        if answer.role == "tool" and hasattr(self.tool_call_format, "shown"):
-            text = self.tool_call_format.shown(text)
+        text, shown = answer.content, getattr(self.tool_call_format, "shown", None)
+        if shown is not None and answer.role == "tool":
+            text = shown(text)
         if self.max_chars is not None:
             text = self._shortened(text, range(len(text)), self.max_chars)
         _, spans = self.chat.response_ids(text)

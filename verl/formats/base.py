@@ -71,7 +71,8 @@ class ToolCallFormat(Protocol):
     """A tool-call format. Stateless and deterministic; never raises an exception because of a policy's text.
 
     Optional attributes: needs_thought (it demands a thought before calls and answers), in_thought (the prompt opens
-    it), one_text (a response without an action is continued, without its end token, rather than answered in a new turn)
+    it), one_text (a response without an action goes on, without its end token, rather than being answered in a turn),
+    shown (a method: what of a tool's output is shown, before it is cut to its limits)
     """
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
@@ -107,9 +108,6 @@ class ToolCallFormat(Protocol):
         """The tool results as shown to the policy: a text that continues its turn, or messages that the chat template
         renders as separate turns, followed by the generation prompt."""
 
-    def shown(self, output: str) -> str:
-        """Optional: what of a tool's output is shown, before it is cut to its limits."""
-
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Optional: the calls as a policy writes them; `parse` inverts it, unless an argument contains an end tag."""
 
@@ -126,7 +124,7 @@ def build_tool_call_format(name: str, options: Mapping[str, Any] | None = None) 
         raise ConfigError(f"tool-call format {name!r} must be a class or a function, not an object of type {kind}")
     check_options("tool-call format", name, make, given)
     built = make(**given)
-    needed = [each for each in vars(ToolCallFormat) if not each.startswith("_") and each not in ("render", "shown")]
+    needed = [each for each in vars(ToolCallFormat) if not each.startswith("_") and each != "render"]
     lacking = [each for each in needed if not hasattr(built, each)]
     if lacking:
         raise ConfigError(f"{name!r} is not a tool-call format: {type(built).__name__} has no {', '.join(lacking)}")
