@@ -33,7 +33,7 @@ from verl.formats.prompt import PromptTemplate, load_template
 from verl.utils.reward_score.math import math_correct
 
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
-_STEP = "\n<code>\n```python\nprint({code})\n```\n</code>\n<interpreter>\n{output}\n</interpreter>\n\n"
+_STEP = "\n<code>\n```python\nprint({code})\n```\n</code>\n<interpreter>\n{output}</interpreter>\n\n"
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 

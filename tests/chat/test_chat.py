@@ -202,7 +202,7 @@ def test_an_episode_in_one_turn_reads_as_its_texts_end_to_end() -> None:
     chat, tool_call_format = format_of("mini"), build_tool_call_format("fence")
     opening = tool_call_format.render_prompt((QUESTION,), ())
     said = ["I compute.\n```python\nprint(6 * 7)\n```\n```output", "So \\boxed{42}."]
-    seen = tool_call_format.observation((Message("tool", "42\n", tool="python"),), said[0])
+    seen = tool_call_format.observation((Message("tool", tool_call_format.shown("42\n"), tool="python"),), said[0])
     assert isinstance(opening, str) and isinstance(seen, str)
     responses = [chat.response_ids(text)[0] for text in said]
     ledger = chat.initial_ids(opening) + responses[0] + chat.continuation_ids(seen) + responses[1]

@@ -91,6 +91,20 @@ _SKYRL_SWE: Settings = {
     "test_freq": 0,  # -1
     "val_before_train": False,
 }
+_TORL: Settings = {
+    "overlong": "drop",
+    "ppo_mini_batch_size": 1024,
+    "entropy_coeff": 0,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.0,
+    "n": 16,
+    "train_batch_size": 128,
+    "max_prompt_length": 400,
+    "max_response_length": 3072,
+    "total_epochs": 300,
+    "save_freq": 20,
+    "test_freq": 4,
+}
 PUBLISHED: Mapping[str, Settings] = {
     "toolrl_grpo": {},
     "toolrl_ppo": {
@@ -100,20 +114,8 @@ PUBLISHED: Mapping[str, Settings] = {
         "max_prompt_length": 1024,
         "max_response_length": 512,
     },
-    "torl": {
-        "overlong": "drop",
-        "ppo_mini_batch_size": 1024,
-        "entropy_coeff": 0,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.0,
-        "n": 16,
-        "train_batch_size": 128,
-        "max_prompt_length": 400,
-        "max_response_length": 3072,
-        "total_epochs": 300,
-        "save_freq": 20,
-        "test_freq": 4,
-    },
+    "torl": _TORL,
+    "otc_code": _TORL,  # the paper takes ToRL's settings
     "tool_n1": {
         "overlong": "drop",
         "ppo_mini_batch_size": 256,
@@ -164,6 +166,9 @@ INTENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "otc_grpo": {
         "prompt": (2048, _PROMPT),
         "response": (4096, _TURNS),
+        "aggregation": ("seq-mean-token-mean", "the paper's objective: each response's mean, then theirs"),
+    },
+    "otc_code": {
         "aggregation": ("seq-mean-token-mean", "the paper's objective: each response's mean, then theirs"),
     },
     "otc_ppo": {"prompt": (2048, _PROMPT), "response": (4096, _TURNS)},

@@ -16,9 +16,11 @@ from scripts.make_env_tasks import to_row
 from tests.chat.test_chat import TEMPLATES, with_template
 from tests.conftest import ROOT
 from tests.episodes.test_episode import Speaker
+from tests.kit.evaluation.eval_play import chat as chat_that_lists_tools
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.tau2.test_env_tau2 import small_domain, small_task
 from tests.support.tiny import MINI
+from verl.chat.observations import Cut
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import Config, DataConfig
@@ -98,6 +100,11 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         (("env.tool_call_format_options.empty=5",), "env.tool_call_format_options.empty=5 has no effect"),
         (("reward.name=env",), "reward.name=env needs an environment that judges"),
         (("recipe=torl", "reward.name=env"), "env.name=tool does not"),
+        ((*FENCE, "env.observation_cut=heads"), "env.observation_cut must be one of head, tail, middle, refuse, or"),
+        ((*FENCE, "env.observation_cut=[middle,0]"), "a limit in characters or null, a text], got"),
+        ((*FENCE, "env.observation_cut=[]"), "env.observation_cut must be"),
+        ((*FENCE, "env.observation_cut=[head,9,x,y]"), "env.observation_cut must be"),
+        ((*FENCE, "env.observation_cut=[head,9,7]"), "env.observation_cut must be"),
         ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template with the name or path '/nowhere.txt'"),
     ],
 )
@@ -121,6 +128,22 @@ def test_the_prompt_template_is_in_the_record_of_a_run(
     setting = built(chat, words)
     assert setting is not None
     assert prompt_record(setting.observations.tool_call_format) == {"prompt_sha256": load_template(name, place).sha256}
+
+
+@pytest.mark.parametrize(
+    ("words", "cut"),
+    [
+        (FENCE, (Cut.MIDDLE, 256, "...")),
+        ((*FENCE, "env.observation_cut=tail"), (Cut.TAIL, None, "\n[...]\n")),
+        (("recipe=retool", "sandbox.isolation=none"), (Cut.MIDDLE, 400, "...")),
+        (("recipe=retool_dapo", "sandbox.isolation=none"), (Cut.MIDDLE, 256, "...(truncated)...")),
+        (("recipe=otc_grpo", "env.tools=[calculator]", "env.tool_call_format=hermes"), (Cut.HEAD, None, "")),
+    ],
+)
+def test_observations_are_cut_as_the_settings_say(words: tuple[str, ...], cut: tuple[Cut, int | None, str]) -> None:
+    runner = built(chat_that_lists_tools(), words)
+    assert runner is not None
+    assert (runner.observations.cut, runner.observations.max_chars, runner.observations.gap) == cut
 
 
 def test_a_format_can_be_given_another_tool(chat: ChatTemplate) -> None:

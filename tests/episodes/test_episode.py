@@ -313,9 +313,31 @@ def test_long_answers_change_neither_the_trained_tokens_nor_their_number(chat: C
 )
 def test_what_is_cut_is_cut_at_whole_tokens(chat: ChatTemplate, cut: Cut, shown: str) -> None:
     text = "zero one two three four five six seven eight nine"
-    spans = [match.span() for match in re.finditer(r" ?\w+", text)]
+    starts = [match.start() for match in re.finditer(r" ?\w+", text)]
     words = replace(ObservationTokenizer(chat, AskFormat(), 4), cut=cut)
-    assert words._shortened(text, spans) == shown
+    assert words._shortened(text, starts, 4) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "output", "seen"),
+    [
+        ("fence", 256, "a" * 256, "a" * 256),
+        ("fence", 256, "a" * 200 + "b" * 200, "a" * 128 + "..." + "b" * 128),
+        ("fence", 256, f"{'x' * 300}\nValueError: {'y' * 300}z", f"ValueError: {'y' * 116}...{'y' * 127}z"),
+        ("fence", 256, "\n", "timeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'"),
+        ("retool", 400, "a" * 300 + "\n" + "b" * 300, "a" * 200 + "..." + "b" * 200),
+        ("retool", 400, f"Traceback\n{'x' * 500}\nNameError: x", "NameError: x"),
+    ],
+)
+def test_outputs_are_cut_in_characters_after_their_last_line_was_chosen(
+    name: str, limit: int, output: str, seen: str, chat: ChatTemplate
+) -> None:
+    """The order and the places of ToRL's `postproc_observation` and of ReTool's `truncate`."""
+    own = ObservationTokenizer(chat, build_tool_call_format(name), 4096, max_chars=limit, gap="...")
+    written = "```python\nx\n```\n```output" if name == "fence" else "<code>x</code>"
+    opening, closing = build_tool_call_format(name).delimiters(written)  # type: ignore[attr-defined]
+    ids = own.answer_ids([Message("tool", output, tool="python")], written, ended=False)
+    assert chat.tokenizer.decode(ids) == f"{opening}{seen}{closing}"
 
 
 def test_seeds_differ_between_turns_and_repeat(chat: ChatTemplate) -> None:
@@ -603,12 +625,14 @@ def test_the_last_turn_of_search_r1_stops_at_a_query_that_is_not_answered(chat: 
     assert (trajectory.stop_reason, trajectory.num_tool_calls) == (StopReason.MAX_TOOL_CALLS, 1)
 
 
-def test_an_answer_that_is_merely_thought_of_does_not_end_the_last_turn(chat: ChatTemplate) -> None:
+def test_an_answer_in_a_thought_ends_the_last_turn_unless_thoughts_hold_no_actions(chat: ChatTemplate) -> None:
     texts = "<think>between <answer> and </answer>", " it goes</think>"
     for before in ((), ("<search>a</search>",)):
         trajectory = searched(chat, "search_r1", *before, texts[0], texts[1] + TAIL)
-        assert trajectory.response.endswith("</think><answer>Paris</answer>")
-        assert trajectory.stop_reason is StopReason.STOP
+        assert trajectory.response.endswith(texts[0]) and trajectory.stop_reason is StopReason.STOP
+    tool_call_format = build_tool_call_format("search_r1", {"calls_in_thoughts": False})
+    assert tool_call_format.parse(texts[0]) == Continue(tool_call_format.parse("it"))
+    assert tool_call_format.final_stop_strings == () and tool_call_format.parse("".join(texts) + TAIL) == Final()
 
 
 @pytest.mark.parametrize("name", ["retool", "artist", "fence", "zerotir", "hermes", "xml", "toolrl", "llama3_json"])

@@ -28,6 +28,7 @@ from verl.formats.base import (
     ToolCallFormat,
     build_tool_call_format,
 )
+from verl.formats.inline import InlineFormat
 from verl.formats.prompt import load_template
 from verl.formats.toolrl_text import call_text, listed_tools, parse_calls
 from verl.types import Message, ToolCall, ToolSpec
@@ -208,7 +209,7 @@ def test_the_beginning_of_calls_is_never_other_calls(name: str, calls: tuple[Too
 PROGRAM = "import math\n\nfor n in [1, 2]:\n    print(f'{n} < {math.pi}')"
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(STRUCTURED) - {"artist_tools"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(STRUCTURED) - {"artist_tools", "openhands"}))
 def test_rendered_programs_and_queries_are_read_back_whole_or_not_at_all(name: str) -> None:
     tool_call_format = format_of(name)
     search = name in ("search_r1", "otc_search")
@@ -236,14 +237,18 @@ def test_zerotir_stops_at_the_opening_fence_then_at_the_closing_one() -> None:
         ("So ```python", "```"),
         ("So ```python\nprint(1)", "```"),
         ("So ```python\nprint(1)```", "```python"),
-        ("<think> ```python", "```python"),
+        ("<think> ```python", "```"),
     ):
         assert tool_call_format.stop_strings(written) == (stop,)
+    outside = build_tool_call_format("zerotir", {"calls_in_thoughts": False})
+    assert outside.stop_strings("<think> ```python") == ("```python",)
 
 
 def observed(name: str, written: str, *results: str, **options: Any) -> str | Sequence[Message]:
-    return build_tool_call_format(name, options).observation(
-        [Message("tool", each, tool="t") for each in results], written
+    tool_call_format = build_tool_call_format(name, options)
+    assert isinstance(tool_call_format, InlineFormat)
+    return tool_call_format.observation(
+        [Message("tool", tool_call_format.shown(each), tool="t") for each in results], written
     )
 
 
@@ -257,12 +262,12 @@ def observed(name: str, written: str, *results: str, **options: Any) -> str | Se
         ("fence", "..```output", "\n", "\ntimeout_decorator.timeout_decorator.TimeoutError: 'Timed Out'\n```\n"),
         ("zerotir", "```python\nx\n```", "4", "\n```output\n4\n```\n\n\n"),
         ("zerotir", "```python\nx\n```\n", "4", "```output\n4\n```\n\n\n"),
-        ("retool", "<code>x</code>", "4\n", "\n<interpreter>\n4\n</interpreter>\n\n"),
-        ("retool", "<code>x</code>", "", "\n<interpreter>\nNone\n</interpreter>\n\n"),
+        ("retool", "<code>x</code>", "4\n", "\n<interpreter>\n4</interpreter>\n\n"),
+        ("retool", "<code>x</code>", "", "\n<interpreter>\nNone</interpreter>\n\n"),
         ("search_r1", "<search>x</search>", "Doc 1", "\n\n<information>Doc 1</information>\n\n"),
         ("search_r1", "x</search>", "That was no action.", "\nThat was no action.\n"),
         ("otc_search", "<search>x</search>", "Doc 1", "\n\n<observation>Doc 1</observation>\n\n"),
-        ("retool", "<code>x</code>", "4" * 9999, f"\n<interpreter>\n{'4' * 9999}\n</interpreter>\n\n"),  # not cut here
+        ("retool", "<code>x</code>", "4" * 9999, f"\n<interpreter>\n{'4' * 9999}</interpreter>\n\n"),  # not cut here
         ("artist", "<python>x</python>", "4", "\n<output>\n4\n</output>\n"),
     ],
 )  # fmt: skip
@@ -271,7 +276,8 @@ def test_answers_go_on_in_the_policys_turn(name: str, written: str, result: str,
 
 
 def test_where_the_policy_ended_its_turn_the_answer_is_a_turn_of_its_own() -> None:
-    assert observed("search_r1", "It is Lisbon.", "That was no action.") == (Message("user", "That was no action."),)
+    assert observed("artist", "<python>x", "never closed") == (Message("user", "never closed"),)
+    assert observed("search_r1", "It is Lisbon.", "That was no action.") == "\nThat was no action.\n"
     follow_up = format_of("retool").observation([Message("user", "And 3+3?")], "<answer>4</answer>")
     assert follow_up == (Message("user", "And 3+3?"),)
 
@@ -347,14 +353,44 @@ def test_what_toolrl_reads_without_thoughts_its_reward_reads_too(text: str) -> N
         assert [each["name"] for each in parse_calls(call_text(text) or "")] == [call.name for call in parsed.calls]
 
 
+PROMPTS = {
+    "artist_math": "71062112ea67ba55",
+    "openhands": "65f03069277a8acc",
+    "artist_tools": "8ed065efc04754b6",
+    "mini": "288d164a15e6291f",
+    "otc_search": "d02769dee73b81bd",
+    "retool": "c5a716823a267301",
+    "search_r1": "d101bafc0cb5d525",
+    "tool_n1": "50f1fa338063ad4f",
+    "toolrl": "9a8ab601def3b6ae",
+    "torl": "891ad0355fba649e",
+    "zerotir": "e2cc2159ec6e6084",
+}
+
+
+def test_the_prompts_of_recipes_are_those_of_earlier_runs() -> None:
+    """Another text is other tokens: a policy that was trained with the earlier one would see an unknown prompt."""
+    folder = ROOT / "verl" / "formats" / "prompts"
+    assert {path.stem: sha256(path.read_bytes()).hexdigest()[:16] for path in folder.glob("*.txt")} == PROMPTS
+    assert all(load_template(name, "").sha256.startswith(digest) for name, digest in PROMPTS.items())
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n", " \n", "\u2028"])
+def test_a_prompt_file_is_verbatim_to_its_last_line_end(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_bytes(f"User: {{question}}\r\nAssistant:{end}".encode())
+    tool_call_format = build_tool_call_format("fence", {"prompt_template": str(path)})
+    assert tool_call_format.render_prompt((Message("user", "2+2?"),), ()) == f"User: 2+2?\r\nAssistant:{end}"
+
+
 def test_templates(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
     path.write_text("Q: {question} in \\boxed{}\n\n", encoding="utf-8")
     template = load_template(str(path))
-    assert template.fill("a {tools} {question}", "T") == "Q: a {tools} {question} in \\boxed{}\n"
+    assert template.fill("a {tools} {question}", "T") == "Q: a {tools} {question} in \\boxed{}\n\n"
     assert template.sha256 == sha256(template.text.encode()).hexdigest()
     tool_call_format = build_tool_call_format("retool", {"prompt_template": str(path), "raw": True})
-    assert tool_call_format.render_prompt(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n"
+    assert tool_call_format.render_prompt(QUESTION, ()) == "Q: 2+2? {tools} in \\boxed{}\n\n"
     assert build_tool_call_format("retool", {"prompt_template": None}).render_prompt(QUESTION, ()) == QUESTION
     path.write_text("no place", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.txt' lacks the placeholder \{question\}"):

@@ -252,11 +252,11 @@ SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nThat is $<<24*0.35=8.4>>8.40 an
 def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: Path) -> None:
     response = retool_sft.demonstration(SOLUTION, "25")
     assert response.startswith(
-        "He sold 48/2 =\n<code>\n```python\nprint(48/2)\n```\n</code>\n<interpreter>\n24.0\n</interpreter>\n\n24 clips."
+        "He sold 48/2 =\n<code>\n```python\nprint(48/2)\n```\n</code>\n<interpreter>\n24.0</interpreter>\n\n24 clips."
     )
     assert response.endswith("25 in all.\n<answer>\n\\boxed{25}\n</answer>")
     assert [found[0] for found in _QUOTED_OUTPUT.finditer(response)] == [
-        f"<interpreter>\n{output}\n</interpreter>" for output in ("24.0", "8.399999999999999", "25")
+        f"<interpreter>\n{output}</interpreter>" for output in ("24.0", "8.399999999999999", "25")
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     source.write_text(json.dumps({"problem": "How many?", "solution": SOLUTION, "answer": "25"}))
@@ -266,7 +266,7 @@ def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: P
     template = tmp_path / "prompt.txt"
     template.write_text("Solve: {question}\n")
     assert retool_sft.main(["--input", str(source), "--output", str(output), "--template", str(template)]) == 0
-    assert read_demonstrations(str(output))[0].messages[0].content == "Solve: How many?"
+    assert read_demonstrations(str(output))[0].messages[0].content == "Solve: How many?\n"
     asked = Task("t", (), "25", "math")
     assert build_reward("retool").score(episode(asked, response), asked, 0).total == 1.0
 

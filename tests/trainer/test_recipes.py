@@ -42,6 +42,7 @@ CALLS = {
     "zerotir_ppo": CODE,
     "zerotir_pipeline": CODE,
     "retool_dapo": CODE,
+    "otc_code": CODE,
     "otc_grpo": SEARCH,
     "otc_ppo": SEARCH,
     "search_r1": SEARCH,

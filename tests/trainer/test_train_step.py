@@ -376,6 +376,32 @@ class FailsOn:
         return Score(float(self.count % 2), {})
 
 
+def test_observations_are_trained_in_the_first_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[bool] = []
+
+    def noted(groups: Sequence[TrajectoryGroup], train_on_observations: bool = False) -> TokenBatch:
+        trained.append(train_on_observations)
+        return to_batch(groups, train_on_observations)
+
+    monkeypatch.setattr("verl.trainer.ppo.to_batch", noted)
+    for setting, expected in ((2, [True, True, False]), (True, [True] * 3), (False, [False] * 3)):
+        learning = trainer(PLAIN)
+        config = learning.learner.config
+        learning.learner.config = replace(config, env=replace(config.env, train_on_observations=setting))
+        for _ in range(3):
+            stepped(learning)
+        assert trained[-3:] == expected
+    learning.step, learning.learner.config = 7, replace(config, env=replace(config.env, train_on_observations=7))
+    stepped(learning)  # as after a resume
+    assert trained[-1] is False
+
+
+@pytest.mark.parametrize("setting", [0, -1, 1.5, "yes", None])
+def test_a_stage_has_a_number_of_steps(setting: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env\.train_on_observations must be true, false or a number of steps"):
+        replace(Config().env, train_on_observations=setting)
+
+
 def test_a_reward_that_fails_is_counted_and_never_a_zero() -> None:
     learning = trainer(PLAIN, FailsOn(16))
     result = asyncio.run(learning.train_step())

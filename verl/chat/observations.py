@@ -15,7 +15,7 @@ from verl.formats.history import check_shown, with_calls_written
 from verl.formats.prompt import tool_lines
 from verl.types import Message, ToolSpec
 
-_GAP = "\n[...]\n"
+GAP = "\n[...]\n"
 _NEW_TOOLS = "From now on these tools can be called, too:"
 _TOO_LONG = "The result is too long to be shown; ask for less of it."
 
@@ -34,13 +34,15 @@ class ObservationTokenizer:
     """Truncates, formats and tokenizes every observation, exactly once; nothing else cuts one, but for hard limits on
     the size of a tool's answer, which protect the process.
 
-    max_observation_tokens: limit for one message of the environment
+    max_observation_tokens, max_chars: limits for one message of the environment; gap: shown for what is cut
     """
 
     chat: ChatTemplate
     tool_call_format: ToolCallFormat
     max_observation_tokens: int
     cut: Cut = Cut.MIDDLE
+    max_chars: int | None = None
+    gap: str = GAP
 
     def prompt_ids(self, initial: Observation) -> Sequence[int]:
         """The prompt tokens. Raises DataError for messages that the chat template rejects or drops parts of,
@@ -61,7 +63,8 @@ class ObservationTokenizer:
     @cached_property
     def untruncated(self) -> Self:
         """The same without limits, for text that a program has chosen itself."""
-        return replace(self, chat=replace(self.chat, max_prompt_tokens=None), max_observation_tokens=sys.maxsize)
+        chat = replace(self.chat, max_prompt_tokens=None)
+        return replace(self, chat=chat, max_observation_tokens=sys.maxsize, max_chars=None)
 
     def answer_ids(
         self, answers: Sequence[Message], written: str, ended: bool, tools: Sequence[ToolSpec] = ()
@@ -77,19 +80,24 @@ class ObservationTokenizer:
         return self.chat.answer_ids(shown, ended)
 
     def _short(self, answer: Message) -> Message:
-        _, spans = self.chat.encoded(answer.content)
-        if len(spans) <= self.max_observation_tokens:
-            return answer
-        return replace(answer, content=self._shortened(answer.content, spans))
+        text, shown = answer.content, getattr(self.tool_call_format, "shown", None)
+        if shown is not None and answer.role == "tool":
+            text = shown(text)
+        if self.max_chars is not None:
+            text = self._shortened(text, range(len(text)), self.max_chars)
+        _, spans = self.chat.encoded(text)
+        text = self._shortened(text, [start for start, _ in spans], self.max_observation_tokens)
+        return replace(answer, content=text)
 
-    def _shortened(self, text: str, spans: Sequence[tuple[int, int]]) -> str:
-        """Truncate at token boundaries to `max_observation_tokens`, not counting the gap marker."""
-        room = self.max_observation_tokens
+    def _shortened(self, text: str, starts: Sequence[int], room: int) -> str:
+        """Truncate to `room` characters or tokens, which begin at `starts`, not counting the gap."""
+        if len(starts) <= room:
+            return text
         if self.cut is Cut.REFUSE:
             return _TOO_LONG
         tail = {Cut.HEAD: 0, Cut.TAIL: room, Cut.MIDDLE: room // 2}[self.cut]
-        tail_start = spans[len(spans) - tail][0] if tail else len(text)
-        return text[: spans[room - tail][0]] + _GAP + text[tail_start:]
+        tail_start = starts[len(starts) - tail] if tail else len(text)
+        return text[: starts[room - tail]] + self.gap + text[tail_start:]
 
 
 class SharedPrompt(ObservationTokenizer):

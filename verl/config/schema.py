@@ -8,7 +8,7 @@ frequencies in steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.algorithms import ADV_ESTIMATORS
 from verl.algorithms.names import Aggregation, KLEstimate, KLPlacement, Level, OldLogprobs
@@ -254,6 +254,14 @@ class RolloutConfig:
         return self.placement == "colocated" or (self.placement == "auto" and self.max_staleness == 0)
 
 
+class ObservationCut(NamedTuple):
+    """How observations are truncated. chars: limit in characters, besides that in tokens; gap: shown for what is cut"""
+
+    place: str
+    chars: int | None = None
+    gap: str = "\n[...]\n"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
     """The environment. With name=single_turn and no tool_call_format an episode is a prompt and one response."""
@@ -272,18 +280,24 @@ class EnvConfig:
     max_tool_calls: int | None = None
     max_turn_tokens: int | None = None  # per turn; default: the rest of data.max_response_length
     max_observation_tokens: int = 512  # per observation
-    observation_cut: str = "middle"  # head | tail | middle | refuse: how longer observations are truncated
+    # head | tail | middle | refuse: how longer ones are truncated; or [that, a limit in characters, the text between]
+    observation_cut: Any = "middle"
     on_parse_error: str = "feedback"  # feedback (report it to the policy) | terminate (the episode)
     tool_timeout_s: float = 30.0
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
     max_concurrent_calls: int = 64  # per tool; with name=agent: programs
-    train_on_observations: bool = False  # include observation tokens in the loss, as a world model
+    train_on_observations: Any = False  # also train observation tokens, as a world model; a number: in the first steps
 
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")
         _at_least(0, self, "env.", "max_tool_calls")
         _positive(self, "env.", "tool_timeout_s", "turn_timeout_s")
-        _one_of(("head", "tail", "middle", "refuse"), "env.observation_cut", self.observation_cut)
+        _ = self.cut
+        trained = self.train_on_observations
+        number = type(trained) is int and trained > 0
+        _require(
+            type(trained) is bool or number, "env.train_on_observations", "true, false or a number of steps", trained
+        )
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
         _one_of(("replace", "refuse", "honor"), "env.on_sampling", self.on_sampling)
         if self.name != "agent" and (self.agent or self.command or self.python or self.on_sampling != "replace"):
@@ -298,6 +312,23 @@ class EnvConfig:
     def multi_turn(self) -> bool:
         """Whether an episode can have more than one response."""
         return self.tool_call_format is not None
+
+    @property
+    def cut(self) -> ObservationCut:
+        """env.observation_cut, checked."""
+        given = self.observation_cut if isinstance(self.observation_cut, list) else [self.observation_cut]
+        expected = "one of head, tail, middle, refuse, or [one of them, a limit in characters or null, a text]"
+        _require(1 <= len(given) <= 3, "env.observation_cut", expected, self.observation_cut)
+        cut = ObservationCut(*given)
+        valid = cut.place in ("head", "tail", "middle", "refuse") and isinstance(cut.gap, str)
+        valid = valid and (cut.chars is None or (type(cut.chars) is int and cut.chars > 0))
+        _require(valid, "env.observation_cut", expected, self.observation_cut)
+        return cut
+
+    def trains_observations(self, step: int) -> bool:
+        """Whether the update with this number, from 1, trains observation tokens."""
+        trained = self.train_on_observations
+        return trained if isinstance(trained, bool) else step <= trained
 
     @property
     def call_limit(self) -> int:

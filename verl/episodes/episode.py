@@ -14,7 +14,7 @@ import logging
 from array import array
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from verl.chat.observations import ObservationTokenizer, SharedPrompt
@@ -26,7 +26,7 @@ from verl.envs.sandbox import Sandbox
 from verl.envs.task_envs import check_offered
 from verl.episodes.program import SEEDS_BETWEEN_TURNS, ProgramEnv, ProgramPolicy
 from verl.errors import DataError, EpisodeLostError, JudgeError, ServiceDownError, VerlError
-from verl.formats.base import Calls, Continue, Final, ParseError
+from verl.formats.base import Calls, Continue, Final, ParseError, ToolCallFormat, at_end
 from verl.formats.response import parsed_response
 from verl.net.services import check_services
 from verl.rollout.engine import Generator, Sampling
@@ -57,7 +57,7 @@ _SCORED = (StopReason.STOP, StopReason.MAX_TURNS, StopReason.MAX_TOOL_CALLS, Sto
 class EpisodeLimits:
     """Limits of an episode. Tools are disabled in the last turn: the policy has to answer."""
 
-    max_turns: int = 9  # assistant turns
+    max_turns: int = 9  # requests to the engine: assistant turns, counting each pause of a format as one
     max_tool_calls: int = 8
     max_tokens: int = 1024  # total tokens of all turns, including observations, excluding the prompt
     max_prompt_length: int = 2048
@@ -85,7 +85,7 @@ class EpisodeRunner:
     def for_group(self) -> EpisodeRunner:
         """The runner of several episodes of one task, which tokenizes their prompt once."""
         own = self.observations
-        shared = SharedPrompt(own.chat, own.tool_call_format, own.max_observation_tokens, own.cut)
+        shared = SharedPrompt(**{each.name: getattr(own, each.name) for each in fields(own)})
         return replace(self, observations=shared)
 
     async def check_services(self) -> None:
@@ -218,17 +218,20 @@ class _Episode:
         text = text if ended else _until(self._stops, text)
         style = self._observations.tool_call_format
         parsed = style.parse(text, self._tools)
+        if ended:
+            parsed = at_end(parsed)
         self._turns[-1] = replace(self._turns[-1], parsed=parsed_response(style, text, parsed))
-        if isinstance(parsed, Continue) and not ended:  # in the last turn: an answer tag inside a thought
-            return self._out_of_room()
         if last is not None:
             await self._step(env, message)
-            return StopReason.STOP if isinstance(parsed, Final | Continue) else last
+            return StopReason.STOP if isinstance(parsed, Final) else last
+        if isinstance(parsed, Continue):
+            return self._out_of_room()
         unanswered: tuple[Message, ...] = ()
         match parsed:
             case ParseError(problem):
                 self._num_malformed += 1
                 if limits.feedback_on_parse_error:
+                    ended = ended and not self._continued(style)
                     return self._observe((Message("tool", problem),), text, ended)
                 await self._step(env, message)
                 return StopReason.MALFORMED
@@ -242,6 +245,18 @@ class _Episode:
         if result.done:
             return StopReason.STOP
         return self._observe((*result.messages, *unanswered), text, ended, result.tools)
+
+    def _continued(self, style: ToolCallFormat) -> bool:
+        """Drop the end token of a response without an action if the format continues it, unless it is all there is."""
+        turn = self._turns[-1]
+        made = turn.completion
+        if not getattr(style, "one_text", False) or len(made.token_ids) < 2:
+            return False
+        versions = made.token_versions[:-1]
+        made = replace(made, token_ids=made.token_ids[:-1], logprobs=made.logprobs[:-1], token_versions=versions)
+        self._turns[-1] = replace(turn, completion=made)
+        self._ledger.pop()
+        return True
 
     def _last_reason(self, calls_left: int) -> StopReason | None:
         """The stop reason if this turn is the last one, else None."""

@@ -21,6 +21,7 @@ TOOL_CALL_FORMATS: Mapping[str, str] = {
     "hermes": "verl.formats.hermes:HermesFormat",
     "llama3_json": "verl.formats.llama3_json:Llama3JsonFormat",
     "native": "verl.chat.native:NativeFormat",
+    "openhands": "verl.kit.papers.formats.openhands:OpenHandsFormat",
     "otc_search": "verl.kit.papers.formats.tags:OTC_SEARCH",
     "retool": "verl.kit.papers.formats.tags:RETOOL",
     "search_r1": "verl.kit.papers.formats.tags:SEARCH_R1",
@@ -50,22 +51,34 @@ class ParseError:
 
 
 @dataclass(frozen=True, slots=True)
-class Continue:
-    """The policy paused at a stop string without a call yet: generation continues."""
+class Final:
+    """The response is the final answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Final:
-    """The response is the final answer."""
+class Continue:
+    """The policy paused at a stop string without a call yet: generation continues.
+
+    at_end: what the text means if the policy ends its turn there
+    """
+
+    at_end: ParseError | Final = Final()
 
 
 Parsed = Calls | ParseError | Continue | Final
 
 
+def at_end(parsed: Parsed) -> Calls | ParseError | Final:
+    """What a parsed text means if the policy ends its turn there."""
+    return parsed.at_end if isinstance(parsed, Continue) else parsed
+
+
 class ToolCallFormat(Protocol):
     """A tool-call format. Stateless and deterministic; never raises an exception because of a policy's text.
 
-    Optional attributes: needs_thought (it demands a thought before calls and answers), in_thought (the prompt opens it)
+    Optional attributes: needs_thought (it demands a thought before calls and answers), in_thought (the prompt opens
+    it), one_text (a response without an action goes on, without its end token, rather than being answered in a turn),
+    shown (a method: what of a tool's output is shown, before it is cut to its limits)
     """
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
@@ -91,7 +104,7 @@ class ToolCallFormat(Protocol):
         """Whether one turn may contain several calls."""
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """Parses the response. Calls inside thoughts are ignored.
+        """Parses the response. Calls inside thoughts are ignored, but for formats whose published code runs them.
 
         `written`: the policy's text since the last observation, including the stop string.
         tools: the offered tools, for formats with untyped arguments

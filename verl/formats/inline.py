@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from verl.errors import ConfigError
-from verl.formats.base import Continue, Parsed, ParseError
+from verl.formats.base import Calls, Continue, Parsed, ParseError, at_end
 from verl.formats.prompt import PromptTemplateMixin
 from verl.formats.split import Split, content_before, split_by_parsing
+from verl.formats.text import without_thoughts
 from verl.types import Message, ToolCall, ToolSpec
 
 
@@ -16,6 +17,7 @@ from verl.types import Message, ToolCall, ToolSpec
 class InlineFormat(PromptTemplateMixin, ABC):
     """Base class of inline formats. The policy's text becomes the single argument of a single tool.
 
+    calls_in_thoughts: a call is run wherever it is written, as the published codes do; False: not inside thoughts
     raw: the filled-in prompt template is the whole prompt, without a chat template and without the other messages
     tool, argument: names of the tool and its argument
     last_line_of_errors: show only the last line of outputs that contain "Error"
@@ -25,6 +27,7 @@ class InlineFormat(PromptTemplateMixin, ABC):
     parallel_calls: ClassVar[bool] = False
     serving_template: ClassVar[str] = "inline"
     template_tools: ClassVar[bool] = False  # the recipe's prompt describes the tool
+    calls_in_thoughts: bool = True
     raw: bool = False
     tool: str = "python"
     argument: str = "code"
@@ -39,13 +42,30 @@ class InlineFormat(PromptTemplateMixin, ABC):
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
         return self.render_raw_prompt(messages, tools) if self.raw else super().render_prompt(messages, tools)
 
-    @abstractmethod
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The call in the text, if any."""
+        text = written if self.calls_in_thoughts else without_thoughts(written)
+        parsed = self.read(text)
+        if self.paused(written) and not self.paused(text):  # a pause inside a thought
+            meant = at_end(parsed)
+            return meant if isinstance(meant, Calls) else Continue(meant)
+        return parsed
 
     @abstractmethod
+    def read(self, written: str) -> Parsed:
+        """The call in the text, if any, by the rule of the published code."""
+
+    @property
+    def one_text(self) -> bool:
+        """Whether a response without an action is continued. A raw prompt has no turns."""
+        return self.raw
+
+    @abstractmethod
+    def delimiters(self, written: str) -> tuple[str, str]:
+        """The recipe's texts before and after a tool output."""
+
     def wrap(self, output: str, written: str) -> str:
-        """A tool output in the recipe's delimiters."""
+        opening, closing = self.delimiters(written)
+        return f"{opening}{output}{closing}"
 
     def paused(self, written: str) -> bool:
         """Whether the policy paused for an answer, rather than ending its turn."""
@@ -55,16 +75,17 @@ class InlineFormat(PromptTemplateMixin, ABC):
         return ToolCall(self.tool, {self.argument: text})
 
     def observation(self, results: Sequence[Message], written: str) -> str | Sequence[Message]:
-        """The outputs in the recipe's delimiters, or the parse error without them.
+        """The outputs, as `shown` and cut, in the recipe's delimiters, or the parse error without them.
 
-        If the policy ended its turn instead of pausing, or a message is not from a tool, the answer is a separate turn;
-        a raw prompt has no turns, so everything continues in one text.
+        If the policy ended its turn instead of pausing, the answer is a separate turn, unless the episode is
+        `one_text`; so is a message that is not from a tool, unless the prompt is raw.
         """
-        if not self.raw and not (self.paused(written) and all(each.role == "tool" for each in results)):
+        continued = self.one_text or self.paused(written)
+        if not self.raw and not (continued and all(each.role == "tool" for each in results)):
             return tuple(Message("user" if each.role == "tool" else each.role, each.content) for each in results)
-        if isinstance(self.parse(written), ParseError):
+        if isinstance(at_end(self.parse(written)), ParseError):
             return "".join(f"\n{each.content}\n" for each in results)
-        return self.wrap("\n".join(self.shown(each.content) for each in results), written)
+        return self.wrap("\n".join(each.content for each in results), written)
 
     @property
     def instruction_tags(self) -> tuple[str, ...]:

@@ -38,14 +38,14 @@ class PromptTemplate:
 
 
 def load_template(path_or_name: str, place: str = "{question}") -> PromptTemplate:
-    """One of this package's prompts by name, or any file by path, without its trailing newline.
+    """One of this package's prompts by name, or any file by path, verbatim.
 
     Raises ConfigError if there is no such file, if it is not UTF-8, or if it lacks the placeholder `place`.
     """
     own = _FOLDER / f"{path_or_name}.txt"
     path = own if own.is_file() else Path(path_or_name)
     try:
-        text = path.read_text(encoding="utf-8").removesuffix("\n")
+        text = path.read_bytes().decode()  # as text, line ends would be translated
     except OSError as error:
         known = nearest(path_or_name, [each.stem for each in _FOLDER.glob("*.txt")])
         raise ConfigError(f"there is no prompt template with the name or path {path_or_name!r}; {known}") from error

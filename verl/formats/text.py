@@ -73,6 +73,16 @@ def find_spoken(text: str, tag: str, position: int) -> int:
     return -1
 
 
+def without_thoughts(text: str) -> str:
+    """The text outside thoughts. A `<think>` inside a call opens a thought, too."""
+    pieces, position = [], speech_start(text)
+    while (start := text.find(THINK, position)) >= 0:
+        pieces.append(text[position:start])
+        end = text.find(THINK_END, start)
+        position = len(text) if end < 0 else end + len(THINK_END)
+    return "".join(pieces) + text[position:]
+
+
 @lru_cache(maxsize=64)
 def _tag_or_thought(tag: str) -> re.Pattern[str]:
     return re.compile(f"{re.escape(THINK)}|{re.escape(tag)}")

@@ -49,7 +49,7 @@ class PPOTrainer:
         with timer.phase("rollout"):
             collected = await self.rollouts.take(self.step)
         groups = collected.drawn or collected.kept
-        batch = to_batch(collected.kept, self.learner.config.env.train_on_observations)
+        batch = to_batch(collected.kept, self.learner.config.env.trains_observations(self.step + 1))
         kl_coefficient = kl_control.coefficient if kl_control else None
         async with self.weight_sync.ranks:
             if not self._ahead:

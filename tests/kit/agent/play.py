@@ -21,8 +21,8 @@ WEATHER = ToolSpec("weather", "", {"type": "object", "properties": {"city": {"ty
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-def observations(tool_call_format: str = "hermes") -> ObservationTokenizer:
-    return ObservationTokenizer(chat(), build_tool_call_format(tool_call_format), 16)
+def observations(tool_call_format: str = "hermes", **options: object) -> ObservationTokenizer:
+    return ObservationTokenizer(chat(), build_tool_call_format(tool_call_format, options), 16)
 
 
 async def no_wait() -> None: ...

@@ -65,7 +65,7 @@ def test_a_conversation_that_continues_is_one_segment_whose_new_messages_alone_a
 
 def test_the_episodes_of_a_group_share_the_tokens_of_their_prompt() -> None:
     own = observations()
-    group = SharedPrompt(own.chat, own.tool_call_format, own.max_observation_tokens, own.cut)
+    group = SharedPrompt(own.chat, own.tool_call_format, own.max_observation_tokens)
     first, second = (Ledger(group).place((HELLO,), ()) for _ in range(2))
     assert first.context_ids is second.context_ids and len(first.context_ids) > 0
 
@@ -362,9 +362,22 @@ def test_a_call_is_read_only_where_tools_are_offered() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_pauses_count_against_the_limit_on_requests(max_turns: int) -> None:
+    async def test() -> None:
+        style = observations("tags", calls_in_thoughts=False)
+        made, policy = session(*["<think> </code>"] * 9, observations=style, max_turns=max_turns)
+        response = await ask(made, HELLO, tools=(WEATHER,))
+        assert len(policy.saw) == max_turns and response.content.count("</code>") == max_turns
+        with pytest.raises(ApiError, match="are used up"):
+            await ask(made, *answered(HELLO, by=response), user("go on"), tools=(WEATHER,))
+
+    run(test)
+
+
 def test_a_pausing_format_continues_until_it_calls() -> None:
     async def test() -> None:
-        style = observations("tags")
+        style = observations("tags", calls_in_thoughts=False)
         made, policy = session("<think> <code></code>", "</think><code>1</code>", "done", observations=style)
         called = await ask(made, HELLO, tools=(WEATHER,))
         assert [call.arguments for call in called.calls] == [{"code": "1"}]

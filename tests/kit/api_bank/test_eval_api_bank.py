@@ -4,6 +4,7 @@ told."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,72 @@ def test_soft_and_strict_by_hand(tmp_path: Path, lines: list[str], soft: int, st
     assert (score.total, dict(score.parts)) == (soft, {"soft": soft, "strict": strict})
 
 
-def test_a_call_in_a_thought_is_none_and_no_response_hangs(tmp_path: Path) -> None:
+def toolrl_rule(response: str) -> float:
+    """ToolRL's generate.py and evaluate.py, written anew: the calls of a response, then their comparison."""
+    calls = []
+    for line in response.strip().split("<tool_call>")[-1].split("</tool_call>")[0].strip().split("\n"):
+        try:
+            calls.append(json.loads(line))
+        except Exception:  # noqa: BLE001  as there
+            continue
+    try:
+        for call in calls:
+            if isinstance(call, str):
+                call = json.loads(call)
+            name, parameters = GOLD["name"], call
+            if "name" in call and "parameters" in call:
+                name, parameters = call["name"], call["parameters"]
+            if name == GOLD["name"] and parameters == GOLD["parameters"]:
+                return 1.0
+    except Exception:  # noqa: BLE001  as there: what was found so far counts
+        pass
+    return 0.0
+
+
+WRONG = '{"name": "Drop", "parameters": {}}'
+FENCED = f"```json\n{RIGHT}\n```"
+KINDS = (
+    RIGHT, f"<think> t </think>\n{RIGHT}", FENCED, f"<think> t </think>\n<tool_call>\n{RIGHT}",
+    f"<tool_call>\n{RIGHT}\n</tool_call>\n<tool_call>\n{WRONG}\n</tool_call>",
+    f"<tool_call>\n{WRONG}\n</tool_call>\n<tool_call>\n{RIGHT}\n</tool_call>",
+    f"<tool_call>\n1\n{RIGHT}\n</tool_call>", f"<tool_call>\nnull\n{RIGHT}\n</tool_call>",
+    f"<tool_call>\n{RIGHT}\n1\n</tool_call>", f"<tool_call>\n{json.dumps(RIGHT)}\n</tool_call>",
+    f'<tool_call>\n"x"\n{RIGHT}\n</tool_call>', f'<tool_call>\n"name parameters"\n{RIGHT}\n</tool_call>',
+    f'<tool_call>\n["name", "parameters"]\n{RIGHT}\n</tool_call>', f"<tool_call>\n[{RIGHT}]\n</tool_call>",
+    f"<think> <tool_call>\n{RIGHT}\n</tool_call> </think>\n<response> Done. </response>",
+    f"<tool_call>\n{RIGHT}\n</tool_call>\n<think> <tool_call>\n{WRONG}\n</tool_call> </think>",
+    f"{RIGHT}\n<tool_call>\n{WRONG}\n</tool_call>", f"{RIGHT}\n</tool_call>", f"{RIGHT} </tool_call> {WRONG}",
+    f"<tool_call>{RIGHT}</tool_call>", f"<tool_call>\n\n  {RIGHT}  \n</tool_call>",
+    f"<tool_call>\r\n{RIGHT}\r\n</tool_call>", "I cannot.", "",
+    '<tool_call>\n{"a": "1", "b": ["x"], "a": "1"}\n</tool_call>', f'<tool_call>\n{{"a": NaN}}\n{RIGHT}',
+)  # fmt: skip
+
+
+def test_soft_is_toolrls_rule_for_every_kind_of_response(tmp_path: Path) -> None:
+    one = api_bank(setting(tmp_path, "toolrl", row(answer=GOLD))).categories[0]
+    rng = random.Random(3)
+    pieces = (
+        RIGHT,
+        WRONG,
+        "<tool_call>\n",
+        "\n</tool_call>",
+        "<think>",
+        "</think>",
+        "\n",
+        "1",
+        '"x"',
+        '{"a": "1"}',
+        "[]",
+    )
+    soups = ["".join(rng.choices(pieces, k=rng.randint(1, 9))) for _ in range(500)]
+    (task,) = one.tasks()
+    for response in (*KINDS, *soups):
+        (score,) = scores(one, "toolrl", lambda _, text=response: [text], [task])  # type: ignore[misc]
+        assert score.total == toolrl_rule(response), response
+
+
+def test_no_response_hangs(tmp_path: Path) -> None:
     one = api_bank(setting(tmp_path, "toolrl", row())).categories[0]
-    thought = f"<think> <tool_call>\n{RIGHT}\n</tool_call> </think>\n<response> Done. </response>"
-    assert scores(one, "toolrl", lambda _: [thought])[0].total == 0.0
     for piece in ("<tool_call>\n", "<tool_call>{</tool_call>", '{"a":', "</think><think>"):
         hostile = f"<tool_call>\n{piece * (50_000 // len(piece))}\n</tool_call>"
         assert scores(one, "toolrl", lambda _, text=hostile: [text])[0].total == 0.0  # type: ignore[misc]

@@ -76,6 +76,8 @@ def test_plain_is_one_response_under_any_handler(tmp_path: Path) -> None:
     (task,) = one.tasks()
     assert [message.role for message in task.prompt] == ["system", "user"] and r"\boxed{}" in task.prompt[0].content
     assert env_of(one.episode, "hermes").tool_call_format is None
+    assert one.answer_of is not None
+    assert [one.answer_of(text) for text in (r"\boxed{7} so \boxed{ 4 2 }", "42")] == ["42", None]
     assert (total(task, r"\boxed{42}"), total(task, r"\boxed{42} \boxed{7}"), total(task, "42")) == (1.0, 0.0, 0.0)
 
 

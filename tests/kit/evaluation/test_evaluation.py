@@ -248,6 +248,21 @@ def test_several_rollouts_make_mean_pass_at_n_and_pass_hat_n(tool_call_format: C
     assert "50.0" in shown.rows[0] and "80.0" in shown.rows[0] and "| overall | 5 | 50.0 |" in shown.as_markdown()
 
 
+def test_the_majority_of_several_rollouts_is_what_most_of_them_say(
+    tool_call_format: ChatTemplate, tmp_path: Path
+) -> None:
+    """Answers of three rollouts; the task's number is right: two of three, one of three, a tie that comes first, a tie
+    that comes later, nothing that counts."""
+    said = (("0", "7", "0"), ("7", "1", "7"), ("2", "7", "none"), ("7", "3", "none"), ("none",) * 3)
+    model = Counting(tool_call_format, lambda number, rollout: said[number][rollout])
+    voting = replace(category(5), answer_of=lambda text: None if "none" in text else text)
+    _, records = run(tool_call_format, model, tmp_path, voting, n=3)
+    done = Evaluated("m", tmp_path, {**SETTINGS, "rollout.n": 3}, {"toy/all": records.of(tasks(5))})
+    result = result_of(Benchmark("toy", (voting,)), [(voting, tasks(5))], done, 100)
+    assert result["categories"]["toy/all"]["maj@n"] == 2 / 5
+    assert "maj@n" in result_grid(result).columns and "40.0" in result_grid(result).rows[0]
+
+
 def test_a_model_against_itself_differs_in_nothing(tool_call_format: ChatTemplate, tmp_path: Path) -> None:
     _, records = run(
         tool_call_format, Counting(tool_call_format, lambda number, _: str(number % 3)), tmp_path, category()

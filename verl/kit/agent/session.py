@@ -98,6 +98,7 @@ class Session:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of the engine or the runtime
         self._reader = ResponseReader(self.policy.observations.tool_call_format)
         self._exchanges: list[Exchange] = []
+        self._pauses = 0  # further requests to the engine within responses
         self._sent_before_limit: list[Exchange] = []  # requests that began before `limit` was set
         self._num_calls = 0
         self._closed = False
@@ -190,7 +191,7 @@ class Session:
 
     async def _recorded(self, exchange: Exchange) -> ChatResponse:
         request = exchange.request
-        if self.counts["responses"] + self.ledger.num_running >= self.policy.max_turns:
+        if self._num_requests >= self.policy.max_turns:
             raise ApiError(400, "max_turns", f"env.max_turns={self.policy.max_turns} requests are used up")
         sampling = self._own_sampling(request)
         self._check_size(request)
@@ -271,8 +272,15 @@ class Session:
             written = observations.chat.response_text(sampled)
             paused = piece.finish_reason is FinishReason.STOP and not observations.chat.ended(sampled)
             stopped = any(stop in written for stop in request.stop)
-            if not paused or stopped or left < 1 or not self._continues(written, request):
+            used_up = left < 1 or self._num_requests >= self.policy.max_turns
+            if not paused or stopped or used_up or not self._continues(written, request):
                 return pieces
+            self._pauses += 1
+
+    @property
+    def _num_requests(self) -> int:
+        """Requests to the engine so far, and those that responses in work begin with."""
+        return self.counts["responses"] + self.ledger.num_running + self._pauses
 
     def _continues(self, written: str, request: ChatRequest) -> bool:
         return isinstance(self.policy.observations.tool_call_format.parse(written, request.tools), Continue)

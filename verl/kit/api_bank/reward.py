@@ -3,18 +3,17 @@
     soft     any call of the response equals the gold call: the same name, and parameters equal by Python's `==`
     strict   the response makes exactly one call, and it equals the gold call
 
-The calls are those parsed by the tool-call format. If it found none, `soft` checks the lines of ToolRL's block: lines
-that are not JSON objects are skipped, and, as in ToolRL, an object without name or parameters is read as the parameters
-of the gold call.
+On ToolRL's own rows `soft` is exactly its rule, for any text: the last `<tool_call>` piece counts, in a thought or not,
+or the whole text without that tag, line by line. For other handlers the calls are those of the tool-call format, and
+ToolRL's rule if it found none.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from verl.formats.toolrl_text import THINK_END, call_text
+from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
 from verl.json_values import read_json
 from verl.types import Score, Task, Trajectory
 
@@ -29,7 +28,8 @@ class ApiBankReward:
         gold = _gold(task.answer)
         calls = trajectory.turns[-1].message.tool_calls if trajectory.turns else ()
         read = [{"name": call.name, "parameters": dict(call.arguments)} for call in calls]
-        soft = any(call == gold for call in read or _calls_of_lines(trajectory.response, gold["name"]))
+        own = "tools" in task.extra  # tools that a format lists and whose calls it reads
+        soft = gold in read if own and read else _any_line_is(gold, trajectory.response)
         return Score(float(soft), {"soft": float(soft), "strict": float(read == [gold])})
 
 
@@ -39,14 +39,21 @@ def _gold(answer: str) -> dict[str, Any]:
     return found
 
 
-def _calls_of_lines(response: str, gold_name: str) -> Iterator[dict[str, Any]]:
-    """Calls of the first ToolRL block after the thought, one per line."""
-    for line in (call_text(response.rpartition(THINK_END)[2]) or "").split("\n"):
+def _any_line_is(gold: dict[str, Any], response: str) -> bool:
+    """ToolRL's rule. Lines that are not JSON are skipped. An object without name or parameters is taken as the
+    parameters of the gold call. A number, truth value or null, which has no keys, ends the search."""
+    piece = response.rpartition(TOOL_CALL)[2].partition(TOOL_CALL_END)[0]
+    for line in piece.strip().split("\n"):
         try:
-            call = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(call, dict) and "name" in call and "parameters" in call:
-            yield {"name": call["name"], "parameters": call["parameters"]}
-        elif isinstance(call, dict):
-            yield {"name": gold_name, "parameters": call}
+        try:
+            call = json.loads(value) if isinstance(value, str) else value
+            whole = "name" in call and "parameters" in call
+            name, parameters = (call["name"], call["parameters"]) if whole else (gold["name"], call)
+        except (TypeError, ValueError, RecursionError):
+            return False
+        if name == gold["name"] and parameters == gold["parameters"]:
+            return True
+    return False

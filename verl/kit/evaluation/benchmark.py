@@ -63,12 +63,16 @@ class EpisodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """Tasks with the same episode settings. metric: a part of the score, or "total": 0 to 1, and 1 if right"""
+    """Tasks with the same episode settings. metric: a part of the score, or "total": 0 to 1, and 1 if right
+
+    answer_of: the answer in a response's text, if any, for the vote of several rollouts (maj@n)
+    """
 
     name: str  # benchmark/category
     tasks: Callable[[], Sequence[Task]]
     episode: EpisodeConfig
     metric: str = "total"
+    answer_of: Callable[[str], str | None] | None = None
 
     def first(self, limit: int | None) -> list[Task]:
         """The tasks, at most `limit`. Raises DataError if there are none: the table would omit the category."""

@@ -1,6 +1,7 @@
 """From records to scores: per category, per aggregate, and as differences of two models on the same tasks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from pathlib import Path
@@ -122,7 +123,7 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
     parts = sorted({name for row in answered for name in row["score"]["parts"]})
     calls = sum(len(row["tool_uses"]) for row in answered)
     right = [[row["metric_value"] >= _RIGHT for row in task] for task in found]
-    several = {
+    several: dict[str, Any] = {
         "pass@n": _mean([any(task) for task in right]),
         "pass^n": _mean([all(task) for task in right]),
         "pass^k": {  # all of k rollouts of a task, drawn without replacement, are right (arXiv 2406.12045)
@@ -130,6 +131,8 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
             for k in range(1, len(right[0]) + 1)
         },
     }
+    if category.answer_of is not None:
+        several["maj@n"] = _mean([_majority_is_right(task, category.answer_of) for task in found])
     return {
         "metric": category.metric,
         "episode": asdict(category.episode),
@@ -146,6 +149,19 @@ def _category(category: Category, found: Answers, num_tasks: int, score: Estimat
         "cut_off": _mean([row["stop_reason"] in CUT_OFF for row in rows]),
         "not_asked": sum(task[0]["stop_reason"] == NOT_ASKED for task in found),
     }
+
+
+def _majority_is_right(task: Sequence[Mapping[str, Any]], answer_of: Callable[[str], str | None]) -> bool:
+    """Whether the most frequent answer of a task's rollouts is right; among equally frequent ones the first counts."""
+    texts = (
+        "\n".join(each["content"] for each in row.get("responses", ()) if each["role"] == "assistant") for row in task
+    )
+    answers = [answer_of(text) for text in texts]
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    ((chosen, _),) = votes.most_common(1)
+    return bool(task[answers.index(chosen)]["metric_value"] >= _RIGHT)
 
 
 def _not_asked(answers: Mapping[str, Answers]) -> Iterator[str]:

@@ -32,14 +32,15 @@ class Grid:
 def result_grid(result: Mapping[str, Any]) -> Grid:
     """Scores of one benchmark and one model, in percent, with 95 % intervals."""
     several = result["settings"]["rollout.n"] > 1
-    extra = ("pass@n", "pass^n") if several else ()
+    votes = any("maj@n" in found for found in result["categories"].values())
+    extra = ("pass@n", "pass^n", *(("maj@n",) if votes else ())) if several else ()
     columns = ("", "rows", "%", "95 %", *extra, "tool calls", "tokens", "cut off", "missing")
     rows = [
         (
             _short(name, result),
             str(found["rows"]),
             *_percent(found["score"]),
-            *(f"{100 * found[each]:.1f}" for each in extra),
+            *(f"{100 * found[each]:.1f}" if each in found else "" for each in extra),
             f"{found['tool_calls']:.2f}",
             f"{found['tokens']:.0f}",
             f"{100 * found['cut_off']:.1f}",

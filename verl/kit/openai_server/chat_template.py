@@ -19,7 +19,6 @@ from verl.formats.prompt import PromptTemplate, PromptTemplateMixin
 _FOLDER = Path(__file__).parent / "templates"
 _LEADING_BLANKS = re.compile(r"^[ \t]+(?=\{[%#])")  # Jinja strips them, but only at the start of a line
 _PLACES = re.compile(r"\{(question|tools)\}")
-_OUTPUT = "\0"  # stands for a tool output, in which it cannot occur
 
 
 def serving_chat_template(
@@ -93,7 +92,7 @@ def _inline_macros(inline: InlineFormat) -> str:
         f"{{{{ {literal(inline.empty)} if not text.strip() else text.rstrip().rpartition('\\n')[2] if {last_line} "
         "else text }}"
     )
-    opening, closing = inline.wrap(_OUTPUT, "").split(_OUTPUT)
+    opening, closing = inline.delimiters("")
     known = " and ".join(f"{literal(tag)} in question" for tag in inline.instruction_tags)
     explained = f"{{%- if {known} -%}}yes{{%- endif -%}}" if known else ""
     wrapped = f"{{{{ {literal(opening)} ~ output ~ {literal(closing)} }}}}"

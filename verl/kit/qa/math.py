@@ -10,6 +10,7 @@ from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category,
 from verl.kit.evaluation.files import Fields, RowSet, answer_texts, rows_of
 from verl.kit.evaluation.hub import HubSet
 from verl.types import Message, Task
+from verl.utils.reward_score.math import last_box
 
 _ANSWER = r"Reason step by step, and end with the final answer inside \boxed{}."
 _PLAIN = f"Solve the user's problem. {_ANSWER}"
@@ -66,13 +67,18 @@ def math(context: BenchmarkContext) -> Benchmark:
     calls = _CALLS if context.max_tool_calls is None else context.max_tool_calls
     python = EpisodeConfig("math", env="tool", tools=("python",), max_tool_calls=calls)
     categories = [
-        Category(f"math/{name}{suffix}", partial(_tasks, context, name, asked), episode)
+        Category(f"math/{name}{suffix}", partial(_tasks, context, name, asked), episode, answer_of=_boxed)
         for suffix, asked, episode in (("", _PLAIN, plain), ("_python", _PYTHON, python))
         for name in _SETS
     ]
     faulty = [f"excluded: {row}, {why}" for row, why in _FAULTY.items()]
     few = "sets of 30 or 40 problems: one answer is worth 2.5 to 3.3 points; average several rollouts of each (n)"
     return Benchmark("math", tuple(categories), notes=(*faulty, few))
+
+
+def _boxed(response: str) -> str | None:
+    box = last_box(response)
+    return None if box is None else "".join(box.split())
 
 
 def _tasks(context: BenchmarkContext, name: str, asked: str) -> list[Task]:

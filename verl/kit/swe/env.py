@@ -41,7 +41,7 @@ from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, Too
 PROMPTS = Path(__file__).parent / "prompts"
 TOOLS = {
     name: FunctionTool(getattr(AgentTools, name), name)
-    for name in ("bash", "str_replace_editor", "search", "finish", "edit_line")
+    for name in ("bash", "execute_bash", "str_replace_editor", "search", "finish", "edit_line")
 }
 SCORINGS = 3  # of a patch, if runtimes are lost
 NUDGES_UNTIL_FINISH = 2  # messages without a call, after which the agent is reminded that it may finish
@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 class Style:
     """What an agent is offered. nudge: after a message without a call; may_finish: follows it from the third on"""
 
+    prompt: str  # a file of PROMPTS
     tools: tuple[str, ...]
     nudge: str
     may_finish: str
@@ -60,16 +61,24 @@ class Style:
 
 STYLES: Mapping[str, Style] = {
     "openhands": Style(
+        "openhands",
         ("bash", "str_replace_editor", "search", "finish"),
         "Please continue with the task, in the way that you think is best. No questions are answered.",
         "If you think that you have solved it, call `finish`.",
     ),
+    "skyrl": Style(
+        "openhands",
+        ("execute_bash", "finish", "str_replace_editor"),
+        "Please continue with the task, in the way that you think is best. No questions are answered.",
+        "If you want to give up, call `finish`.",
+    ),
     "mini": Style(
+        "mini",
         ("bash",),
         "Every message must contain exactly one command.",
         f"If you think that you have solved the task, end with: echo {SUBMIT}",
     ),
-    "line": Style(("edit_line",), "Call edit_line.", "Its first edit ends the session."),
+    "line": Style("line", ("edit_line",), "Call edit_line.", "Its first edit ends the session."),
 }
 
 
@@ -224,7 +233,8 @@ class SweFactory(EnvFactory):
     urls:        servers of `toolrl runtime-server`; without them and `deployment`, runtimes start on this machine
     deployment:  of SWE-ReX, which runs the images of tasks (verl/kit/swe/deployments.py)
     prepared:    folder with the repositories of published rows (docs/swe.md)
-    style:       openhands (four tools), mini (bash alone) or line (one edit of one line, for small policies)
+    style:       openhands (four tools), skyrl (OpenHands' three, by its names and parameters, for published agents),
+                 mini (bash alone) or line (one edit of one line, for small policies)
     prompt:      a file with {question} that replaces the style's prompt
     command_timeout_s: of a command of the agent, which is then stopped
     soft_timeout_s: after which a command is reported as running; the agent may wait for it, or interrupt it
@@ -275,7 +285,7 @@ class SweFactory(EnvFactory):
         self._places = itertools.count()
         self._kept: defaultdict[str, list[int]] = defaultdict(list)  # places of episodes that start again, by task
         self.toolbox = Toolbox(self._spec(name) for name in self.style.tools)
-        self._prompt: PromptTemplate = load_template(prompt or str(PROMPTS / f"{style}.txt"))
+        self._prompt: PromptTemplate = load_template(prompt or str(PROMPTS / f"{self.style.prompt}.txt"))
         self._prepared, self._runs_images = Path(prepared) if prepared else None, bool(deployment)
         self.runtimes = runtimes_at(urls, deployment, require_cgroup=require_cgroup)
 
@@ -284,7 +294,7 @@ class SweFactory(EnvFactory):
 
     def _spec(self, name: str) -> ToolSpec:
         spec = TOOLS[name].spec
-        if name != "bash" or self.soft_timeout_s is None:
+        if name not in ("bash", "execute_bash") or self.soft_timeout_s is None:
             return spec
         waiting = f"After {self.soft_timeout_s:g} s a command is reported as running. {WAIT_OR_INTERRUPT}"
         return replace(spec, description=f"{spec.description} {waiting}")

@@ -70,6 +70,17 @@ class AgentTools:
         self.finished = self._may_submit and result.exit_code == 0 and first_line.strip() == SUBMIT
         return _shown(result)
 
+    async def execute_bash(self, command: str, is_input: Literal["true", "false"] = "false") -> str:
+        """Run a command in a persistent bash: folder, variables and functions are kept. It cannot ask for input.
+
+        Args:
+            command: the command, or several of them, chained
+            is_input: whether the command is sent to the running one: empty to wait for it, C-c to interrupt it
+        """
+        if is_input == "true" and command.strip() not in ("", INTERRUPT):
+            raise ToolError(f"A running command reads no input. {WAIT_OR_INTERRUPT}")
+        return await self.bash(command)
+
     async def str_replace_editor(
         self,
         command: Edit,
@@ -118,11 +129,12 @@ class AgentTools:
             raise ToolError(done.stderr.decode(errors="replace")[:500])
         return _first(done.stdout, MAX_MATCHES) or "No line matches."
 
-    async def finish(self, message: str = "") -> str:
+    async def finish(self, message: str = "", task_completed: Literal["true", "false", "partial"] = "true") -> str:
         """End the session: the issue is solved, or you cannot get any further.
 
         Args:
             message: a summary
+            task_completed: whether the issue is solved
         """
         await self._script("true")  # a lost runtime is noticed while the episode can start again
         self.finished = True

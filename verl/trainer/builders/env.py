@@ -65,7 +65,14 @@ def build_episode_runner(config: Config, chat: ChatTemplate) -> EpisodeRunner:
     max_runs = env.max_concurrent_calls if sandbox.urls else _workers(sandbox)
     options = {"swe": {"require_cgroup": True}} if sandbox.isolation == STRICT else {}
     envs = _build_envs(env, tool_call_format, pool, max_runs, health_timeout_s, options)
-    observations = ObservationTokenizer(chat, tool_call_format, env.max_observation_tokens, Cut(env.observation_cut))
+    observations = ObservationTokenizer(
+        chat,
+        tool_call_format,
+        env.max_observation_tokens,
+        Cut(env.cut.place),
+        env.cut.chars,
+        env.cut.gap,
+    )
     check_turns(observations)
     max_turns = turn_limit(env, tool_call_format)
     if max_turns > 1 and env.name != "agent":  # fails early if the chat template has no tool turns

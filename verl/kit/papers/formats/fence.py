@@ -4,7 +4,6 @@ ToRL (arXiv 2503.23383) lets the policy open the output fence and pauses there. 
 arXiv 2505.07773) pauses twice: where the code fence opens, and where it closes.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,39 +11,15 @@ from typing import ClassVar
 from verl.formats import jinja
 from verl.formats.base import Calls, Continue, Final, Parsed
 from verl.formats.inline import InlineFormat
-from verl.formats.text import find_spoken, speech_start
-from verl.types import ToolCall, ToolSpec
+from verl.formats.text import without_thoughts
+from verl.types import ToolCall
 
 OPENING, CLOSING, OUTPUT = "```python", "```", "```output"
-_CLOSING_LINE = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
-_CLOSING_ANYWHERE = re.compile(re.escape(CLOSING))
-
-
-@dataclass(frozen=True)
-class _Code:
-    """A block of code outside thoughts; `end`: end of its closing fence, None if it is still open."""
-
-    text: str
-    end: int | None
-
-
-def _blocks(written: str, closing: re.Pattern[str]) -> list[_Code]:
-    found: list[_Code] = []
-    position = speech_start(written)
-    while (start := find_spoken(written, OPENING, position)) >= 0:
-        start += len(OPENING)
-        fence = closing.search(written, start)
-        if fence is None:
-            return [*found, _Code(written[start:], None)]
-        position = fence.end()
-        text = written[start : fence.start()].rpartition(f"\n{OPENING}\n")[2]  # a second opening restarts the block
-        found.append(_Code(text.strip("\n"), position))
-    return found
 
 
 @dataclass(frozen=True)
 class FenceFormat(InlineFormat):
-    """ToRL: at ```` ```output ```` the last complete block since the last output is run.
+    """ToRL: at ```` ```output ```` the last block since the pause before is run, if it is complete.
 
     empty: as in its published code, which treats an empty output as a timeout
     """
@@ -57,21 +32,44 @@ class FenceFormat(InlineFormat):
     def stop_strings(self, written: str) -> tuple[str, ...]:
         return (OUTPUT,)
 
-    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """A fence closes on its own line; without a complete block, generation continues."""
-        if not written.rstrip().endswith(OUTPUT):
+    def read(self, written: str) -> Parsed:
+        """Line by line: a line that begins or ends with an opening fence begins a block, the next one that begins with
+        any fence ends it. Without a complete block, generation continues."""
+        ended = written.rstrip()
+        if not ended.endswith(OUTPUT):
             return Final()
-        complete = [block for block in _blocks(written, _CLOSING_LINE) if block.end is not None and block.text.strip()]
-        return Calls((self.call(complete[-1].text),)) if complete else Continue()
+        code: list[str] = []
+        is_open = False
+        for line in ended.removesuffix(OUTPUT).rpartition(OUTPUT)[2].split("\n"):
+            if line.startswith(OPENING) or line.endswith(OPENING):
+                code, is_open = [], True
+            elif line.startswith(CLOSING):
+                is_open = False
+            elif is_open:
+                code.append(line)
+        return Continue() if is_open or not code else Calls((self.call("\n".join(code)),))
 
-    def wrap(self, output: str, written: str) -> str:
-        return f"{'' if written.endswith(chr(10)) else chr(10)}{output}\n{CLOSING}\n"
+    def delimiters(self, written: str) -> tuple[str, str]:
+        return "" if written.endswith("\n") else "\n", f"\n{CLOSING}\n"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}\n{OUTPUT}" for call in calls)
 
     def calls_jinja(self) -> str:
         return jinja.each_call(jinja.argument(self.argument), f"{OPENING}\n", f"\n{CLOSING}\n{OUTPUT}")
+
+
+def _last_block(written: str) -> tuple[str, int | None] | None:
+    """(text of the last block, end of its closing fence or None if it is open), or None without a block."""
+    block, position = None, 0
+    while (start := written.find(OPENING, position)) >= 0:
+        start += len(OPENING)
+        end = written.find(CLOSING, start)
+        if end < 0:
+            return written[start:], None
+        position = end + len(CLOSING)
+        block = written[start:end], position
+    return block
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class ZeroTirFormat(InlineFormat):
     empty: str = "(no output)"
 
     def stop_strings(self, written: str) -> tuple[str, ...]:
-        blocks = _blocks(written, _CLOSING_ANYWHERE)
-        return (CLOSING,) if blocks and blocks[-1].end is None else (OPENING,)
+        block = _last_block(written if self.calls_in_thoughts else without_thoughts(written))
+        return (CLOSING,) if block is not None and block[1] is None else (OPENING,)
 
     @property
     def fixed_stop_strings(self) -> tuple[str, ...]:
@@ -98,18 +96,19 @@ class ZeroTirFormat(InlineFormat):
         """At either fence; after a closing one, `stop_strings` is already the opening one."""
         return written.rstrip().endswith((OPENING, CLOSING))
 
-    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+    def read(self, written: str) -> Parsed:
         """Runs a block that ends the text; after an opening fence, generation continues."""
         ended = written.rstrip()
         if ended.endswith(OPENING):
             return Continue()
-        blocks = _blocks(written, _CLOSING_ANYWHERE)
-        if not blocks or blocks[-1].end is None or blocks[-1].end < len(ended):
+        block = _last_block(ended)
+        if block is None or block[1] != len(ended):
             return Final()
-        return Calls((self.call(blocks[-1].text),)) if blocks[-1].text.strip() else Continue()
+        code = block[0].strip()
+        return Calls((self.call(code),)) if code else Continue()
 
-    def wrap(self, output: str, written: str) -> str:
-        return f"{'' if written.endswith(chr(10)) else chr(10)}{OUTPUT}\n{output}\n{CLOSING}\n\n\n"
+    def delimiters(self, written: str) -> tuple[str, str]:
+        return f"{'' if written.endswith(chr(10)) else chr(10)}{OUTPUT}\n", f"\n{CLOSING}\n\n\n"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"{OPENING}\n{call.arguments[self.argument]}\n{CLOSING}" for call in calls)

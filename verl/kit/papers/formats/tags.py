@@ -1,13 +1,13 @@
-"""One tool called in a pair of tags, its output in another pair: presets for ReTool, Search-R1, OTC and ARTIST."""
+"""One tool called in a pair of tags, its output in another pair: ReTool, Search-R1, OTC and ARTIST."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from verl.formats import jinja
 from verl.formats.base import Calls, Continue, Final, Parsed, ParseError
 from verl.formats.inline import InlineFormat
-from verl.formats.text import find_spoken, speech_start
+from verl.formats.prompt import load_template
 from verl.types import Message, ToolCall, ToolSpec
 
 ANSWER, ANSWER_END = "<answer>", "</answer>"
@@ -21,8 +21,9 @@ class TagsFormat(InlineFormat):
     call_tag, result_tag: tag names, without brackets
     before, inside, after: whitespace before the result's opening tag, next to its text, and after its closing tag
     fenced: the text of a call may be in a Markdown fence of Python, which is removed
-    must_act: every turn needs a call or `<answer>..</answer>`, which is a stop string too; otherwise it is malformed.
-        The last turn stops at both tags, as in Search-R1's published code: text after the first action is ignored
+    must_act: every turn needs a call or `<answer>..</answer>`, which is a stop string too; otherwise it is malformed,
+        and the same text goes on after the error. The last turn stops at both tags: text after an action is ignored
+    invalid: path of a text to show after a response without an action, such as the published one; default: our own
     """
 
     call_tag: str = "code"
@@ -32,6 +33,11 @@ class TagsFormat(InlineFormat):
     after: str = "\n"
     fenced: bool = False
     must_act: bool = False
+    invalid: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self._advice  # raises early if the file is invalid
 
     @property
     def _opening(self) -> str:
@@ -58,43 +64,52 @@ class TagsFormat(InlineFormat):
 
     @property
     def final_stop_strings(self) -> tuple[str, ...]:
-        """Both closing tags if every turn is one action; else none, so that the response continues to its end."""
-        return (self._closing, ANSWER_END) if self.must_act else ()
+        """Both closing tags if every turn is one action; else none, so that the response continues to its end, and none
+        if a closing tag may be part of a thought."""
+        return (self._closing, ANSWER_END) if self.must_act and self.calls_in_thoughts else ()
 
-    def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
-        """The first call outside thoughts; a pause inside a thought is not a call."""
-        beginning = speech_start(written)
-        start = find_spoken(written, self._opening, beginning)
-        if start >= 0:
-            return self._read(written, start + len(self._opening))
-        if self.must_act:
-            answer = find_spoken(written, ANSWER, beginning)
-            if answer >= 0 and written.find(ANSWER_END, answer) >= 0:
-                return Final()
-        if self.paused(written):
-            if not any(find_spoken(written, tag, beginning) >= 0 for tag in self.stop_strings(written)):
-                return Continue()
-            return ParseError(self._advice())
-        return ParseError(self._advice()) if self.must_act else Final()
+    @property
+    def one_text(self) -> bool:
+        return self.raw or self.must_act
 
-    def _read(self, written: str, start: int) -> Parsed:
-        end = written.find(self._closing, start)
-        if end < 0:
-            return ParseError(f"{self._opening} is never closed with {self._closing}.")
-        text = written[start:end].strip()
+    def read(self, written: str) -> Parsed:
+        """The first complete call or answer in the text up to the first end of a call, else up to the first end of an
+        answer. An end of an answer decides only if no later end of a call can change the action."""
+        called = written.find(self._closing)
+        answered = written.find(ANSWER_END) if self.must_act and called < 0 else called
+        text = written if answered < 0 else written[: answered + len(self._closing if called >= 0 else ANSWER_END)]
+        call, answer = text.find(self._opening), text.find(ANSWER)
+        answers = self.must_act and answer >= 0 and text.find(ANSWER_END, answer) >= 0
+        if answers and not 0 <= call < answer:
+            return Final()
+        if called >= 0 and call >= 0:
+            return self._call_in(text[call + len(self._opening) : called].strip())
+        parsed = Final() if answers else self._without_action(text)
+        return Continue(parsed) if called < 0 and self.paused(written) else parsed
+
+    def _call_in(self, text: str) -> Parsed:
         if self.fenced and text.startswith(_FENCE):
             text = text.removeprefix(_FENCE).removesuffix(_FENCE_END).strip("\n")
-        if not text.strip():
+        if not text.strip() and not self.must_act:
             return ParseError(f"There is nothing between {self._opening} and {self._closing}.")
         return Calls((self.call(text),))
 
+    def _without_action(self, written: str) -> ParseError | Final:
+        if self.must_act or self._closing in written:
+            return ParseError(self._advice)
+        if self._opening in written:
+            return ParseError(f"{self._opening} is never closed with {self._closing}.")
+        return Final()
+
+    @cached_property
     def _advice(self) -> str:
+        if self.invalid is not None:
+            return load_template(self.invalid, "").text
         advice = f"That was no action. To use the tool, write {self._opening} .. {self._closing}"
         return f"{advice}; to answer, write {ANSWER} .. {ANSWER_END}." if self.must_act else f"{advice}."
 
-    def wrap(self, output: str, written: str) -> str:
-        text = f"{self.inside}{output}{self.inside}"
-        return f"{self.before}<{self.result_tag}>{text}</{self.result_tag}>{self.after}"
+    def delimiters(self, written: str) -> tuple[str, str]:
+        return f"{self.before}<{self.result_tag}>{self.inside}", f"{self.inside}</{self.result_tag}>{self.after}"
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         opening, closing = self._around_call
@@ -109,9 +124,25 @@ class TagsFormat(InlineFormat):
         return f"{self._opening}{before}", f"{after}{self._closing}"
 
 
+@dataclass(frozen=True)
+class ReToolFormat(TagsFormat):
+    """ReTool's inference code: `</code>` runs what follows the last opening fence, or all text since the last pause."""
+
+    def read(self, written: str) -> Parsed:
+        before, closing, _ = written.partition(self._closing)
+        if not closing:
+            return Final()
+        code = before.rpartition(_FENCE)[2].replace(_FENCE_END, "").strip()
+        return Calls((self.call(code),))
+
+    def delimiters(self, written: str) -> tuple[str, str]:
+        opening, closing = super().delimiters(written)
+        return opening, closing.removeprefix(self.inside)
+
+
 # arXiv 2504.11536; outputs as in its inference code: only the last line of errors
 RETOOL = partial(
-    TagsFormat,
+    ReToolFormat,
     prompt_template="retool",
     call_tag="code",
     result_tag="interpreter",
