@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Sequence
@@ -135,8 +137,8 @@ def test_an_unknown_layout_is_refused(content: bytes) -> None:
     assert before == content
 
 
-def wheel(folder: Path, name: str, files: dict[str, bytes], executable: str = "") -> Path:
-    path = folder / f"{name}-1.0-py3-none-any.whl"
+def wheel(folder: Path, name: str, files: dict[str, bytes], executable: str = "", version: str = "1.0") -> Path:
+    path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for member, content in files.items():
             info = zipfile.ZipInfo(member)
@@ -193,6 +195,40 @@ def test_calls_bring_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert printed.count(f"python bench/gpu/short.py --stage {tmp_path}\n") == 2
     stage.print_calls(tmp_path, archives, repository + 4)
     assert "1.0 MiB too much" in capsys.readouterr().out
+
+
+def test_the_command_end_to_end(tmp_path: Path) -> None:
+    """With small wheels in place of those that it would download."""
+    (tmp_path / "wheels").mkdir()
+    for pin in [*stage.VLLM, *stage.read_pins(stage.PACKAGES)]:
+        name, version = pin.replace("-", "_").split("==")
+        files = {stage.DEVICE_CODE: library(container(ALL))} if name == "vllm" else {f"{name}/__init__.py": b""}
+        wheel(tmp_path / "wheels", name, files, version=version)
+
+    def build(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "bench/gpu/stage.py", "--out", tmp_path, *options]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    def names() -> list[str]:
+        with tarfile.open(tmp_path / "packages.tar.xz") as tar:
+            return tar.getnames()
+
+    done = build()
+    assert done.returncode == 0, done.stderr
+    assert "of device code for other cards left out" in done.stdout and "Call 1" in done.stdout
+    assert "ray/__init__.py" in names() and "trl/__init__.py" in names()
+    sums = (tmp_path / "SUMS").read_text()
+    assert subprocess.run(["sha256sum", "--check", "--strict", "SUMS"], cwd=tmp_path).returncode == 0
+
+    too_large = build("--piece-mib", "0.0001")
+    assert too_large.returncode == 1 and "packages.tar.xz is larger than 0.0001 MiB" in too_large.stderr
+    assert not (tmp_path / "SUMS").exists()
+
+    assert build("--no-ray", "--no-blank").returncode == 0
+    assert "ray/__init__.py" not in names()
+    assert (tmp_path / "SUMS").read_text() != sums
+    assert build().returncode == 0
+    assert (tmp_path / "SUMS").read_text() == sums
 
 
 def versions(pins: Sequence[str]) -> dict[str, str]:
