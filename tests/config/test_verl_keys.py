@@ -334,6 +334,7 @@ OWN_DEFAULTS = {
     "actor_rollout_ref.model.path",
     "critic.model.path",
     "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.enforce_eager",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.max_num_batched_tokens",
