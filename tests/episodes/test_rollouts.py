@@ -56,7 +56,7 @@ class Latent:
 
     chance: random.Random
     dull: float = 0.0
-    begun: list[tuple[int, int]] = field(default_factory=list)  # (seed, version)
+    begun: list[tuple[int, int]] = field(default_factory=list)  # (seed, update that it is scored for)
     running: int = 0
     most_running: int = 0
 
@@ -163,7 +163,7 @@ def test_without_staleness_it_is_the_plain_loop() -> None:
     async def plain(engine: Latent, step: int, stream: TaskStream) -> list[int]:
         tasks = [next(stream) for _ in range(3)]
         order = sorted(range(3), key=lambda number: -len(tasks[number].prompt[0].content))
-        done = await asyncio.gather(*(engine.run(tasks[n], 2, step, 2 * (3 * step + n)) for n in order))
+        done = await asyncio.gather(*(engine.run(tasks[n], 2, step + 1, 2 * (3 * step + n)) for n in order))
         return sorted(seeds(done))
 
     async def both() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,10 +255,11 @@ class TellsStep:
 def test_a_run_in_two_parts_with_two_scorers_and_stale_rollouts(tmp_path: Path) -> None:
     """Through the command: the steps that rewards get, the refusal of other inputs, and the records of both parts."""
     (tmp_path / "mine.py").write_text(REWARD)
-    rows = tmp_path / "train.parquet"
+    rows, few = tmp_path / "train.parquet", tmp_path / "few.parquet"
     shutil.copy(MINI / "train.parquet", rows)
+    pq.write_table(pq.read_table(MINI / "test.parquet").slice(0, 4), few)
     words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 2), "trainer.test_freq=1"]
-    words += [f"data.train_files=[{rows}]", f"data.val_files=[{MINI / 'test.parquet'}]", "data.max_response_length=4"]
+    words += [f"data.train_files=[{rows}]", f"data.val_files=[{few}]", "data.max_response_length=4"]
     words += [f"reward.name={tmp_path / 'mine.py'}:TellsStep", "reward.num_workers=2", "rollout.max_staleness=1"]
     words.append("algorithm.kl_placement=none")  # the reference would read the weights of the model's folder again
     run(words, WITHLENGTH="1")

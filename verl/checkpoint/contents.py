@@ -75,13 +75,17 @@ def _of_value(value: Any, is_path: bool = False) -> Any:
 
 def _of_text(text: str, is_path: bool = False) -> str:
     """is_path: a name without folder and suffix may be that of a file, too"""
+    path: Path | None = None
+    named = text
     if code := _CODE.fullmatch(text):
-        path, rest = Path(code["file"]), text.removeprefix(code["file"])
+        named = code["file"]
+        path = Path(named)
     elif module := _MODULE.fullmatch(text):
-        path, rest = _source_of(module["module"]), text.removeprefix(module["module"])
-    else:
-        path, rest = (Path(text), "") if is_path or "/" in text or "." in text else (None, "")
-    return text if path is None or not _is_file(path) else f"sha256 {file_digest(path)}{rest}"
+        named = module["module"]
+        path = _source_of(named)
+    elif is_path or "/" in text or "." in text:
+        path = Path(text)
+    return text if path is None or not _is_file(path) else f"sha256 {file_digest(path)}{text.removeprefix(named)}"
 
 
 def _source_of(module: str) -> Path | None:

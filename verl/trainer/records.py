@@ -31,8 +31,8 @@ def write_records(folder: Path, config: Config, command: Command, saved: Saved |
         append_changed(folder / CHANGES, [{"changed": saved.changed}], step)
 
 
-def append_changed(path: Path, rows: Iterable[Mapping[str, Any]], step: int, key: str | None = None) -> None:
-    """Append the rows that differ from the file's last one (with the same value of `key`), with the step."""
+def append_changed(path: Path, rows: Iterable[Mapping[str, Any]], step: int, key: str = "") -> None:
+    """Append the rows that differ from the file's last one (with the same value of `key`, if given), with the step."""
     try:
         kept = read_jsonl(path) if path.exists() else []
         last = {row.get(key): _without_step(row) for row in kept}
