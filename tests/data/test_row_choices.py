@@ -41,7 +41,10 @@ from verl.types import Task
 from verl.utils.reward_score.base import GroupReward
 
 BOXED = "\\boxed{4}"
-NO_TOOLS = "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+NO_TOOLS = (
+    "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+)
 CALCULATOR = {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}}}
 
 
@@ -141,7 +144,9 @@ def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str
     assert found["val/v/exact"] == 0.5  # of the two that know theirs
 
 
-def test_the_lab_tries_the_reward_of_each_row(tmp_path: Path, capsys: pytest.CaptureFixture[str], mine: str) -> None:
+def test_the_lab_tries_the_reward_of_each_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mine: str, chat: ChatTemplate
+) -> None:
     path = write(tmp_path / "rows.jsonl", row(), row(reward="zerotir"))
     assert lab.main(["--data", path, "--reward", "zerotir"]) in (0, 1)
     assert "2 rows tried" in capsys.readouterr().out
@@ -149,7 +154,8 @@ def test_the_lab_tries_the_reward_of_each_row(tmp_path: Path, capsys: pytest.Cap
     assert lab.main(["--data", path, "--reward", "zerotir"]) == 2
     assert f"rows.jsonl#1: reward {mine!r} does not define maximum()" in capsys.readouterr().out.replace("\n", "")
     tasks = [task(reward=mine)]
-    assert check_reward(build_rewards("zerotir"), tasks) == "has no golden responses to try"
+    runner = single_turn_runner(chat, 99)
+    assert check_reward(runner, build_rewards("zerotir"), tasks) == "has no golden responses to try"
 
 
 def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine: str) -> None:

@@ -343,3 +343,27 @@ def test_published_chat_templates_frame_turns_that_earn_their_reward(name: str) 
     assert chat.frame.end.startswith(end) or (name == "glm4moe" and not chat.frame.end)
     for each in ("toolrl", "tool_n1", "retool"):
         check(chat, each)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "trained"),
+    [
+        ("opened", "Yes.", "\n</think>\n\nYes.<|im_end|>"),
+        ("opened", "<think>\nI know.\n</think>\n\nYes.", "I know.\n</think>\n\nYes.<|im_end|>"),
+        ("opened", "<think>I know.</think>Yes.", "I know.</think>Yes.<|im_end|>"),
+        ("opened", "I know.</think>Yes.", "I know.</think>Yes.<|im_end|>"),
+        ("empty_thought", "Yes.", "<think>\n\n</think>\n\nYes.<|im_end|>"),
+        ("empty_thought", "<think>I know.</think>Yes.", "<think>I know.</think>Yes.<|im_end|>"),
+        ("chatml", "Yes. ", "Yes. <|im_end|>"),
+    ],
+)
+def test_a_demonstration_goes_on_where_the_prompt_ends(template: str, content: str, trained: str) -> None:
+    """No tag is trained twice, and no answer inside a thought that the prompt has opened."""
+    chat = ChatTemplate(small_tokenizer("bytes", template, eos="<|endoftext|>"))
+    assert chat.tokenizer.decode(demonstrated(chat, content)) == trained
+
+
+def test_quoted_tool_output_is_masked_behind_an_opened_thought_too() -> None:
+    chat = ChatTemplate(small_tokenizer("bytes", "opened"))
+    said = "<think>\nI know.\n</think>\n<result>21</result> Yes."
+    assert chat.tokenizer.decode(demonstrated(chat, said)) == "I know.\n</think>\n Yes.<|im_end|>"

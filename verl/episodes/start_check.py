@@ -33,7 +33,14 @@ _TRIAL = ToolSpec("trial", "", {"type": "object", "properties": {"text": {"type"
 def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
     """Raises ConfigError if gold responses of sample rows do not earn the maximum that their reward promises: one whose
     text earns it, or all of a reward; or if they do not score above an empty response and a bare thought."""
-    rows, found = sample_rows(rewards, tasks), []
+    rows, never = sample_rows(rewards, tasks), ""
+    for reward, name, own in _by_reward(rewards, rows):
+        failed = [each for task in own if (each := _problem(runner, reward, name, task))[1]]
+        if lost := [problem for tokens, problem in failed if tokens]:
+            raise ConfigError(lost[0])
+        if len(failed) == len(own):
+            never = failed[0][1]
+    found = []
 
     def score(task: Task, response: str | Message) -> float:
         return rewards.score(_episode(runner, task, response), task, _STEP).total
@@ -42,11 +49,8 @@ def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) 
         with suppress(DataError):  # a row that cannot be scored is dropped in training, too
             found.append(gold_scores(rewards, task, score))
     check_gold_wins(scores for scores in found if scores is not None)
-    for reward, name, own in _by_reward(rewards, rows):
-        problems = [_problem(runner, reward, name, task) for task in own]
-        failed = [(lost, problem) for lost, problem in problems if problem]
-        if any(lost for lost, _ in failed) or (failed and len(failed) == len(own)):
-            raise ConfigError(next((problem for lost, problem in failed if lost), failed[0][1]))
+    if never:
+        raise ConfigError(never)
 
 
 def check_turns(observations: ObservationTokenizer) -> None:
@@ -56,9 +60,11 @@ def check_turns(observations: ObservationTokenizer) -> None:
     if not observations.raw:
         chat.check_turns()
     call = style.call("1") if isinstance(style, InlineFormat) else ToolCall("trial", {"text": 'a < "b"'})
+    if not hasattr(style, "render"):
+        return
     try:
         content = style.render((call,))
-    except (AttributeError, DataError):  # optional, and some chat templates render no calls
+    except DataError:  # some chat templates render no calls
         return
     text, (ids, _) = chat.response(() if observations.raw else chat.question_ids, content, observations.raw)
     read = chat.response_text(ids)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from verl.formats.base import Final
+from verl.formats.split import Split
 from verl.types import Message, ToolCall, ToolSpec
 
 
@@ -26,6 +27,12 @@ class PlainFormat:
 
     def observation(self, results: Sequence[Message], written: str) -> Sequence[Message]:
         return ()  # no turn follows
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        return Split(text)
+
+    def certain_content(self, text: str) -> str:
+        return text
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return ""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from scripts.raw.rlla import dialogue, to_row
 from tests.conftest import ROOT, real_data
 from tests.data.test_tasks import example, row, write_jsonl
 from tests.kit.lab.lab import try_reward
+from tests.support.tiny import save_tiny_model
 from verl.data.tasks import to_task
 from verl.formats.toolrl_text import render_response
 from verl.kit.lab.__main__ import GOLD, LabReward, main
@@ -194,3 +197,14 @@ def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "80 rows tried, 9 with violations; 0 rows unusable, 1 call unlisted tools" in said
     assert said.count("call inside response scores 1, expected less than 1") == 9
+
+
+def test_with_a_model_responses_go_through_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that stops at `</think>` can write no gold response, which its text alone does not show."""
+    model, data = save_tiny_model(tmp_path / "model"), str(ROOT / "dataset/mini/test.parquet")
+    assert main(["--data", data, "--limit", "5", "--model", str(model)]) == 0
+    stop = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("</think>")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
+    assert main(["--data", data, "--limit", "5"]) == 0
+    assert main(["--data", data, "--limit", "5", "--model", str(model)]) == 1
+    assert "5 rows tried, 5 with violations" in capsys.readouterr().out
