@@ -432,7 +432,7 @@ def test_reward_options_are_open() -> None:
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (
             ["zzz.yyy=3"],
-            "there are data, model, actor, ref, critic, rollout, env, sandbox, algorithm, reward, trainer, eval; --hel",
+            "rollout, env, sandbox, algorithm, reward, trainer, tracking, eval; --help lists every key",
         ),
         (["rollout.n=four"], "rollout.n='four'"),
         (["rollout.n=0"], "rollout.n must be at least 1, got 0"),

@@ -202,7 +202,8 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
 
     def config(length: int) -> Config:
         told = [*FENCE, f"model.path={MINI / 'model'}", f"data.train_files=[{data}]", "data.max_response_length=64"]
-        return load_config([*told, f"data.max_prompt_length={length}", "data.train_batch_size=1"])
+        told += ["data.truncation=error", "data.train_batch_size=1"]
+        return load_config([*told, f"data.max_prompt_length={length}"])
 
     inputs = load_inputs(config(400))
     (task,) = inputs.train[0]

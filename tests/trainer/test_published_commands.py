@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.slow
 QUESTION, NUMBER = "What is 6 times 7?", "42"
 CALLS = json.dumps([{"name": "get_time", "arguments": {"city": "Fes"}}])
 ASKED = {"role": "user", "content": QUESTION}
-GOLD = next(iter(read_rows(str(MINI / "train.parquet"))))["reward_model"]["ground_truth"]
+TOOLRL = next(iter(read_rows(str(MINI / "train.parquet"))))  # in the layout of ToolRL's preprocess_rlla
 
 
 def published_rows(source: str, truth: Any, *prompt: dict[str, str], **extra: Any) -> list[dict[str, Any]]:
@@ -52,11 +51,10 @@ def published_rows(source: str, truth: Any, *prompt: dict[str, str], **extra: An
     ]
 
 
-TOOLRL = list(islice(read_rows(str(MINI / "train.parquet")), 2))
 SYSTEM = {"role": "system", "content": "Answer in a box."}
 ROWS = {
-    "ToolRL grpo": TOOLRL,
-    "ToolRL ppo": TOOLRL,
+    "ToolRL grpo": [TOOLRL, TOOLRL],
+    "ToolRL ppo": [TOOLRL, TOOLRL],
     "Tool-N1": published_rows("toolcall", CALLS, prompt_type="qwen"),
     "ToRL": published_rows("math500", NUMBER, SYSTEM, ASKED, id="0"),
     "ReTool dapo": published_rows("math_dapo", NUMBER),
@@ -78,6 +76,7 @@ SIZES = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2000",
     "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.0",
     "actor_rollout_ref.rollout.name=hf",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "trainer.device=cpu",
@@ -90,6 +89,7 @@ SIZES = [
     "data.val_files=[]",
     "trainer.test_freq=0",
 ]
+CRITIC = ["critic.ppo_mini_batch_size=2", "critic.optim.lr_warmup_steps_ratio=0.0"]  # where the script sets them
 # The script's own keys of what is smaller here.
 NUM_RESPONSES = {"SearchR1 grpo": "n_agent", "SearchR1 v0.3 fmt": "n_agent", "SkyRL 8b": "n_trajectories"}
 LENGTHS = {
@@ -118,11 +118,10 @@ def arguments(script: str, model: Path, folder: Path, rows: Sequence[dict[str, A
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [*SCRIPTS[script]["words"], *SIZES, f"data.train_files=[{data}]", f"actor_rollout_ref.model.path={model}"]
-    if any(each.startswith("critic.model.path") for each in given):
+    if any(each.startswith("critic.model.path=") for each in given):
         given.append(f"critic.model.path={model}")
-    if any(each.startswith("critic.optim.lr_warmup") for each in given):
-        given.append("critic.optim.lr_warmup_steps_ratio=0.0")
-    given.append("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.0")
+    keys = {each.partition("=")[0] for each in given}
+    given += [each for each in CRITIC if each.partition("=")[0] in keys]
     if script in NUM_RESPONSES:
         given.append(f"actor_rollout_ref.rollout.{NUM_RESPONSES[script]}=2")
     else:
@@ -150,7 +149,7 @@ def test_two_steps_of_a_published_script(script: str, model: Path, tmp_path: Pat
         corpus.write_text(json.dumps({"id": "0", "contents": '"Six times seven"\nIt is 42.'}) + "\n")
         given.append(f"env.tools=[{{name: search, corpus: {corpus}}}]")
     config = load_config([*given, *(["env.max_turn_tokens=60"] if call is CODE else [])])
-    answer = ANSWERS.get(script, GOLD)
+    answer = ANSWERS.get(script, TOOLRL["reward_model"]["ground_truth"])
     style = build_tool_call_format(config.env.tool_call_format, {}) if config.env.tool_call_format else None
     first = pieces(style, call) if style is not None and call is not None else []
 

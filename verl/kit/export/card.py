@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from verl import __version__
+from verl.config.published import AUTO
 from verl.data.overlap import TRAIN_TASKS
 from verl.kit.openai_server.parsing import PARSER_NAME
 from verl.kit.openai_server.serving_files import CHAT_TEMPLATE, TOOL_PARSER
 from verl.tracking.names import STDERR
-from verl.utils.reward_score.base import AUTO
 
 CARD = "README.md"
 _MISSING = "not recorded"
