@@ -121,7 +121,7 @@ def load_inputs(config: Config) -> Inputs:
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, rewards))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.all_of(rewards.checked(chain(*train))))
-    check_golds(episode_runner, rewards, chain(*train))
+    check_gold_scores(episode_runner, rewards, chain(*train))
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
     online_eval: OnlineEval | None = needed_tool("online_eval")(config, chat) if config.eval.benchmarks else None
     allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"
@@ -139,7 +139,7 @@ def load_inputs(config: Config) -> Inputs:
     )
 
 
-def check_golds(episode_runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
+def check_gold_scores(episode_runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
     """Raises ConfigError if the rewards do not pay for gold responses (verl/scoring/gold_check.py)."""
     tool_call_format = episode_runner.observations.tool_call_format
 
