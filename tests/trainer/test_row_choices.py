@@ -50,6 +50,7 @@ def test_the_choices_are_comments_after_the_settings(tmp_path: Path, capsys: pyt
 def test_a_run_whose_reward_pays_for_a_bare_thought_does_not_start(tmp_path: Path) -> None:
     file = written(tmp_path / "rows.jsonl", *[row("openai/gsm8k", str(number)) for number in range(3)])
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{file}]", "algorithm.name=grpo", "rollout.n=2"]
+    words += ["data.train_batch_size=3", "actor.ppo_mini_batch_size=3"]
     with pytest.raises(ConfigError, match="'rlla' gives the gold response 0, an empty one 0, a thought alone 1"):
         load_inputs(load_config([*words, "reward.name=rlla"]))
     inputs = load_inputs(load_config(words))
