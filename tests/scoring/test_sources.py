@@ -192,6 +192,14 @@ def test_rewards_without_a_gold_response_are_not_called(tmp_path: Path) -> None:
     check_gold_wins([])
 
 
+def test_a_reward_that_fails_names_the_row() -> None:
+    def fails(task: Task, response: str | Message) -> float:
+        raise ZeroDivisionError("by zero")
+
+    with pytest.raises(ConfigError, match=r"the reward fails on rows.jsonl#0 \(ZeroDivisionError: by zero\)"):
+        gold_scores(AUTO, task("rlla", TOOLRL), fails)
+
+
 def test_some_rows_of_every_source_are_looked_at() -> None:
     tasks = [task("rlla", TOOLRL)] * 50 + [task("openai/gsm8k", "7")] * 3 + [task("toolcall", CALLS)]
     assert [each.data_source for each in sample_rows(AUTO, tasks)] == ["rlla"] * 8 + ["openai/gsm8k"] * 3 + ["toolcall"]

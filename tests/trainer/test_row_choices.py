@@ -10,8 +10,11 @@ import yaml
 
 from tests.config.test_published import SCRIPTS
 from tests.scoring.test_sources import CALLS, TOOLRL, row
+from tests.support.tiny import MINI
 from verl.config.load import load_config
+from verl.errors import ConfigError
 from verl.trainer import main_ppo
+from verl.trainer.builders.run import load_inputs
 from verl.trainer.row_choices import row_choices
 
 
@@ -42,3 +45,13 @@ def test_the_choices_are_comments_after_the_settings(tmp_path: Path, capsys: pyt
     printed = capsys.readouterr().out
     assert f"# {file}: reward.name=tool_n1 version=v1 (by data_source toolcall); data.truncation=drop" in printed
     assert yaml.safe_load(printed[printed.index("data:\n") :])["reward"]["name"] == "auto"
+
+
+def test_a_run_whose_reward_pays_for_a_bare_thought_does_not_start(tmp_path: Path) -> None:
+    file = written(tmp_path / "rows.jsonl", *[row("openai/gsm8k", str(number)) for number in range(3)])
+    words = [f"model.path={MINI / 'model'}", f"data.train_files=[{file}]", "algorithm.name=grpo", "rollout.n=2"]
+    words += ["data.train_batch_size=3", "actor.ppo_mini_batch_size=3"]
+    with pytest.raises(ConfigError, match="'rlla' gives the gold response 0, an empty one 0, a thought alone 1"):
+        load_inputs(load_config([*words, "reward.name=rlla"]))
+    inputs = load_inputs(load_config(words))
+    assert inputs.choices(None).startswith("reward: gsm8k (by data_source openai/gsm8k); ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.scoring.rewards import Rewards
 from verl.types import Message, Task
@@ -46,13 +46,19 @@ def gold_scores(
 ) -> GoldScores | None:
     """score: the total of a response, which is a text or a message with calls
 
-    None if the task's reward defines no gold response: judges, services and users' functions are not called.
+    None if the task's reward defines no gold response: judges, services and users' functions are not called. Raises
+    ConfigError for a reward that fails.
     """
     reward = rewards.of(task)
     if not isinstance(reward, LabReward):
         return None
-    responses = (reward.gold(task, step), "", BARE_THOUGHT)
-    return GoldScores(task.id, rewards.names(task)[0], *(score(task, each) for each in responses))
+    try:
+        responses = (reward.gold(task, step), "", BARE_THOUGHT)
+        return GoldScores(task.id, rewards.names(task)[0], *(score(task, each) for each in responses))
+    except VerlError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the reward fails on {task.id} ({type(error).__name__}: {error})") from error
 
 
 def check_gold_wins(found: Iterable[GoldScores]) -> None:
