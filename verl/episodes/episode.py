@@ -26,7 +26,7 @@ from verl.envs.sandbox import Sandbox
 from verl.envs.task_envs import check_offered
 from verl.episodes.program import SEEDS_BETWEEN_TURNS, ProgramEnv, ProgramPolicy
 from verl.errors import DataError, EpisodeLostError, JudgeError, ServiceDownError, VerlError
-from verl.formats.base import Calls, Continue, Final, ParseError, ToolCallFormat, at_end
+from verl.formats.base import Calls, Continue, Final, ParseError, at_end
 from verl.formats.response import parsed_response
 from verl.net.services import check_services
 from verl.rollout.engine import Generator, Sampling
@@ -231,7 +231,8 @@ class _Episode:
             case ParseError(problem):
                 self._num_malformed += 1
                 if limits.feedback_on_parse_error:
-                    ended = ended and not self._continued(style)
+                    if ended and getattr(style, "one_text", False):
+                        self._drop_end_token()
                     return self._observe((Message("tool", problem),), text, ended)
                 await self._step(env, message)
                 return StopReason.MALFORMED
@@ -246,17 +247,18 @@ class _Episode:
             return StopReason.STOP
         return self._observe((*result.messages, *unanswered), text, ended, result.tools)
 
-    def _continued(self, style: ToolCallFormat) -> bool:
-        """Drop the end token of a response without an action if the format continues it, unless it is all there is."""
-        turn = self._turns[-1]
-        made = turn.completion
-        if not getattr(style, "one_text", False) or len(made.token_ids) < 2:
-            return False
-        versions = made.token_versions[:-1]
-        made = replace(made, token_ids=made.token_ids[:-1], logprobs=made.logprobs[:-1], token_versions=versions)
-        self._turns[-1] = replace(turn, completion=made)
-        self._ledger.pop()
-        return True
+    def _drop_end_token(self) -> None:
+        """The response goes on in the same text, without its end token, unless that is all there is."""
+        made = self._turns[-1].completion
+        if len(made.token_ids) > 1:
+            kept = replace(
+                made,
+                token_ids=made.token_ids[:-1],
+                logprobs=made.logprobs[:-1],
+                token_versions=made.token_versions[:-1],
+            )
+            self._turns[-1] = replace(self._turns[-1], completion=kept)
+            self._ledger.pop()
 
     def _last_reason(self, calls_left: int) -> StopReason | None:
         """The stop reason if this turn is the last one, else None."""

@@ -75,9 +75,11 @@ class TagsFormat(InlineFormat):
     def read(self, written: str) -> Parsed:
         """The first complete call or answer in the text up to the first end of a call, else up to the first end of an
         answer. An end of an answer decides only if no later end of a call can change the action."""
-        called = written.find(self._closing)
-        answered = written.find(ANSWER_END) if self.must_act and called < 0 else called
-        text = written if answered < 0 else written[: answered + len(self._closing if called >= 0 else ANSWER_END)]
+        called, text = written.find(self._closing), written
+        if called >= 0:
+            text = written[: called + len(self._closing)]
+        elif self.must_act and (answered := written.find(ANSWER_END)) >= 0:
+            text = written[: answered + len(ANSWER_END)]
         call, answer = text.find(self._opening), text.find(ANSWER)
         answers = self.must_act and answer >= 0 and text.find(ANSWER_END, answer) >= 0
         if answers and not 0 <= call < answer:
