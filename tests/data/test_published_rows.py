@@ -6,6 +6,7 @@ Forms and field names are those of the publishers' own code:
     ORZ-57k         Open-Reasoner-Zero 3fdd9a0, playground/zero_setting_base.py (`CustomDataset.process_dialogue`)
     DeepMath-103K   zwhe99/DeepMath 0d97187, README.md ("Rich Data Format"), and the data set's card
     ToRL            GAIR-NLP/ToRL cb78cf1, data/torl_data (`stype`, sic)
+    ReTool's SFT    verl-project/verl-recipe 48ea0a7, retool/retool_sft_preprocess.py (`process`), which reads its rows
 """
 
 from __future__ import annotations
@@ -203,6 +204,24 @@ def test_math_rows_carry_the_recipes_prompt_and_no_other(recipe: str, tmp_path: 
     assert math_problems.main(["--input", str(source), "--output", str(output)]) == 0
     shown = load_template(recipe).fill("How many?", "")
     assert opening(recipe, output, chat) == chat.prompt_ids((Message("user", shown),))
+
+
+def test_retools_own_demonstrations_are_read_and_their_outputs_are_not_trained(
+    tmp_path: Path, chat: ChatTemplate
+) -> None:
+    """Two messages: the prompt, and a response with code, outputs and an answer in tags."""
+    response = (
+        "I compute.\n<code>\n```python\nprint(6 * 7)\n```\n</code>\n<interpreter>\n42\n</interpreter>\n\nSo it is 42.\n"
+        "<answer>\n\\boxed{42}\n</answer>"
+    )
+    asked = "Solve it.\n\n*user question:*\nAnswer the following Math Problem\n\nWhat is 6 times 7?\n"
+    row = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": response}]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "sft.parquet")
+    (sample,) = sft_samples(read_demonstrations(str(tmp_path / "sft.parquet")), chat, 4096)
+    trained = [token for token, own in zip(sample.token_ids, sample.action_mask, strict=True) if own]
+    text = chat.tokenizer.decode(trained)
+    assert text.startswith("I compute.") and "print(6 * 7)" in text and "\\boxed{42}" in text
+    assert "<interpreter>" not in text and "\n42\n" not in text
 
 
 def test_a_cold_start_shows_the_prompt_of_reinforcement_learning(tmp_path: Path, chat: ChatTemplate) -> None:
