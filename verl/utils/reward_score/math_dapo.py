@@ -8,7 +8,8 @@ import re
 
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations, written
-from verl.utils.reward_score.math import boxed, last_box, same_answer
+from verl.utils.reward_score.math import boxed, last_box
+from verl.utils.reward_score.math_equality import same_answer
 
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _LINE_TAIL, _BOX_TAIL = 300, 100  # characters
