@@ -44,8 +44,9 @@ def parser_class(name: str, folder: Path) -> Any:
     from vllm.tool_parsers import ToolParserManager
 
     text = serving_texts(Path(embedded_path("embedded:model")), TrainedFormat(name))[TOOL_PARSER]
-    (folder / f"parser_{name}.py").write_text(text)
-    ToolParserManager.import_tool_parser(str(folder / f"parser_{name}.py"))
+    file = folder / f"parser_{Path(name).stem}.py"
+    file.write_text(text)
+    ToolParserManager.import_tool_parser(str(file))
     return ParserManager.get_parser(
         tool_parser_name=PARSER_NAME, enable_auto_tools=True, model_name="mini", tokenizer=tokenizer()
     )
@@ -148,3 +149,18 @@ def test_what_the_policy_cannot_do_is_refused(tmp_path: Path) -> None:
     asked.tools = asked.tools[:1]
     with pytest.raises(ValueError, match=r"trained with one tool, search\(query\), which is not in the request"):
         used.adjust_request(asked)
+
+
+@pytest.mark.parametrize("name", ["toolrl", "retool", "search_r1"])
+def test_the_end_token_is_no_content(name: str, tmp_path: Path) -> None:
+    """Servers include it with stop strings, and where formats may have special tokens."""
+    parser, asked = parser_class(name, tmp_path), request()
+    for text in (responses(name)[2], "Just text < b"):
+        answer = ResponseReader(build_tool_call_format(name)).read(text)
+        _, content, calls = new_parser(parser, asked).parse(f"{text}<|im_end|>", asked, enable_auto_tools=True)
+        assert ((content or "").strip(), len(calls or ())) == (answer.content.strip(), len(answer.calls))
+        used, sent = new_parser(parser, asked), ""
+        for piece, ids in ((text, []), ("<|im_end|>", [tokenizer().eos_token_id])):
+            delta = used.parse_delta(piece, ids, asked, prompt_token_ids=[1], finished=bool(ids))
+            sent += (delta.content or "") if delta else ""
+        assert sent == answer.content
