@@ -97,7 +97,9 @@ class Runs:
         folder = self.place.work / "runs"
         shutil.rmtree(folder / name, ignore_errors=True)
         where = [f"trainer.default_local_dir={folder}", f"trainer.experiment_name={name}"]
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *where]
+        # what failed before may have been compilation or CUDA graphs
+        eager = ["rollout.enforce_eager=true"] if self.place.again and not self.place.rehearse else []
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *where, *eager]
         with suppress(subprocess.TimeoutExpired):
             ended = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit)
             if ended.returncode:

@@ -49,6 +49,7 @@ SCORED = {
     "fence": ("torl", "21", None),
     "hermes": ("calls", "", GOLD),
     "llama3_json": ("calls", "", GOLD),
+    "openhands": ("calls", "", GOLD),
     "otc_search": ("search_r1", "21", None),
     "retool": ("retool", "21", None),
     "search_r1": ("search_r1", "21", None),

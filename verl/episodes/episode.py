@@ -257,7 +257,7 @@ class _Episode:
                 logprobs=made.logprobs[:-1],
                 token_versions=made.token_versions[:-1],
             )
-            self._turns[-1] = replace(self._turns[-1], completion=kept)
+            self._turns[-1] = replace(self._turns[-1], completion=kept, other_end="")
             self._ledger.pop()
 
     def _last_reason(self, calls_left: int) -> StopReason | None:

@@ -25,7 +25,7 @@ class InlineFormat(PromptTemplateMixin, ABC):
     """
 
     parallel_calls: ClassVar[bool] = False
-    serving_template: ClassVar[str] = "inline"
+    serving_template: ClassVar[str | None] = "inline"
     template_tools: ClassVar[bool] = False  # the recipe's prompt describes the tool
     calls_in_thoughts: bool = True
     raw: bool = False

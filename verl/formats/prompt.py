@@ -91,7 +91,7 @@ class PromptTemplateMixin:
     """
 
     place: ClassVar[str] = "{question}"
-    serving_template: ClassVar[str] = "question"  # of verl/kit/openai_server/templates
+    serving_template: ClassVar[str | None] = "question"  # of verl/kit/openai_server/templates; None: cannot be served
     turns_per_call: ClassVar[int] = 1
     parallel_calls: ClassVar[bool] = True
     prompt_template: str | None = None

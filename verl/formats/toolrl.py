@@ -24,7 +24,7 @@ class ToolRlFormat(SystemPromptTemplateMixin):
     """Parses calls exactly as ToolRL's reward does."""
 
     needs_thought: ClassVar[bool] = True
-    serving_template: ClassVar[str] = "toolrl"
+    serving_template: ClassVar[str | None] = "toolrl"
     prompt_template: str = "toolrl"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:

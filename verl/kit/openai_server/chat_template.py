@@ -43,13 +43,14 @@ def serving_chat_template(
     head = "".join([_file("common"), *variables])
     if tool_call_format.template_tools:
         return _before(head + _file("tools_only"), base)
-    if not isinstance(tool_call_format, PromptTemplateMixin):
+    body = tool_call_format.serving_template if isinstance(tool_call_format, PromptTemplateMixin) else None
+    if body is None:
         raise ConfigError(
             f"the prompts of the tool-call format {type(tool_call_format).__name__} cannot be written as a chat "
             "template, which a server needs; derive it from TurnFormat or InlineFormat, or let the chat template list "
             "the tools (template_tools)"
         )
-    body = tool_call_format.serving_template
+    assert isinstance(tool_call_format, PromptTemplateMixin)
     head += _macro("calls_text(calls)", tool_call_format.calls_jinja())
     head += _macro("tool_lines(tools)", "{{ tools | map('tojson') | join('\\n') }}")
     head += _macro("prompt_text(question, tools)", _filled(prompt or tool_call_format.prompt))

@@ -27,6 +27,7 @@ class OpenHandsFormat(SystemPromptTemplateMixin):
     """
 
     parallel_calls: ClassVar[bool] = False
+    serving_template: ClassVar[str | None] = None  # no template can write its list of functions
     prompt_template: str = "openhands"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:

@@ -17,7 +17,7 @@ class ToolN1Format(SystemPromptTemplateMixin):
     """A single object counts as a list of one, and an empty list as no call, as in the paper's reward."""
 
     needs_thought: ClassVar[bool] = True
-    serving_template: ClassVar[str] = "system"
+    serving_template: ClassVar[str | None] = "system"
     prompt_template: str = "tool_n1"
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str | Sequence[Message]:
