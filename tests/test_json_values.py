@@ -125,7 +125,9 @@ def test_results_of_tools_are_json(result: Any, text: str) -> None:
     assert as_text(result) == text
 
 
-@pytest.mark.parametrize("result", [object(), [b"x"], {"f": print}, {(1, 2): 3}, Point], ids=str)
+@pytest.mark.parametrize(
+    "result", [object(), [b"x"], {"f": print}, {(1, 2): 3}, Point], ids=lambda value: type(value).__name__
+)
 def test_what_has_no_form_in_json_is_named(result: Any) -> None:
     with pytest.raises(
         TypeError, match=r"of type (object|bytes|builtin_function_or_method|list|type), which has no form in JSON"
