@@ -32,7 +32,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "tool": (),
     "agent": (
         *("env.name=agent", "env.tools=[]", "env.max_tool_calls=null", "env.agent=examples/agents/tool_loop.py:run"),
-        "env.python=.agents/openai_loop/bin/python",
+        "env.options.python=.agents/openai_loop/bin/python",
     ),
 }
 

@@ -3,8 +3,8 @@
 #
 #   bash scripts/agents/prepare.sh NAME [FOLDER]     NAME: openai_loop, ..; default folder: .agents/NAME
 #
-# For env.python=FOLDER/bin/python, or NODE_PATH=FOLDER/node_modules. PYTHON=python3.12 chooses the interpreter (3.11 or
-# later).
+# For env.options.python=FOLDER/bin/python, or NODE_PATH=FOLDER/node_modules. PYTHON=python3.12 chooses the interpreter
+# (3.11 or later).
 set -euo pipefail
 
 requirements=$(cd "$(dirname "$0")/requirements" && pwd)
@@ -13,7 +13,7 @@ folder=${2:-.agents/$name}
 if [[ -f "$requirements/$name.txt" ]]; then
     "${PYTHON:-python3}" -m venv "$folder"
     "$folder/bin/python" -m pip install --quiet -r "$requirements/$name.txt"
-    echo "env.python=$folder/bin/python"
+    echo "env.options.python=$folder/bin/python"
 elif [[ -f "$requirements/$name.json" ]]; then
     mkdir -p "$folder"
     cp "$requirements/$name.json" "$folder/package.json"

@@ -175,6 +175,35 @@ def test_settings_can_be_allowed_to_change_and_unknown_ones_have_a_hint(store: C
             find_saved(store, "main_ppo", settings, contents, [name])
 
 
+def options_of(*words: str) -> dict[str, Any]:
+    return resume_config(load_config(["recipe=mini_grpo", *words]), TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [((), ("true",)), (("false",), ()), (("true",), ("false",))],
+)
+def test_how_an_engine_runs_the_model_may_change(before: tuple[str, ...], now: tuple[str, ...], tmp_path: Path) -> None:
+    first, second = (options_of(*(f"rollout.enforce_eager={each}" for each in words)) for words in (before, now))
+    saved = find_saved(save(tmp_path / "checkpoints", first, None), "main_ppo", second)
+    assert saved is not None and not saved.changed
+
+
+def test_an_option_that_only_one_of_the_runs_has_can_be_allowed_to_change(tmp_path: Path) -> None:
+    key = "rollout.engine_options.block_size"
+    runs = options_of(f"{key}=32"), options_of()
+    for place, (before, now) in enumerate((runs, runs[::-1])):
+        store = save(tmp_path / str(place), before, None)
+        with pytest.raises(ConfigError, match=rf"trainer\.allow_changed=\[{key}\]$"):
+            find_saved(store, "main_ppo", now)
+        saved = find_saved(store, "main_ppo", now, allowed=[key])
+        assert saved is not None and list(saved.changed) == [key]
+    again = find_saved(save(tmp_path / "again", options_of(), None), "main_ppo", options_of(), allowed=[key])
+    assert again is not None and not again.changed
+    with pytest.raises(ConfigError, match=r"'rollout.engine_options.enforce_eager' is not compared on a resume"):
+        find_saved(store, "main_ppo", options_of(), allowed=["rollout.engine_options.enforce_eager"])
+
+
 def test_a_checkpoint_of_an_earlier_version_is_compared_by_settings_alone(place: Path, tmp_path: Path) -> None:
     store = save(tmp_path / "checkpoints", settings_of(place), None)
     (place / "train.jsonl").write_text("another")

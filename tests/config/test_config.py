@@ -86,12 +86,48 @@ def test_verls_words_for_the_correction_are_understood() -> None:
         is_level="sequence",
         is_cap=3.0,
         rejection_level="geometric",
-        rejection_upper=1.5,
-        rejection_lower=0.5,
+        rejection_bounds=[0.5, 1.5],
         token_veto=1e-4,
     )
     none = load_config(["algorithm.rollout_correction.rollout_is=null", "rollout.max_staleness=1"])
     assert none.algorithm.correction.is_level == "none"
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "expected"),
+    [
+        ("4", None, [0.25, 4.0]),
+        ("4", "null", [0.25, 4.0]),
+        ("1", None, [1.0, 1.0]),
+        ("1.5", "0", [0.0, 1.5]),
+        (None, "0.1", [0.1, 2.0]),
+        ("null", "0.1", [0.1, 2.0]),
+        ("null", "null", None),
+    ],
+)
+def test_verls_lower_bound_follows_from_the_upper_one(
+    upper: str | None, lower: str | None, expected: list[float] | None
+) -> None:
+    key = "algorithm.rollout_correction.rollout_rs_threshold"
+    given = {key: upper, f"{key}_lower": lower}
+    words = [f"{each}={bound}" for each, bound in given.items() if bound is not None]
+    assert load_config(words).algorithm.correction.rejection_bounds == expected
+    for bound in ("0", "0.5", "-2"):
+        with pytest.raises(ConfigError, match=r"rejection_bounds must be \[lower, upper\], finite and around 1"):
+            load_config([f"{key}={bound}"])
+
+
+@pytest.mark.parametrize(
+    "word", ["rollout.enforce_eager=true", "rollout.enforce_eager=false", "rollout.sampling_params.top_k=3"]
+)
+def test_a_key_of_verls_without_its_prefix_is_no_old_command_and_must_have_an_effect(
+    word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = ["rollout.name=hf"] if "eager" in word else []
+    with pytest.raises(ConfigError, match=r"^rollout\.\w+(\.\w+)?=\w+ has no effect"):
+        load_config(["data.val_files=[x]", *hf, "rollout.temperature=0", word], GENERATE)
+    load_config(["data.val_files=[x]", *hf, "rollout.temperature=0", f"actor_rollout_ref.{word}"], GENERATE)
+    assert f"actor_rollout_ref.{word.partition('=')[0]}" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -457,7 +493,10 @@ def test_reward_options_are_open() -> None:
             "rollout.speculation=ngram has no effect",
         ),
         (["rollout.name=hf", "rollout.enforce_eager=true"], "rollout.enforce_eager=True has no effect"),
-        (["rollout.name=hf", "rollout.engine_options={block_size: 64}"], "has no effect: they are arguments of vLLM"),
+        (
+            ["rollout.name=hf", "rollout.engine_options={block_size: 64}"],
+            "has no effect: the transformers engine takes none",
+        ),
         (["trainer.device=cpu", "ref.offload_params=true"], "ref.offload_params=True has no effect: there is no GPU"),
         (["trainer.device=cpu", "actor.offload=optimizer"], "actor.offload=optimizer has no effect"),
         (["rollout.kv_cache_gib=4", "trainer.device=cuda"], "rollout.kv_cache_gib=4 has no effect: on a GPU"),
@@ -533,7 +572,10 @@ def test_reward_options_are_open() -> None:
             "algorithm.correction.rejection_level must be one of none, token, sequence, geometric",
         ),
         (["algorithm.rollout_correction.rollout_is_threshold=0.5"], "algorithm.correction.is_cap must be at least 1"),
-        (["algorithm.correction.rejection_lower=1.5"], "algorithm.correction.rejection_lower must be between 0 and 1"),
+        *(
+            ([f"algorithm.correction.rejection_bounds={bounds}"], "rejection_bounds must be [lower, upper], finite and")
+            for bounds in ("[1.5,2]", "[0.1,0.9]", "[-0.1,2]", "[0.5,inf]", "[2]", "[0.5,1,2]", "[]")
+        ),
         (["algorithm.correction.token_veto=0"], "algorithm.correction.token_veto must be more than 0"),
         (["rollout.top_p=0"], "rollout.top_p must be more than 0, at most 1"),
         (["rollout.top_k=-2"], "rollout.top_k must be at least 1, or -1 for all tokens"),

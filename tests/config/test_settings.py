@@ -184,10 +184,10 @@ def test_sampling_of_validation_is_cut_on_its_own() -> None:
 
 
 def test_bounds_of_a_rejection_reach_the_algorithm() -> None:
-    words = ["algorithm.correction.rejection_level=token", "algorithm.correction.rejection_upper=3"]
+    words = ["algorithm.correction.rejection_level=token", "algorithm.correction.rejection_bounds=[0.25,3]"]
     correction = build_algorithm(load_config(words).algorithm, 64, 0).correction
-    assert correction is not None and correction.rejection_upper == 3.0
-    assert correction.rejection_lower == pytest.approx(1 / 3)
+    assert correction is not None
+    assert (correction.rejection_lower, correction.rejection_upper) == (0.25, 3.0)
 
 
 def test_the_memory_of_code_reaches_the_sandbox() -> None:

@@ -441,7 +441,8 @@ def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
     tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(OBSOLETE)]
     assert sum(map(len, tables)) == len(set().union(*tables))
     known = known_keys()
-    assert every(ours in known or f"{ours}." in known for ours in (*ALIASES.values(), *SAME_AS.values()))
+    options = tuple(key for key in known if key.endswith("."))
+    assert every(ours in known or f"{ours}.".startswith(options) for ours in (*ALIASES.values(), *SAME_AS.values()))
 
 
 def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:

@@ -155,7 +155,10 @@ def test_a_loop_solves_a_task_folder_and_its_own_tests_score_it(tmp_path: Path) 
 def test_the_tool_loop_is_that_of_the_environment_tool(first: str, sandbox_server: None) -> None:
     """The same policy sees the same tokens, and has the same reward."""
     own = ["env.name=agent", "env.tools=[]", "env.max_tool_calls=null"]
-    own += [f"env.agent={EXAMPLES / 'tool_loop.py'}:run", f"env.python={environment('openai_loop') / 'bin' / 'python'}"]
+    own += [
+        f"env.agent={EXAMPLES / 'tool_loop.py'}:run",
+        f"env.options.python={environment('openai_loop') / 'bin' / 'python'}",
+    ]
     length = ["data.max_prompt_length=1000", "data.max_response_length=1000"]
 
     async def played(*words: str) -> tuple[list[Request], Score | Fault]:

@@ -22,7 +22,7 @@ def test_the_names_are_those_of_vllms_own_class() -> None:
 
 
 def test_every_argument_that_is_set_already_has_its_reason() -> None:
-    assert SET_ALREADY.keys() == engine_arguments(VLLMSettings("x", 8), on_cpu=True).keys()
+    assert SET_ALREADY.keys() | {"enforce_eager"} == engine_arguments(VLLMSettings("x", 8), on_cpu=True).keys()
     assert set(SET_ALREADY) <= set(engine_arguments_of_vllm())
 
 
@@ -32,7 +32,6 @@ def test_every_argument_that_is_set_already_has_its_reason() -> None:
         ({"atention_backend": "TRITON_ATTN"}, r"atention_backend is no argument .*did you mean 'attention_backend'\?"),
         ({"cudagraph_sizes": [1]}, r"cudagraph_sizes is no argument of the installed vLLM"),
         ({"max-cudagraph-capture-size": 8}, "did you mean 'max_cudagraph_capture_size'"),
-        ({"enforce_eager": True}, r"engine_options.enforce_eager is refused: set rollout.enforce_eager"),
         ({"block_size": 64, "gpu_memory_utilization": 0.5}, "refused: set rollout.gpu_memory_utilization"),
         ({"speculative_config": {"method": "ngram"}}, "refused: set rollout.speculation"),
         ({"worker_extension_cls": "mine.Worker"}, "refused: it receives the weights"),
@@ -52,9 +51,24 @@ def test_without_vllm_only_what_is_set_already_is_refused(monkeypatch: pytest.Mo
         check_engine_options({"seed": 1})
 
 
-@pytest.mark.parametrize("given", ["true", "false"])
-def test_verls_key_acts(given: str) -> None:
-    words = [f"actor_rollout_ref.rollout.enforce_eager={given}", "rollout.engine_options.block_size=64"]
-    rollout = load_config(words).rollout
-    assert rollout.enforce_eager is (given == "true")
-    assert rollout.engine_options == {"block_size": 64}
+KEYS = ("actor_rollout_ref.rollout.enforce_eager", "rollout.enforce_eager", "rollout.engine_options.enforce_eager")
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(("given", "expected"), [("true", True), ("False", False), ("null", None)])
+def test_compilation_is_set_by_verls_key_or_vllms_argument(key: str, given: str, expected: bool | None) -> None:
+    for options in ("rollout.engine_options.block_size=64", "rollout.engine_options={block_size: 64}"):
+        for words in ([f"{key}={given}", options], [options, f"{key}={given}"]):
+            assert load_config(words).rollout.engine_options == {"block_size": 64, "enforce_eager": expected}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("given", ["maybe", "2", "[true]"])
+def test_compilation_is_on_or_off(key: str, given: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.engine_options.enforce_eager must be true or false, got"):
+        load_config([f"{key}={given}"])
+
+
+def test_spellings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="contradict each other"):
+        load_config([f"{KEYS[0]}=true", f"{KEYS[2]}=false"])

@@ -112,12 +112,14 @@ def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
 
 def test_a_correction_is_what_was_asked_for() -> None:
     asked = CorrectionConfig(
-        is_level="sequence", is_cap=3.0, rejection_level="geometric", rejection_upper=1.25, token_veto=1e-4
+        is_level="sequence", is_cap=3.0, rejection_level="geometric", rejection_bounds=[0.8, 1.25], token_veto=1e-4
     )
     made = build_algorithm(AlgorithmConfig(name="grpo", correction=asked), 64, 0)
     assert made.correction == Correction(Level.SEQUENCE, 3.0, Level.GEOMETRIC, 0.8, 1.25, 1e-4)
     masked = build_algorithm(
-        AlgorithmConfig(name="grpo", correction=CorrectionConfig(rejection_level="token", rejection_lower=0.0)), 64, 0
+        AlgorithmConfig(name="grpo", correction=CorrectionConfig(rejection_level="token", rejection_bounds=[0.0, 2.0])),
+        64,
+        0,
     )
     assert masked.correction == Correction(None, 2.0, Level.TOKEN, 0.0, 2.0)
     with pytest.raises(ConfigError, match="would correct twice"):
@@ -135,7 +137,7 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
         wider = AlgorithmConfig(name=f"{own}:MINE", correction=CorrectionConfig(is_cap=3.0, token_veto=1e-4))
         assert build_algorithm(wider, 64, stale).correction == Correction(is_cap=3.0, token_veto=1e-4)
         masked = AlgorithmConfig(
-            name=f"{own}:MINE", correction=CorrectionConfig(rejection_level="token", rejection_upper=4.0)
+            name=f"{own}:MINE", correction=CorrectionConfig(rejection_level="token", rejection_bounds=[0.25, 4.0])
         )
         expected = Correction(is_cap=5.0, rejection_level=Level.TOKEN, rejection_lower=0.25, rejection_upper=4.0)
         assert build_algorithm(masked, 64, stale).correction == expected
@@ -151,11 +153,15 @@ def test_a_correction_of_ones_own_algorithm_stays(tmp_path: Path) -> None:
         (CorrectionConfig(is_level="none", is_cap=3.0), 1, "is_cap=3 has no effect"),
         (CorrectionConfig(token_veto=1e-4, is_cap=3.0), 0, "is_cap=3 has no effect"),
         (
-            CorrectionConfig(rejection_upper=3.0),
+            CorrectionConfig(rejection_bounds=[0.5, 3.0]),
             1,
-            "rejection_upper=3 has no effect: algorithm.correction.rejection_level is none",
+            r"rejection_bounds=\[0.5, 3.0\] has no effect: algorithm.correction.rejection_level is none",
         ),
-        (CorrectionConfig(is_level="token", rejection_lower=0.1), 1, "rejection_lower=0.1 has no effect"),
+        (
+            CorrectionConfig(is_level="token", rejection_bounds=[0.1, 2.0]),
+            1,
+            r"rejection_bounds=\[0.1, 2.0\] has no effect",
+        ),
     ],
 )
 def test_a_bound_of_nothing_is_refused(settings: CorrectionConfig, stale: int, said: str) -> None:
@@ -648,6 +654,8 @@ def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
         ("cpu", None, [], {"speculative_config": None, "disable_log_stats": True}),
         ("cuda", None, ["actor_rollout_ref.rollout.enforce_eager=True"], {"enforce_eager": True}),
         ("cpu", None, ["rollout.enforce_eager=false"], {"enforce_eager": False}),
+        ("cpu", None, ["rollout.enforce_eager=null"], {"enforce_eager": True}),
+        ("cpu", None, ["rollout.engine_options={enforce_eager: false, block_size: 64}"], {"enforce_eager": False}),
         ("cuda", 0.4, ["rollout.engine_options={block_size: 64}"], {"block_size": 64, "enforce_eager": False}),
         (
             "cpu",

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.checkpoint.checkpoint import CheckpointStore, read_state
 from verl.config.commands import Command
-from verl.config.load import flattened
+from verl.config.load import flattened, known_keys
 from verl.config.schema import Config
 from verl.errors import ConfigError
 from verl.registry import nearest
@@ -38,7 +38,7 @@ _FREE = (
     "rollout.gpu_memory_utilization",
     "rollout.tensor_model_parallel_size",
     "rollout.speculation",  # keeps the distribution
-    "rollout.enforce_eager",
+    "rollout.engine_options.enforce_eager",
 )
 CHANGES = "allowed_changes.jsonl"  # in a run's folder: what `trainer.allow_changed` let differ, and after which step
 _BOUND = ("trainer.seed", "trainer.critic_warmup")
@@ -63,7 +63,8 @@ class Saved:
 
 def resume_config(config: Config, command: Command) -> dict[str, Any]:
     """{key: value} of the settings that affect training by this command."""
-    settings = {key: value for key, value in flattened(asdict(config)).items() if command.has(key)}
+    given = {key: value for key, value in flattened(asdict(config)).items() if value != {}}  # options have a key each
+    settings = {key: value for key, value in given.items() if command.has(key)}
     return {key: value for key, value in settings.items() if key in _BOUND or not key.startswith(_FREE)}
 
 
@@ -79,9 +80,10 @@ def find_saved(
     contents: of what the settings name (verl/checkpoint/contents.py); None: not compared
     allowed: settings and variables that may differ, if they do
     """
-    known = [*settings, *TOGGLES]
+    known, open_groups = [*settings, *TOGGLES], tuple(key for key in known_keys() if key.endswith("."))
     for name in allowed:
-        if name not in known:
+        is_option = name.startswith(open_groups) and not name.startswith(_FREE)  # perhaps of the saved run only
+        if name not in known and not is_option:
             raise ConfigError(f"trainer.allow_changed: {name!r} is not compared on a resume; {nearest(name, known)}")
     path = store.latest(hashes=True)
     if path is None:

@@ -82,10 +82,11 @@ def _check_training(config: Config) -> None:
             "env.train_on_observations needs algorithm.old_logprobs=trainer: the engine has no log-probs of "
             "observation tokens"
         )
-    if config.env.on_sampling == "honor" and config.algorithm.old_logprobs == "rollout":
+    honors = config.env.name == "agent" and config.env.options.get("on_sampling") == "honor"
+    if honors and config.algorithm.old_logprobs == "rollout":
         raise ConfigError(
-            "env.on_sampling=honor needs algorithm.old_logprobs=trainer: the engine's log-probs of such responses are "
-            "those of another distribution"
+            "env.options.on_sampling=honor needs algorithm.old_logprobs=trainer: the engine's log-probs of such "
+            "responses are those of another distribution"
         )
     parallel = rollout.tensor_model_parallel_size
     if rollout.colocated and trainer.n_gpus_per_node % parallel:
@@ -153,8 +154,7 @@ _ENGINE = (
     *_keys("data", "max_prompt_length max_response_length"),
     *_keys("model", "path tokenizer_path chat_template_options compute_dtype"),
     *_keys("rollout", "name temperature top_p top_k repetition_penalty dtype tensor_model_parallel_size max_num_seqs"),
-    *_keys("rollout", "max_num_batched_tokens gpu_memory_utilization kv_cache_gib speculation enforce_eager"),
-    "rollout.engine_options",
+    *_keys("rollout", "max_num_batched_tokens gpu_memory_utilization kv_cache_gib speculation engine_options"),
     *_keys("trainer", "device num_threads health_timeout_s seed"),
 )
 _ENGINE_DEFAULTS = {

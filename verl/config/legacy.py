@@ -437,6 +437,19 @@ def _read_filters(result: Translation) -> None:
     result.ignore("algorithm.filter_groups.max_num_gen_batches", "no groups are filtered")
 
 
+def _read_rejection(result: Translation) -> None:
+    """Our key has both bounds. The lower one follows from the upper one, which is the recipe's or the default."""
+    key, group = "algorithm.correction.rejection_bounds", "algorithm.rollout_correction.rollout_rs_threshold"
+    upper, lower = result.number(group), result.number(f"{group}_lower")
+    if upper is not None:
+        result.put(key, [1.0 / max(upper, 1.0) if lower is None else lower, upper], group)
+    elif lower is not None:
+        from verl.algorithms.correction import Correction  # imports torch
+
+        _, upper = result.base(key) or (None, Correction().rejection_upper)
+        result.put(key, [lower, upper], f"{group}_lower")
+
+
 def _read_environments(result: Translation) -> None:
     """Environments of other systems have no names; each is recognized by a key of its own."""
     for name in ("actor.state_masking", "actor.masking"):
@@ -535,6 +548,7 @@ _READERS = (
     _read_reward,
     _read_dataset,
     _read_filters,
+    _read_rejection,
     _read_environments,
     _read_search_r1,
     _read_torl,

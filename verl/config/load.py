@@ -64,8 +64,8 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     written_keys = [key for key in result.settings if key in result.spelled]
     for key, why in unused_reasons(written_keys, result.settings, config, command).items():
         as_written = result.spelled[key]
-        if as_written == key:
-            raise ConfigError(f"{key}={result.settings[key]} has no effect: {why}")
+        if as_written == key or as_written.startswith(GROUPS):  # without veRL's prefix
+            raise ConfigError(f"{as_written}={result.settings[key]} has no effect: {why}")
         result.obsolete[as_written] = why
     _report(result.obsolete, defaults, lines)
     return config

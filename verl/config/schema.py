@@ -8,6 +8,7 @@ frequencies in steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 from verl.algorithms import ADV_ESTIMATORS
@@ -216,8 +217,8 @@ class RolloutConfig:
     gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
     kv_cache_gib: int = 1  # per engine on CPU
     speculation: str = "none"  # none | ngram: vLLM drafts tokens by looking up the last ones in the context
-    enforce_eager: bool | None = None  # neither compilation nor CUDA graphs in vLLM; default: on a CPU, in short runs
-    engine_options: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's engine, by its names
+    # further arguments of vLLM's engine, by its names: enforce_eager (default: on a CPU, in short runs), block_size ..
+    engine_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _one_of(("vllm", "hf"), "rollout.name", self.name)
@@ -238,6 +239,8 @@ class RolloutConfig:
         expected = f"1 to rollout.max_staleness + 1 = {self.max_staleness + 1}"
         _require(1 <= self.max_reuse <= self.max_staleness + 1, "rollout.max_reuse", expected, self.max_reuse)
         _one_of(ON_WEIGHT_SYNC, "rollout.on_weight_sync", self.on_weight_sync)
+        eager = self.engine_options.get("enforce_eager")
+        _require(eager in (None, True, False), "rollout.engine_options.enforce_eager", "true or false", eager)
         if self.max_staleness and self.placement == "colocated":
             raise ConfigError(
                 "rollout.placement=colocated: engines that share the trainer's devices sleep during updates, so "
@@ -270,8 +273,6 @@ class EnvConfig:
     options: dict[str, Any] = field(default_factory=dict)  # of the environment
     agent: str | None = None  # with name=agent: your program, file.py:function or module:function (docs/agents.md) ..
     command: str | None = None  # .. or a command line; {task_json} becomes the path of a file with the task
-    python: str | None = None  # the interpreter with the agent's packages; default: that of the run
-    on_sampling: str = "replace"  # an agent's own sampling settings: replace (by the run's) | refuse | honor
     tool_call_format: str | None = None  # text format of calls and observations (docs/tool_call_formats.md), or auto
     tool_call_format_options: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
@@ -299,10 +300,8 @@ class EnvConfig:
             type(trained) is bool or number, "env.train_on_observations", "true, false or a number of steps", trained
         )
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
-        _one_of(("replace", "refuse", "honor"), "env.on_sampling", self.on_sampling)
-        if self.name != "agent" and (self.agent or self.command or self.python or self.on_sampling != "replace"):
-            keys = "env.agent, env.command, env.python and env.on_sampling"
-            raise ConfigError(f"{keys} need env.name=agent; it is {self.name}")
+        if self.name != "agent" and (self.agent or self.command):
+            raise ConfigError(f"env.agent and env.command need env.name=agent; it is {self.name}")
         if self.name == "agent" and self.max_tool_calls is not None:
             raise ConfigError("env.max_tool_calls has no effect with env.name=agent; env.max_turns limits its requests")
         if self.name != "single_turn" and self.tool_call_format is None:
@@ -374,8 +373,7 @@ class CorrectionConfig:
     is_level: str = "auto"  # auto (the preset's, else token if rollout.max_staleness > 0) | none | token | sequence
     is_cap: float | None = None  # truncation of importance weights; usually 2
     rejection_level: str | None = None  # none | token | sequence | geometric: the ratio that the bounds apply to
-    rejection_upper: float | None = None  # usually 2
-    rejection_lower: float | None = None  # default: 1 / rejection_upper, if that is set
+    rejection_bounds: list[float] | None = None  # [lower, upper]; usually [0.5, 2]
     token_veto: float | None = None  # token ratio below which the whole sample is rejected, such as 1e-4
 
     def __post_init__(self) -> None:
@@ -383,9 +381,11 @@ class CorrectionConfig:
         masks, level = ("none", *Level), self.rejection_level
         _require(self.is_level in levels, f"{key}.is_level", f"one of {', '.join(levels)}", self.is_level)
         _require(level in (None, *masks), f"{key}.rejection_level", f"one of {', '.join(masks)}", level)
-        for name, bound in (("is_cap", self.is_cap), ("rejection_upper", self.rejection_upper)):
-            _require(bound is None or bound >= 1, f"{key}.{name}", "at least 1, the ratio of equal policies", bound)
-        _shares(self, f"{key}.", "rejection_lower")
+        cap, bounds = self.is_cap, self.rejection_bounds
+        _require(cap is None or cap >= 1, f"{key}.is_cap", "at least 1, the ratio of equal policies", cap)
+        around = bounds is None or (len(bounds) == 2 and 0 <= bounds[0] <= 1 <= bounds[1] < inf)
+        expected = "[lower, upper], finite and around 1, the ratio of equal policies"
+        _require(around, f"{key}.rejection_bounds", expected, bounds)
         veto = self.token_veto
         _require(veto is None or 0 < veto < 1, f"{key}.token_veto", "more than 0, less than 1", veto)
 

@@ -29,6 +29,7 @@ ALIASES: Mapping[str, str] = {
     "actor.optim.warmup_style": "actor.optim.schedule",
     "actor.optim.lr_scheduler_type": "actor.optim.schedule",
     "ref.fsdp_config.param_offload": "ref.offload_params",
+    "rollout.enforce_eager": "rollout.engine_options.enforce_eager",
     "rollout.sampling_params.temperature": "rollout.temperature",
     "rollout.sampling_params.top_p": "rollout.top_p",
     "rollout.sampling_params.top_k": "rollout.top_k",
@@ -37,8 +38,6 @@ ALIASES: Mapping[str, str] = {
     "algorithm.rollout_correction.rollout_is": "algorithm.correction.is_level",
     "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.is_cap",
     "algorithm.rollout_correction.rollout_rs": "algorithm.correction.rejection_level",
-    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.correction.rejection_upper",
-    "algorithm.rollout_correction.rollout_rs_threshold_lower": "algorithm.correction.rejection_lower",
     "algorithm.rollout_correction.rollout_token_veto_threshold": "algorithm.correction.token_veto",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
 }
@@ -91,6 +90,9 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.use_kl_in_reward": "`algorithm.kl_placement`: `reward` where true, never where false",
     "algorithm.norm_adv_by_std_in_grpo": "`algorithm.adv_estimator=dr_grpo` where false; for pass@k "
     "and GiGPO, `algorithm.options.divide_by_std`",
+    "algorithm.rollout_correction.rollout_rs_threshold": "the upper bound in `algorithm.correction.rejection_bounds`",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": "the lower bound in "
+    "`algorithm.correction.rejection_bounds`; default: 1 / the upper one",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
     "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, if groups are filtered; "
     "the default is 10 (veRL: no limit)",

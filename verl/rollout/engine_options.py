@@ -29,7 +29,6 @@ SET_ALREADY: Mapping[str, str] = {
     "kv_cache_memory_bytes": "set rollout.kv_cache_gib on a CPU, rollout.gpu_memory_utilization on a GPU",
     "max_num_seqs": "set rollout.max_num_seqs",
     "max_num_batched_tokens": "set rollout.max_num_batched_tokens",
-    "enforce_eager": "set rollout.enforce_eager",
     "enable_sleep_mode": "an engine sleeps where it shares its GPU with a trainer rank",
     "seed": "set trainer.seed",
     "enable_prefix_caching": "responses to one prompt share its KV cache",

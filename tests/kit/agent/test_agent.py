@@ -28,8 +28,10 @@ from verl.errors import ConfigError
 from verl.kit.agent.agent import AgentFactory
 from verl.kit.agent.inside import programs
 from verl.kit.agent.launcher import CommandLauncher, FunctionLauncher, ProgramFailedError
+from verl.kit.agent.sampling import OnSampling
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.scoring.pool import DirectScorer, Fault
+from verl.trainer.builders.env import build_episode_runner
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
 
@@ -285,6 +287,7 @@ def test_an_episode_at_a_limit_has_the_reward_of_the_option(name: str, options: 
         (lambda: AgentFactory(command="ls", reward_at_limit=0.0, runtime=True), "reward_at_limit has no effect"),
         (lambda: AgentFactory(agent=str(PROGRAMS)), "must be file.py:function"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:run", python="/nowhere/python"), "is not an interpreter"),
+        (lambda: AgentFactory(command="true", on_sampling="reject"), "on_sampling must be replace or refuse or honor"),
         (lambda: AgentFactory(agent=f"{PROGRAMS}:absent"), "absent"),
     ],
 )
@@ -305,10 +308,21 @@ def test_the_first_episode_waits_for_a_module_that_takes_long(tmp_path: Path, mo
     assert isinstance(found, Trajectory) and found.score == Score(5.0, {})
 
 
-@pytest.mark.parametrize("key", ["env.agent=a.py:run", "env.command=ls", "env.python=python", "env.on_sampling=honor"])
+@pytest.mark.parametrize("key", ["env.agent=a.py:run", "env.command=ls"])
 def test_keys_of_agents_need_the_environment(key: str) -> None:
     with pytest.raises(ConfigError, match=r"need env.name=agent; it is single_turn"):
         load_config(["recipe=mini_grpo", key])
+
+
+@pytest.mark.parametrize("option", ["python=python", "on_sampling=honor"])
+@pytest.mark.parametrize("name", ["tool", "remote", "swe"])
+def test_options_of_agents_are_refused_by_other_environments(option: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"env\.options\.\w+=\w+ has no effect"):
+        load_config(["recipe=mini_grpo", f"env.options.{option}"])
+    words = [f"env.name={name}", "env.tool_call_format=toolrl", f"env.options.{option}"]
+    config = load_config(["recipe=mini_grpo", *words])
+    with pytest.raises(ConfigError, match=r"has no option|is configured by env\.tools"):
+        build_episode_runner(config, chat())
 
 
 AGENT = ["recipe=mini_grpo", "env.name=agent", "env.tool_call_format=toolrl", "reward.name=env"]
@@ -317,7 +331,8 @@ AGENT = ["recipe=mini_grpo", "env.name=agent", "env.tool_call_format=toolrl", "r
 @pytest.mark.parametrize(
     "key",
     [
-        *("env.agent=a.py:run", "env.command=ls", "env.python=python", "env.on_sampling=refuse", "env.max_turns=3"),
+        *("env.agent=a.py:run", "env.command=ls", "env.options.python=python", "env.options.on_sampling=refuse"),
+        "env.max_turns=3",
         *("env.max_concurrent_calls=200", "env.turn_timeout_s=3", "env.train_on_observations=true"),
         *("env.max_turn_tokens=9", "env.tool_call_format=hermes"),
     ],
@@ -338,10 +353,21 @@ def test_keys_that_no_agent_reads_are_refused(key: str) -> None:
         load_config([*AGENT, key])
 
 
+def test_options_of_an_agent_reach_its_factory() -> None:
+    options = ["env.agent=tests/kit/agent/programs_of_tests.py:run", "env.options.on_sampling=refuse"]
+    config = load_config([*AGENT, *options, f"env.options.python={sys.executable}"])
+    factory = build_episode_runner(config, chat()).envs.factory_of(TASK)
+    assert isinstance(factory, AgentFactory)
+    assert factory.on_sampling is OnSampling.REFUSE
+    for option in ("python=/nowhere/python", "python=3", "on_sampling=Honor", "on_sampling=null", "on_samplin=honor"):
+        with pytest.raises(ConfigError, match=option.partition("=")[0]):
+            build_episode_runner(load_config([*AGENT, options[0], f"env.options.{option}"]), chat())
+
+
 def test_honored_sampling_needs_log_probs_of_the_trainer() -> None:
     agent = ["recipe=mini_grpo", "env.name=agent", "env.command=ls", "env.tool_call_format=toolrl", "reward.name=env"]
-    with pytest.raises(ConfigError, match=r"env.on_sampling=honor needs algorithm.old_logprobs=trainer"):
-        load_config([*agent, "env.on_sampling=honor", "algorithm.old_logprobs=rollout"])
+    with pytest.raises(ConfigError, match=r"env.options.on_sampling=honor needs algorithm.old_logprobs=trainer"):
+        load_config([*agent, "env.options.on_sampling=honor", "algorithm.old_logprobs=rollout"])
     with pytest.raises(ConfigError, match=r"env.max_turns limits its requests"):
         load_config([*agent, "env.max_tool_calls=3"])
 

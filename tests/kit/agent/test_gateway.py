@@ -1023,7 +1023,7 @@ def test_sampling_settings_are_refused_or_honored() -> None:
         async with opened("one", "two") as door:
             create, messages = door.openai().chat.completions.create, [{"role": "user", "content": "Hello"}]
             door.session.on_sampling = OnSampling.REFUSE
-            with pytest.raises(openai.BadRequestError, match=r"env.on_sampling=refuse") as refused:
+            with pytest.raises(openai.BadRequestError, match=r"env.options.on_sampling=refuse") as refused:
                 await create(model="any", messages=messages, temperature=0.1)  # type: ignore[arg-type]
             assert refused.value.param == "temperature"
             door.session.on_sampling = OnSampling.HONOR

@@ -73,12 +73,14 @@ class AgentFactory(EnvFactory):
     ) -> None:
         """Raises ConfigError for a program that cannot be found, and for a gateway without an address."""
         if pull and (agent or command or python or sandbox):
-            unused = "env.agent, env.command, env.python and env.options.sandbox"
+            unused = "env.agent, env.command, env.options.python and env.options.sandbox"
             raise ConfigError(f"env.options.pull=true: agents elsewhere replace {unused}")
         if reward_at_limit is not None and runtime:
             raise ConfigError(
                 "env.options.reward_at_limit has no effect with env.options.runtime: tests judge every task"
             )
+        if on_sampling not in (known := tuple(OnSampling)):
+            raise ConfigError(f"env.options.on_sampling must be {' or '.join(known)}, got {on_sampling!r}")
         if readable and not sandbox:
             raise ConfigError("env.options.readable needs env.options.sandbox=true")
         if sandbox and url is not None:

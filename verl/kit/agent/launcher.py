@@ -208,7 +208,7 @@ def build_launcher(
     if (agent is None) == (command is None):
         raise ConfigError("env.name=agent needs env.agent=file.py:function, env.command or env.options={pull: true}")
     if python is not None and not os.access(python, os.X_OK):
-        raise ConfigError(f"env.python={python} is not an interpreter that can be started")
+        raise ConfigError(f"env.options.python={python} is not an interpreter that can be started")
     if agent is not None:
         return FunctionLauncher(agent, python) if confinement is None else ConfinedFunction(agent, python, confinement)
     assert command is not None

@@ -34,7 +34,7 @@ def honored(settings: Mapping[str, Any], names: list[str], run: Sampling) -> Sam
     """The run's sampling with these settings. Raises ApiError for those that no engine has, or with another value."""
     for name in names:
         if name not in _ENGINE:
-            raise bad_request("cannot be honored (env.on_sampling=honor)", name)
+            raise bad_request("cannot be honored (env.options.on_sampling=honor)", name)
         expected, is_valid = _ENGINE[name]
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not is_valid(value):

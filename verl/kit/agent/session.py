@@ -226,7 +226,7 @@ class Session:
         if not names or self.on_sampling is OnSampling.REPLACE:
             return None
         if self.on_sampling is OnSampling.REFUSE:
-            raise bad_request("differs from the run's sampling (env.on_sampling=refuse)", names[0])
+            raise bad_request("differs from the run's sampling (env.options.on_sampling=refuse)", names[0])
         self.counts["sampling_honored"] += 1
         return honored(request.sampling, names, self.policy.sampling)
 

@@ -57,7 +57,7 @@ _FREE = {  # settings that do not affect rollouts
     *("trainer.device", "trainer.num_threads", "trainer.health_timeout_s"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization", "rollout.tensor_model_parallel_size"),
     *("rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.speculation"),
-    "rollout.enforce_eager",
+    "rollout.engine_options.enforce_eager",
     *("reward.num_workers", "reward.timeout_s", "reward.memory_mib", "reward.fault_policy", "reward.max_fault_share"),
 }
 
@@ -189,7 +189,7 @@ def _settings(config: Config, episode_runner: EpisodeRunner) -> dict[str, Any]:
     """All settings that affect the rollouts, except the rows."""
     values = flattened(asdict(config))
     return {
-        **{key: value for key, value in values.items() if PROBE.has(key) and key not in _FREE},
+        **{key: value for key, value in values.items() if PROBE.has(key) and key not in _FREE and value != {}},
         "data": str(Path(config.data.train_files[0]).resolve()),  # file names need not be unique
         **model_record(config.model, episode_runner.chat, episode_runner.observations.tool_call_format),
         "environment": {name: os.environ[name] for name in TOGGLES if name in os.environ},

@@ -192,24 +192,26 @@ def _correction(config: CorrectionConfig, preset: Algorithm, old: OldLogprobs, m
     base = preset.correction or Correction(is_level=Level.TOKEN if max_staleness > 0 else None)
     if old is OldLogprobs.ROLLOUT:
         base = Correction(is_level=None)
-    bounds = {name: getattr(config, name) for name in ("is_cap", "rejection_upper", "rejection_lower", "token_veto")}
-    if config.rejection_lower is None and config.rejection_upper:
-        bounds["rejection_lower"] = 1.0 / config.rejection_upper
+    cap, veto, (lower, upper) = config.is_cap, config.token_veto, config.rejection_bounds or (None, None)
+    bounds = {"is_cap": cap, "rejection_lower": lower, "rejection_upper": upper, "token_veto": veto}
     changes: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
     if config.is_level != "auto":
         changes["is_level"] = _level(config.is_level)
     if config.rejection_level is not None:
         changes["rejection_level"] = _level(config.rejection_level)
     made = replace(base, **changes)
-    used_by = {"is_cap": "is_level", "rejection_upper": "rejection_level", "rejection_lower": "rejection_level"}
-    for name, which in used_by.items():
-        value = getattr(config, name)
-        if getattr(made, which) is None and value not in (None, getattr(Correction(), name)):
-            raise ConfigError(
-                f"algorithm.correction.{name}={value:g} has no effect: algorithm.correction.{which} is none, "
-                "explicitly or by default"
-            )
+    usual = Correction()
+    if made.is_level is None and cap not in (None, usual.is_cap):
+        raise _without_level(f"is_cap={cap:g}", "is_level")
+    unset = (None, [usual.rejection_lower, usual.rejection_upper])
+    if made.rejection_level is None and config.rejection_bounds not in unset:
+        raise _without_level(f"rejection_bounds={config.rejection_bounds}", "rejection_level")
     return made if made.is_level or made.rejection_level or made.token_veto is not None else None
+
+
+def _without_level(bound: str, level: str) -> ConfigError:
+    key = "algorithm.correction"
+    return ConfigError(f"{key}.{bound} has no effect: {key}.{level} is none, explicitly or by default")
 
 
 def _level(name: str) -> Level | None:

@@ -275,8 +275,7 @@ def _build_envs(
         if env.name == "remote":
             own = {"health_timeout_s": health_timeout_s}
         elif env.name == "agent":
-            own = {name: getattr(env, name) for name in ("agent", "command", "python", "on_sampling")}
-            own = {**own, "max_concurrent": env.max_concurrent_calls}
+            own = {"agent": env.agent, "command": env.command, "max_concurrent": env.max_concurrent_calls}
         return build_env_factory(env.name, {**own, **env.options, **options.get(env.name, {})})
     if env.options:
         raise ConfigError(f"env.options {sorted(env.options)}: env.name=tool is configured by env.tools")

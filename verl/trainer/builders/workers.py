@@ -373,7 +373,8 @@ async def start_engine(
         return load_hf_engine(model.path, DTYPES[dtype], device, config.rollout.max_num_seqs or MAX_BATCH, tokenizer)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
-    eager = config.rollout.enforce_eager
+    options = dict(config.rollout.engine_options)
+    eager = options.pop("enforce_eager", None)
     eager = device == "cpu" and not compiled if eager is None else eager
     return await VLLMEngine.start(
         VLLMSettings(
@@ -389,7 +390,7 @@ async def start_engine(
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             speculation=speculation(config.rollout, device),
             enforce_eager=eager,
-            options=config.rollout.engine_options,
+            options=options,
             num_threads=threads_of(config),
             seed=config.trainer.seed + seat.rank,
             health_timeout_s=config.trainer.health_timeout_s,

@@ -13,7 +13,7 @@ from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, bad_req
 from verl.types import ToolCall
 
 MODEL = "policy"
-# Settings of how the policy samples: the run's count instead (env.on_sampling). {name: the value that changes nothing}
+# Settings of how the policy samples: env.options.on_sampling decides. {name: the value that changes nothing}
 _SAMPLING: Mapping[str, object] = {
     "temperature": None,
     "top_p": None,
