@@ -20,10 +20,10 @@ from verl.kit.sft.demonstrations import read_demonstrations, sft_samples, to_dem
 from verl.types import Message
 
 ROLLOUTS = {
-    "mini": "de6403eb7bdffea6",
-    "qwen2.5": "f3dc601fe4148f58",
-    "qwen3": "e210be09c8f14b26",
-    "smollm2": "8b1a91c34ddbd1d8",
+    "mini": "a4a1b1cd2269da74",
+    "qwen2.5": "9674f8840e728337",
+    "qwen3": "ac2de9f709407ec3",
+    "smollm2": "9bd9e8351de71dda",
 }
 DEMONSTRATIONS = {"mini": "209baa91f9713ce9", "qwen2.5": "7495321999333c01", "smollm2": "f99c11c3908456cb"}
 RESULTS = ("21 degrees", "  21\n", "\n\nsunny", "", "<|im_end|> no", "3.5", "é 雨")

@@ -169,7 +169,7 @@ def test_skyrls_lengths_and_agents_are_those_of_an_episode() -> None:
 
 def test_a_command_without_recipes_takes_the_lines_settings_that_it_uses() -> None:
     config = load_config([RETRIEVER, "model.path=m"], GENERATE)
-    assert (config.env.tool_call_format, config.env.observation_cut, config.reward.name) == (
+    assert (config.env.tool_call_format, config.env.cut.place, config.reward.name) == (
         "search_r1",
         "head",
         "search_r1",

@@ -138,7 +138,7 @@ def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str
     tasks = [task(), task(reward="torl", reward_model={"ground_truth": "5"}), task(reward=mine, data_source="mine")]
     rollout = GroupRollout(engine, DirectScorer(rewards), Sampling(64), single_turn_runner(chat, 64))
     validator = Validator({"v": tasks}, rollout, rewards)
-    found = validator.metrics(asyncio.run(validator.rollouts()))
+    found = validator.metrics(asyncio.run(validator.rollouts(0)), 0)
     assert (found["val/v/sums/total"], found["val/v/mine/total"]) == (0.0, 7.0)
     assert [rewards.maximum(each, 0) is None for each in tasks] == [False, False, True]
     assert found["val/v/exact"] == 0.5  # of the two that know theirs

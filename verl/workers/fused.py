@@ -80,7 +80,7 @@ def is_wanted(setting: str) -> bool:
 def fuse(model: nn.Module, ops: Any = None) -> FusedModules:
     """Let the model's modules use the kernels, in place. They need tensors on a GPU.
 
-    ops: stand-ins for liger_kernel.ops, for tensors without data
+    ops: stand-ins for liger_kernel.ops, for tensors without data; may have a `norm_gradient`, too
     """
     ops = ops or importlib.import_module("liger_kernel.ops")
     counts = {"norms": 0, "rotary": 0, "mlps": 0, "layers": 0}
@@ -157,12 +157,13 @@ class _NormWithSum(torch.autograd.Function):
         hidden = hidden.contiguous()
         normalized, _, rstd, *_ = ops.rms_norm_forward(hidden, weight, eps, 0.0, "llama", None)
         ctx.save_for_backward(hidden, weight, rstd)
+        ctx.gradient = getattr(ops, "norm_gradient", norm_gradient)
         return normalized, hidden
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         contiguous = (each.contiguous() for each in grads)
-        grad, grad_weight = norm_gradient(*contiguous, *ctx.saved_tensors)
+        grad, grad_weight = ctx.gradient(*contiguous, *ctx.saved_tensors)
         return None, grad, grad_weight, None
 
 

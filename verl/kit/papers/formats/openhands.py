@@ -8,11 +8,12 @@ A call is read as by OpenHands' `fn_call_converter.py`, in a thought or not, and
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from verl.formats.base import Parsed
 from verl.formats.prompt import SystemPromptTemplateMixin
+from verl.formats.split import Split, split_by_parsing
 from verl.formats.text import BadCallError, parsed, read_whole_json
 from verl.formats.typed import argument_types
 from verl.formats.xml import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
@@ -43,6 +44,11 @@ class OpenHandsFormat(SystemPromptTemplateMixin):
             written = f"{written}function>" if written.endswith("</") else f"{written}\n{FUNCTION_END}"
         found = _first(written, FUNCTION, FUNCTION_END, "\n")
         return parsed(_calls(found, tools))
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """What is parsed may lack its closing tag."""
+        found = split_by_parsing(lambda each: self.parse(each, tools), text).stripped()
+        return replace(found, after=found.after.removeprefix(FUNCTION_END).lstrip())
 
     def observation(self, results: Sequence[Message], written: str) -> Sequence[Message]:
         return tuple(

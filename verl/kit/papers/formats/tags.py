@@ -1,13 +1,14 @@
 """One tool called in a pair of tags, its output in another pair: ReTool, Search-R1, OTC and ARTIST."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from verl.formats import jinja
 from verl.formats.base import Calls, Continue, Final, Parsed, ParseError
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import load_template
+from verl.formats.split import Split
 from verl.types import Message, ToolCall, ToolSpec
 
 ANSWER, ANSWER_END = "<answer>", "</answer>"
@@ -136,6 +137,12 @@ class ReToolFormat(TagsFormat):
             return Final()
         code = before.rpartition(_FENCE)[2].replace(_FENCE_END, "").strip()
         return Calls((self.call(code),))
+
+    def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
+        """The opening tag is no part of what is parsed."""
+        found = super().split(text, tools)
+        before, tag, rest = found.before.rpartition(self._opening)
+        return replace(found, before=before) if tag and not rest.strip() else found
 
     def delimiters(self, written: str) -> tuple[str, str]:
         opening, closing = super().delimiters(written)
