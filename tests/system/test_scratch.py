@@ -91,7 +91,13 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def watcher_of(pid: int) -> psutil.Process:
-    return next(each for each in psutil.Process(pid).children() if watcher.__file__ in each.cmdline())
+    """It takes a moment to become the watcher's program."""
+    for _ in range(600):
+        for each in psutil.Process(pid).children():
+            if watcher.__file__ in each.cmdline():
+                return each
+        time.sleep(0.05)
+    raise AssertionError("the process has no watcher")
 
 
 def running(pids: list[int]) -> list[int]:
