@@ -113,6 +113,15 @@ def test_measurements_run_in_order_and_failures_once_more_at_the_end(call: Call,
     assert "the last words" in (tmp_path / "out/dies.log").read_text()
 
 
+def test_a_second_try_has_a_process_of_its_own(call: Call, tmp_path: Path) -> None:
+    """Also if none ran between: later measurements may have left the first one's process broken."""
+    call("wrong", "two")
+    lines = [line.split() for line in (tmp_path / "work/calls").read_text().splitlines()]
+    assert [name for name, _ in lines] == ["wrong", "two", "wrong"]
+    first, second, third = (pid for _, pid in lines)
+    assert first == second != third
+
+
 def test_what_is_done_or_has_failed_twice_is_not_measured_by_the_next_call(call: Call, tmp_path: Path) -> None:
     only = "--budget=60"
     assert call(only, "one", "wrong").returncode == 1
@@ -283,6 +292,23 @@ def test_measurements_wait_for_the_archive_that_they_need(call: Call, tmp_path: 
     assert os.access(site / "trainer/another/run.sh", os.X_OK)
 
 
+def test_on_the_machine_archives_of_earlier_calls_do_not_count(tmp_path: Path) -> None:
+    """They stay in the stage folder there, beside the one that this call brings."""
+    stage, programs = tmp_path / "stage", tmp_path / "programs"
+    (programs.mkdir(), (programs / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H200\n"))
+    (programs / "nvidia-smi").chmod(0o755)
+    sums = piece(stage, "trainer", "another") + piece(stage, "engine", "package_of_a_tree")
+    (stage / "SUMS").write_text(sums)
+    limit = f"--mib-in={REPOSITORY_MIB}"
+    words = command(tmp_path, tmp_path / "out", "--stage", str(stage), limit, "lacks")
+    words.remove("--rehearse")
+    variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path / "out/results.jsonl") == {"lacks": "ok"}
+    assert rows(tmp_path / "out/results.jsonl")[0]["device"] == "NVIDIA H200"
+
+
 def test_a_broken_archive_costs_what_needs_it_alone(call: Call, tmp_path: Path) -> None:
     stage = tmp_path / "stage"
     (stage.mkdir(), (stage / "SUMS").write_text(piece(stage, "engine", "package_of_a_tree")))
@@ -405,6 +431,7 @@ import pathlib, sys, time
 words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
 run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
 run.mkdir(parents=True)  # fails where an earlier run was left
+assert words["trainer.preflight"] == "false"
 (run / "metrics.jsonl").write_text("".join('{{"step": %d}}\\n' % step for step in (1, 2)))
 if words["then"] == "hang":
     time.sleep(600)

@@ -193,6 +193,8 @@ def test_calls_bring_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "SUMS a.tar.xz b.tar.xz\n" in printed and "too much" not in printed
     assert printed.count(f"python bench/gpu/short.py --stage {tmp_path}\n") == 2
+    stage.print_calls(stage.ROOT / "outputs/stage", archives, repository + 9.5)
+    assert capsys.readouterr().out.count("python bench/gpu/short.py --stage outputs/stage\n") == 2, "in any copy"
     stage.print_calls(tmp_path, archives, repository + 4)
     assert "1.0 MiB too much" in capsys.readouterr().out
 

@@ -97,6 +97,7 @@ class Runs:
         folder = self.place.work / "runs"
         shutil.rmtree(folder / name, ignore_errors=True)
         where = [f"trainer.default_local_dir={folder}", f"trainer.experiment_name={name}"]
+        where.append("trainer.preflight=false")  # on by default on a GPU, where it takes the CPU 15 s and more
         # what failed before may have been compilation or CUDA graphs
         eager = ["rollout.enforce_eager=true"] if self.place.again and not self.place.rehearse else []
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *where, *eager]

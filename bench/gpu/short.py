@@ -80,14 +80,19 @@ class Driver:
             self._take_in_tree()
             self._missing = self._missing_modules()
             for failures in (0, 1):
-                for session, measurement in self._chosen():
-                    if not self.ledger.is_done(measurement.name) and self._failures(measurement) == failures:
-                        self._try(session, measurement)
+                to_do = [each for each in self._chosen() if self._is_to_do(each[1], failures)]
+                if failures and to_do:
+                    self._end_session()  # what failed may have left it broken
+                for session, measurement in to_do:
+                    self._try(session, measurement)
         finally:
             with _without_signals():
                 if self._running:
                     self._running[1].kill()
                 self.ledger.write_table([measurement for _, measurement in self._chosen()])
+
+    def _is_to_do(self, measurement: Measurement, failures: int) -> bool:
+        return not self.ledger.is_done(measurement.name) and self._failures(measurement) == failures
 
     def _failures(self, measurement: Measurement) -> int:
         return self.ledger.failures(measurement.name)
@@ -128,8 +133,7 @@ class Driver:
         if self.options.rehearse:
             limit, start = PATIENCE * limit, PATIENCE * start
         if self._running is None or self._running[0] is not session:
-            if self._running:
-                self._running[1].close()
+            self._end_session()
             self._running = session, self._start(session)
             limit += 2 * start
         process = self._running[1]
@@ -158,6 +162,11 @@ class Driver:
         log = self.options.work / "logs" / f"{name}.log"
         return SessionProcess(arguments, self._environment(), self.options.work, log)
 
+    def _end_session(self) -> None:
+        if self._running:
+            self._running[1].close()
+            self._running = None
+
     def _failed(self, measurement: Measurement, reason: str, **more: Any) -> None:
         self._record(measurement, **{**more, "state": FAILED, "reason": reason})
         logs = sorted((self.options.work / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
@@ -170,11 +179,14 @@ class Driver:
         self.ledger.add({"name": measurement.name, "state": state, "reason": reason, **given, **facts})
 
     def _take_in_tree(self) -> None:
-        """What this call brings; without it, or with a broken one, what is there already is measured."""
+        """What this call brings; without it, or with a broken one, what is there already is measured.
+
+        On the machine archives of earlier calls may lie beside it: what is there has arrived.
+        """
         stage = self.options.stage
         if stage is None:
             return
-        if (mib := carried(stage)) > self.options.mib_in:
+        if self.options.rehearse and (mib := carried(stage)) > self.options.mib_in:
             say(f"{stage}: a call brings {self.options.mib_in:g} MiB, not {mib:.0f}: one archive a call (or --mib-in)")
             return
         try:
@@ -228,9 +240,9 @@ def read_options(argv: Sequence[str] | None, sessions: Sequence[Session]) -> arg
     parser.add_argument("--spent", type=float, default=120, help="seconds of it before the first call here")
     parser.add_argument("--call-seconds", type=float, default=600, help="limit of a call")
     parser.add_argument("--files-out", type=int, default=8, help="files that come back")
-    parser.add_argument("--mib-in", type=float, default=64, help="MiB that a call brings, with the repository")
+    parser.add_argument("--mib-in", type=float, default=64, help="MiB of a rehearsed call, with the repository")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/short", help="stays on the machine")
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="comes back; default: $OUT or WORK/out")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or None, help="comes back; $OUT or WORK/out")
     parser.add_argument("--stage", type=Path, help="archives of packages that this call brings")
     parser.add_argument("--done", type=Path, help="results.jsonl of an earlier machine, not to be measured again")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU with tiny sizes")

@@ -152,8 +152,10 @@ def mib(paths: Sequence[Path]) -> float:
 
 
 def print_calls(out: Path, archives: Sequence[Path], limit: float) -> None:
-    """limit: MiB of a call"""
+    """The machine runs them in its own copy of the repository. limit: MiB of a call"""
     repository = repository_mib()
+    out = out.resolve()
+    out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
     for number, paths in enumerate(calls(archives, limit - repository), start=1):
         names = " ".join([SUMS, *(path.name for path in paths)])
         total = repository + mib(paths)
