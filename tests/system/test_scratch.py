@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,14 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def watcher_of(pid: int) -> psutil.Process:
-    """It takes a moment to become the watcher's program."""
+    """Among the children of a process, of which other tests may have left some that ended."""
     for _ in range(600):
         for each in psutil.Process(pid).children():
-            if watcher.__file__ in each.cmdline():
-                return each
+            with suppress(psutil.Error):
+                if watcher.__file__ in each.cmdline():
+                    return each
         time.sleep(0.05)
-    raise AssertionError("the process has no watcher")
+    raise AssertionError(f"no watcher among {psutil.Process(pid).children()}")
 
 
 def running(pids: list[int]) -> list[int]:
