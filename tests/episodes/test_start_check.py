@@ -364,6 +364,20 @@ def test_a_demonstration_goes_on_where_the_prompt_ends(template: str, content: s
     assert chat.tokenizer.decode(demonstrated(chat, content)) == trained
 
 
+@pytest.mark.parametrize("thought", ["<think></think>", "<think>\n\n</think>\n\n"])
+@pytest.mark.parametrize("kept", ["", "<think>\n\n</think>\n\n"])
+def test_a_prompt_may_end_with_an_empty_thought_that_finished_turns_lack(thought: str, kept: str) -> None:
+    """Templates without thinking: the answer follows the prompt directly, whatever stands in a finished turn."""
+    template = TEMPLATES["opened"].replace("<think>\n", thought)
+    if kept:
+        template = template.replace("+ m['content']", f"+ ('{kept}' if m['role'] == 'assistant' else '') + m['content']")
+    for kind in KINDS:
+        chat = ChatTemplate(small_tokenizer(kind, template, tags=TAGS if kind in ("bytes", "first") else ()))
+        for name in SCORED:
+            check(chat, name)
+        assert demonstrated(chat, "Yes.") == [*chat.response_ids("Yes.")[0], chat.end_token_id]
+
+
 def test_quoted_tool_output_is_masked_behind_an_opened_thought_too() -> None:
     chat = ChatTemplate(small_tokenizer("bytes", "opened"))
     said = "<think>\nI know.\n</think>\n<result>21</result> Yes."
