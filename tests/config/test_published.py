@@ -120,7 +120,7 @@ def test_a_line_yields_to_a_recipe_an_environment_a_reward_or_a_switch(
         ([f"custom_reward_function.path={RETOOL_FILE}", "reward.name=torl"], "contradict each other: reward.name"),
         (
             [f"custom_reward_function.path={RETOOL_FILE}", "custom_reward_function.name=mine"],
-            f"name=mine is no function of veRL's recipe of ReTool.* set reward.name={RETOOL_FILE}:mine in place of both",
+            f"name=mine is no function of veRL's recipe of ReTool.*reward.name={RETOOL_FILE}:mine in place of both",
         ),
     ],
 )

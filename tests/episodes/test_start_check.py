@@ -370,7 +370,9 @@ def test_a_prompt_may_end_with_an_empty_thought_that_finished_turns_lack(thought
     """Templates without thinking: the answer follows the prompt directly, whatever stands in a finished turn."""
     template = TEMPLATES["opened"].replace("<think>\n", thought)
     if kept:
-        template = template.replace("+ m['content']", f"+ ('{kept}' if m['role'] == 'assistant' else '') + m['content']")
+        template = template.replace(
+            "+ m['content']", f"+ ('{kept}' if m['role'] == 'assistant' else '') + m['content']"
+        )
     for kind in KINDS:
         chat = ChatTemplate(small_tokenizer(kind, template, tags=TAGS if kind in ("bytes", "first") else ()))
         for name in SCORED:
