@@ -253,6 +253,17 @@ def test_rewards_without_a_gold_response_are_not_called() -> None:
     check_golds(runner_of(chat, "hermes"), Rewards(Judged()), [replace(task_of("hermes"), reward=None)])
 
 
+class WithoutMaximum(RllaReward):
+    def maximum(self, task: Task, step: int) -> Any:
+        return None
+
+
+def test_a_reward_whose_maximum_is_no_number_is_named() -> None:
+    runner = runner_of(ChatTemplate(small_tokenizer("bytes", "chatml")), "toolrl")
+    with pytest.raises(ConfigError, match="reward 'mine' fails on the gold response of rows#0"):
+        check_golds(runner, Rewards(WithoutMaximum(), "mine"), [replace(task_of("toolrl"), reward=None)])
+
+
 def test_a_tokenizer_that_changes_texts_is_refused() -> None:
     """Lower case, as in old encoders, is lost in every call and every gold response."""
     tokenizer = small_tokenizer("bytes", "chatml")
