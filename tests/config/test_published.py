@@ -118,6 +118,10 @@ def test_a_line_yields_to_a_recipe_an_environment_a_reward_or_a_switch(
         (["reward_model.reward_manager=swebench", "env.name=swe"], "reward_manager=swebench names no reward"),
         (["data.custom_cls.path=mine.py"], "data.custom_cls.path=mine.py: there are no data set classes; .* data.map="),
         ([f"custom_reward_function.path={RETOOL_FILE}", "reward.name=torl"], "contradict each other: reward.name"),
+        (
+            [f"custom_reward_function.path={RETOOL_FILE}", "custom_reward_function.name=mine"],
+            f"name=mine is no function of veRL's recipe of ReTool.*reward.name={RETOOL_FILE}:mine in place of both",
+        ),
     ],
 )
 def test_a_bad_combination_says_what_to_type(words: list[str], said: str) -> None:

@@ -345,6 +345,8 @@ def test_values_of_arrow_types_are_json_values(value: Any, kind: pa.DataType, re
             pa.map_(pa.string(), pa.int64()),
             "a value that cannot be read .*duplicate",
         ),
+        ([([1], 1)], [], pa.map_(pa.list_(pa.int64()), pa.int64()), "a value that cannot be read .*unhashable"),
+        (10**15, 1, pa.timestamp("s"), "a value that cannot be read .*too large"),
         (float("nan"), 1.0, pa.float64(), "'extra.v': is not valid JSON: nan is not a number"),
         ('{"k": 1, "k": 2}', '{"k": 1}', pa.json_(), "'extra_info.v': has the key 'k' twice"),
         ('{"k": [1e400]}', '{"k": 1}', pa.json_(), r"'extra_info\.v\.k\[0\]': is not valid JSON: 1e400"),

@@ -253,6 +253,17 @@ def test_rewards_without_a_gold_response_are_not_called() -> None:
     check_golds(runner_of(chat, "hermes"), Rewards(Judged()), [replace(task_of("hermes"), reward=None)])
 
 
+class WithoutMaximum(RllaReward):
+    def maximum(self, task: Task, step: int) -> Any:
+        return None
+
+
+def test_a_reward_whose_maximum_is_no_number_is_named() -> None:
+    runner = runner_of(ChatTemplate(small_tokenizer("bytes", "chatml")), "toolrl")
+    with pytest.raises(ConfigError, match="reward 'mine' fails on the gold response of rows#0"):
+        check_golds(runner, Rewards(WithoutMaximum(), "mine"), [replace(task_of("toolrl"), reward=None)])
+
+
 def test_a_tokenizer_that_changes_texts_is_refused() -> None:
     """Lower case, as in old encoders, is lost in every call and every gold response."""
     tokenizer = small_tokenizer("bytes", "chatml")
@@ -362,6 +373,22 @@ def test_a_demonstration_goes_on_where_the_prompt_ends(template: str, content: s
     """No tag is trained twice, and no answer inside a thought that the prompt has opened."""
     chat = ChatTemplate(small_tokenizer("bytes", template, eos="<|endoftext|>"))
     assert chat.tokenizer.decode(demonstrated(chat, content)) == trained
+
+
+@pytest.mark.parametrize("thought", ["<think></think>", "<think>\n\n</think>\n\n"])
+@pytest.mark.parametrize("kept", ["", "<think>\n\n</think>\n\n"])
+def test_a_prompt_may_end_with_an_empty_thought_that_finished_turns_lack(thought: str, kept: str) -> None:
+    """Templates without thinking: the answer follows the prompt directly, whatever stands in a finished turn."""
+    template = TEMPLATES["opened"].replace("<think>\n", thought)
+    if kept:
+        template = template.replace(
+            "+ m['content']", f"+ ('{kept}' if m['role'] == 'assistant' else '') + m['content']"
+        )
+    for kind in KINDS:
+        chat = ChatTemplate(small_tokenizer(kind, template, tags=TAGS if kind in ("bytes", "first") else ()))
+        for name in SCORED:
+            check(chat, name)
+        assert demonstrated(chat, "Yes.") == [*chat.response_ids("Yes.")[0], chat.end_token_id]
 
 
 def test_quoted_tool_output_is_masked_behind_an_opened_thought_too() -> None:

@@ -29,6 +29,7 @@ _QUESTION, _RESPONSES = Message("user", "a"), (Message("assistant", "b"), Messag
 _ANSWERS = ("Yes.", "7")  # to compare the tokens of turns
 _HINT = "choose another tool-call format, or a tokenizer whose template supports them"
 _OPENED = re.compile(rf"{THINK}\s*\Z")
+_THOUGHT = re.compile(rf"{THINK}\s*({THINK_END}\s*)?\Z")  # a thought, open or empty
 _TAIL = 16  # tokens at the end of a context in which it may open a thought
 _BEFORE = ("\n", "a")  # texts that a continuation may follow; no tokenizer merges both of them with its first character
 
@@ -106,15 +107,14 @@ class ChatTemplate:
         prompt = self.rendered((_QUESTION,))
         one, other = (self.rendered((_QUESTION, response), (), False) for response in _RESPONSES)
         before, end = shared_start(one, other), shared_start(one[::-1], other[::-1])[::-1]
-        found = _OPENED.search(prompt)
-        opened = found[0] if found else ""
+        thought = _THOUGHT.search(prompt)
         if one == other:
             raise ConfigError(f"{self.where} does not render the text of the assistant; {_HINT}")
         if before.startswith(prompt):
             lead = before.removeprefix(prompt)
-        elif opened and before.startswith(unopened := prompt.removesuffix(opened)):
+        elif thought and before.startswith(header := prompt[: thought.start()]):
             # a finished turn has another empty thought, or none
-            lead = before.removeprefix(unopened).removeprefix(THINK) or f"\n{THINK_END}\n\n"
+            lead = "" if thought[1] else before.removeprefix(header).removeprefix(THINK) or f"\n{THINK_END}\n\n"
         else:
             raise ConfigError(
                 f"{self.where} does not continue its own generation prompt, {prompt[-40:]!r}, with a response; {_HINT}"

@@ -20,6 +20,7 @@ _KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
 _MAX_RESAMPLE_ROUNDS = 10  # veRL: no limit
 _OFFLOADED = {"params": "param", "optimizer": "optimizer"}  # our name: that in veRL's keys
 _NULL = "null keeps the default"
+_REWARD_FUNCTION = "compute_score"  # veRL's default
 
 
 @dataclass
@@ -391,9 +392,16 @@ _MANAGERS = ("naive", "prime", "batch", "dapo")  # veRL's that only call the rew
 def _read_reward(result: Translation) -> None:
     path = result.take("custom_reward_function.path")
     if line := result.line_of("custom_reward_function.path"):
+        function = result.theirs.get("custom_reward_function.name", ("", None))[1]
+        if function not in (None, _REWARD_FUNCTION):
+            raise ConfigError(
+                f"custom_reward_function.name={function} is no function of {line.system}, which "
+                f"custom_reward_function.path={path} stands for; for one of yours, set reward.name={path}:{function} "
+                "in place of both"
+            )
         result.ignore("custom_reward_function.name", f"this is {line.system}")
     elif path is not None:
-        function = result.take("custom_reward_function.name") or "compute_score"
+        function = result.take("custom_reward_function.name") or _REWARD_FUNCTION
         result.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
     result.ignore("custom_reward_function.name", "custom_reward_function.path is not set")
     manager = result.take("reward_model.reward_manager")

@@ -99,7 +99,7 @@ def _typed_rows(batch: Any, kind: Any) -> Iterator[Any]:
     for number in range(batch.num_rows):
         try:
             (row,) = batch.slice(number, 1).to_pylist(maps_as_pydicts="strict")
-        except (KeyError, ValueError) as error:  # a key of a map twice; a time that Python cannot hold
+        except (KeyError, ValueError, OverflowError, TypeError) as error:  # key twice; a list as key; too large a time
             yield DataError(f"has a value that cannot be read ({_one_line(error)})", _VALUES)
             continue
         try:

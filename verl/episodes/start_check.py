@@ -88,17 +88,18 @@ def _problem(runner: EpisodeRunner, reward: LabReward, name: str, task: Task) ->
         as_text = reward.score(as_trajectory(task, gold, style), task, _STEP).total
         episode = _episode(runner, task, gold)
         score = reward.score(episode, task, _STEP).total
+        earned, earned_as_text = _reaches(score, maximum), _reaches(as_text, maximum)
     except DataError:
         return False, ""
     except VerlError:
         raise
     except Exception as error:
         raise ConfigError(f"reward {name!r} fails on the gold response of {task.id} ({error!r})") from error
-    if _reaches(score, maximum):
+    if earned:
         return False, ""
     wrote, read = shortened(written_response(gold, style), _SHOWN), shortened(episode.response, _SHOWN)
     problem = f"reward {name!r} gives the gold response of {task.id} {score:g} of {maximum:g}: "
-    if not _reaches(as_text, maximum):
+    if not earned_as_text:
         return False, f"{problem}{read!r}; check the rows with `toolrl lab`, or choose another reward.name"
     hint = "choose another tokenizer (model.tokenizer_path), reward.name or env.tool_call_format"
     return True, f"{problem}as text it earns all, but {wrote!r} is read as {read!r} from the tokens of the run; {hint}"

@@ -87,6 +87,12 @@ def test_a_format_that_pauses_has_one_call_and_its_content_as_written(
     assert reader(name).read(text) == AssistantMessage(content, (ToolCall("python", {"code": code}),))
 
 
+@pytest.mark.parametrize("text", ["Wait. <code>", "<code>\n", "<code>1</code> and <code>"])
+def test_retools_opening_tag_is_content_until_it_has_a_call(text: str) -> None:
+    found = reader("retool").read(text)
+    assert found.content == ("" if found.calls else text)
+
+
 @pytest.fixture
 def quickstart(tmp_path: Path) -> str:
     """The name of the format of docs/quickstart/tool_call_format.md."""

@@ -142,7 +142,7 @@ class ReToolFormat(TagsFormat):
         """The opening tag is no part of what is parsed."""
         found = super().split(text, tools)
         before, tag, rest = found.before.rpartition(self._opening)
-        return replace(found, before=before) if tag and not rest.strip() else found
+        return replace(found, before=before) if found.calls and tag and not rest.strip() else found
 
     def delimiters(self, written: str) -> tuple[str, str]:
         opening, closing = super().delimiters(written)
