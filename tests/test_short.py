@@ -24,7 +24,7 @@ import pytest
 
 from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
 from bench.gpu.place import Place
-from bench.gpu.short import MARGIN_S, SPENT
+from bench.gpu.short import MARGIN_S, SPENT, read_options
 from bench.gpu.tree import REPOSITORY_MIB, Tree
 from tests.conftest import ROOT, need_vllm
 from tests.support.fake_measurements import calls
@@ -451,3 +451,8 @@ def test_a_run_that_is_cut_off_gives_the_steps_that_are_done(tmp_path: Path, mon
     assert [row["step"] for row in run("step", ["then=hang"], 10.0)] == [1, 2], "an earlier run is removed"
     with pytest.raises(UnexpectedError, match="exit code 1"):
         run("step", ["then=fail"])
+
+
+def test_a_rehearsal_has_a_work_folder_of_its_own() -> None:
+    real, rehearsed = (read_options(argv, SESSIONS).work for argv in ([], ["--rehearse"]))
+    assert real != rehearsed and real.parent == rehearsed.parent

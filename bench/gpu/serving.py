@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import subprocess
@@ -282,12 +283,15 @@ def _cpu_seconds() -> tuple[float, float]:
 
 
 def used_gib() -> float:
-    """Memory in use on the GPU, by all processes; without one, in this machine."""
+    """Memory in use on the GPU, by all processes, NaN where nvidia-smi has no figure; without one, in this machine."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", _index()]
     if not torch.cuda.is_available():
         return psutil.virtual_memory().used / GIB
     found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(found.stdout) * 2**20 / GIB
+    try:
+        return float(found.stdout) * 2**20 / GIB
+    except ValueError:  # "[N/A]" in some virtual machines
+        return math.nan
 
 
 def _index() -> str:

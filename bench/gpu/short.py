@@ -241,7 +241,7 @@ def read_options(argv: Sequence[str] | None, sessions: Sequence[Session]) -> arg
     parser.add_argument("--call-seconds", type=float, default=600, help="limit of a call")
     parser.add_argument("--files-out", type=int, default=8, help="files that come back")
     parser.add_argument("--mib-in", type=float, default=64, help="MiB of a rehearsed call, with the repository")
-    parser.add_argument("--work", type=Path, default=ROOT / "outputs/short", help="stays on the machine")
+    parser.add_argument("--work", type=Path, help="stays on the machine; outputs/short, or outputs/short-rehearsal")
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or None, help="comes back; $OUT or WORK/out")
     parser.add_argument("--stage", type=Path, help="archives of packages that this call brings")
     parser.add_argument("--done", type=Path, help="results.jsonl of an earlier machine, not to be measured again")
@@ -249,7 +249,9 @@ def read_options(argv: Sequence[str] | None, sessions: Sequence[Session]) -> arg
     options = parser.parse_args(argv)
     if unknown := [each for each in options.names if each not in known]:
         parser.error(f"unknown measurement {unknown[0]}; choose from: {' '.join(known)}")
-    options.work = options.work.resolve()
+    # a rehearsal's results must not stand for measurements
+    default = ROOT / ("outputs/short-rehearsal" if options.rehearse else "outputs/short")
+    options.work = (options.work or default).resolve()
     options.out = options.out.resolve() if options.out else options.work / "out"
     return options
 
