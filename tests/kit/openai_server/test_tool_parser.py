@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import need_vllm
 from tests.test_docs import quickstart_files
 from verl.embedded import embedded_path
+from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.inline import InlineFormat
 from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
@@ -99,7 +100,8 @@ def responses(name: str) -> list[str]:
     return [*whole, written[:-3], f"{written} {written}", f"{thought}{written}\n<response> Wait. </response>"]
 
 
-@pytest.mark.parametrize("name", [*sorted(TOOL_CALL_FORMATS.keys() - {"native"}), "quickstart"])  # native: a tokenizer
+# native needs a tokenizer, and openhands is not served
+@pytest.mark.parametrize("name", [*sorted(TOOL_CALL_FORMATS.keys() - {"native", "openhands"}), "quickstart"])
 def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) -> None:
     if name == "quickstart":
         (tmp_path / "my_format.py").write_text(quickstart_files()["my_format.py"])
@@ -116,6 +118,11 @@ def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) ->
         for ended in (True, False):
             assert streamed(parser, asked, text, ended, chance) == (answer.content, expected)
     assert with_calls >= 2  # for Llama a call is the whole response
+
+
+def test_a_format_whose_prompts_no_template_can_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="OpenHandsFormat cannot be written as a chat template"):
+        parser_class("openhands", tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}])

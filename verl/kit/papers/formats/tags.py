@@ -141,8 +141,16 @@ class ReToolFormat(TagsFormat):
     def split(self, text: str, tools: Sequence[ToolSpec] = ()) -> Split:
         """The opening tag is no part of what is parsed."""
         found = super().split(text, tools)
-        before, tag, rest = found.before.rpartition(self._opening)
-        return replace(found, before=before) if found.calls and tag and not rest.strip() else found
+        return replace(found, before=self._before_tag(found.before)) if found.calls else found
+
+    def certain_content(self, text: str) -> str:
+        """Up to the first fence: without one, all of the text may turn out to be code."""
+        before, fence, _ = self._until_pause(text).partition(_FENCE)
+        return self._before_tag(before) if fence else ""
+
+    def _before_tag(self, text: str) -> str:
+        before, tag, rest = text.rpartition(self._opening)
+        return before if tag and not rest.strip() else text
 
     def delimiters(self, written: str) -> tuple[str, str]:
         opening, closing = super().delimiters(written)
