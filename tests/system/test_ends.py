@@ -42,13 +42,15 @@ from verl.tracking.timers import PhaseTimer
 from verl.trainer.builders.run import load_inputs
 from verl.trainer.cli import CliArgs, run_cli
 
+# In slices: a signal just before a sleep is handled after it.
 WAITS = """
 import sys, time
 from verl.config.commands import TRAIN
 from verl.trainer.cli import run_cli
 def wait(words, console):
     print("waiting", flush=True)
-    time.sleep(100)
+    for _ in range(1000):
+        time.sleep(0.1)
 """
 CODES = {
     signal.SIGTERM: (143, "terminated: "),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 
 import pytest
@@ -85,3 +86,17 @@ def test_a_template_whose_interruption_was_dropped_is_interrupted_again() -> Non
         Slow()
         while True:
             pass
+
+
+def test_a_repeating_timer_never_outlives_its_block() -> None:
+    """Its signals come at every moment of the way out. The generator is driven without contextlib's own calls."""
+    before = signal.getsignal(signal.SIGALRM)
+    for _ in range(2000):
+        block = raising_after.__wrapped__(1e-5, RenderTimeoutError, again_s=1e-5)
+        with suppress(RenderTimeoutError):
+            try:
+                next(block)
+            finally:
+                block.close()
+        assert signal.getitimer(REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) is before

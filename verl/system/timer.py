@@ -28,16 +28,21 @@ def raising_after(
         yield
         return
 
+    leaving = False
+
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise error()
+        if not leaving:
+            raise error()
 
     clock = _CLOCKS[timer]
     handler = signal.signal(_SIGNALS[timer], interrupt)
     began = clock()
-    left_s, interval_s = signal.setitimer(timer, seconds, again_s)
+    left_s, interval_s = signal.getitimer(timer)
     try:
+        signal.setitimer(timer, seconds, again_s)
         yield
     finally:
+        leaving = True  # first, without a call: handlers run between calls, and one that raises would leave the timer set
         signal.setitimer(timer, 0.0)
         signal.signal(_SIGNALS[timer], handler)
         if left_s:
