@@ -13,25 +13,31 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOOLS = sorted(each.parent.name for each in ROOT.glob("verl/kit/*/__init__.py"))
-# Imports the path and resolves a recipe, once per copy of the package: in forks, so that torch is imported only once.
+# Imports the path and resolves a recipe, once per copy of the package: in forks of a process that has imported all that
+# the path needs of other packages.
 IMPORT_PATH = """
 import importlib, os, pkgutil, sys
-import hydra, ray, torch, transformers
-absent = sys.argv[1].split(",")  # modules whose packages are not installed
-if "vllm" not in absent:
-    import vllm
+absent, *copies = sys.argv[1:]  # modules whose packages are not installed, and folders
+
+def import_path(copy):
+    sys.path.insert(0, copy)
+    import verl
+    assert verl.__path__ == [f"{copy}/verl"], verl.__path__
+    for module in pkgutil.walk_packages(verl.__path__, "verl."):
+        skipped = ".kit" in module.name or "__main__" in module.name
+        if not skipped and not any(name and name in module.name for name in absent.split(",")):
+            importlib.import_module(module.name)
+
+import_path(copies[0])
+sys.path.remove(copies[0])
+for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+    del sys.modules[name]
 
 failed = []
-for copy in sys.argv[2:]:
+for copy in copies:
     pid = os.fork()
     if pid == 0:
-        sys.path.insert(0, copy)
-        import verl
-        assert verl.__path__ == [f"{copy}/verl"], verl.__path__
-        for module in pkgutil.walk_packages(verl.__path__, "verl."):
-            skipped = ".kit" in module.name or "__main__" in module.name
-            if not skipped and not any(name and name in module.name for name in absent):
-                importlib.import_module(module.name)
+        import_path(copy)
         from verl.trainer.main_ppo import main
         code = main(["recipe=mini_grpo", "--cfg", "job"])
         sys.stdout.flush()
