@@ -1,4 +1,4 @@
-"""How a command ends that an error ends: what it says, and its exit code."""
+"""How a command ends that an error ends: its message and exit code."""
 
 import sys
 

@@ -411,7 +411,7 @@ def _same_equation(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
 
 
 def _is_name(side: str) -> bool:
-    """Whether this side of an equation only says what the other side is."""
+    """Whether this side of an equation is only a name for the other."""
     side = _TEXT.sub(r"\1", side).strip()
     return bool(_NAME.fullmatch(side) or _LETTERS.fullmatch(side)) and not _KNOWN.match(side)
 
