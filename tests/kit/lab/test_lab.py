@@ -141,7 +141,7 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
     assert reward.score(as_trajectory(CALL_TASK, "four"), CALL_TASK, 0) == Score(4.0, {})
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
     assert main(["--data", path, "--reward", "tests.kit.lab.test_lab:count_letters"]) == 2
-    assert "does not define maximum(), gold() and mutations()" in capsys.readouterr().out
+    assert "does not define maximum(), gold() and mutations()" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_cannot_be_used_is_one_clear_error(
 ) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
     assert main(["--data", path, *arguments]) == 2
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("option", ["--limit", "--step", "--show"])

@@ -33,6 +33,7 @@ from verl.formats.plain import PLAIN
 from verl.registry import option
 from verl.scoring.rewards import Rewards, build_rewards
 from verl.system.daemon import run_async
+from verl.system.exits import write_error
 from verl.types import Message, Task, Trajectory
 from verl.utils.reward_score.base import LabReward
 
@@ -193,8 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tried = track(islice(tasks, count), "Scoring", count, console=console)
         report = try_rewards(rewards, tried, arguments.step, style, runner)
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
-        return 2
+        return write_error(error)
     console.print(_table(report))
     unusable, unlisted = tasks.report.bad, tasks.report.unlisted
     _print_rows("unusable: ", unusable, arguments.show, console)

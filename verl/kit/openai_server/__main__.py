@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import ConfigError, VerlError
 from verl.kit.openai_server import supervise
 from verl.kit.openai_server.parsing import PARSER_NAME
@@ -30,6 +29,7 @@ from verl.kit.openai_server.serving_files import (
 )
 from verl.kit.serving.serving import ServingConfig, find_token
 from verl.pretrained import read_tokenizer
+from verl.system.exits import write_error
 from verl.system.packages import SET_UP
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         os.execvpe(sys.executable, [sys.executable, supervise.__file__, *command], environment)  # frees our memory
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return exit_code_of(error)
+        return write_error(error)
 
 
 def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
