@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,16 @@ def save_untrained(folder: Path, vocabulary: int, eos: int, **more: Any) -> None
         **more,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def with_heads(model: Path, size: int, folder: Path) -> Path:
+    """That model's configuration and tokenizer, with heads of another size; plans read no weights."""
+    for each in model.iterdir():
+        if each.suffix != ".safetensors":
+            shutil.copy(each, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "head_dim": size}))
+    return folder
 
 
 def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
