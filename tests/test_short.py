@@ -30,7 +30,7 @@ from bench.gpu.child import plain
 from bench.gpu.ledger import seed
 from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
 from bench.gpu.place import Place
-from bench.gpu.process import SessionProcess
+from bench.gpu.process import DiedError, SessionProcess
 from bench.gpu.rows import read_rows
 from bench.gpu.short import MARGIN_S, SPENT, read_options
 from bench.gpu.tree import REPOSITORY_MIB, Tree
@@ -301,7 +301,7 @@ LINE = json.dumps({**others()[0], "name": "one"})
     ("line", "said"),
     [
         (LINE[:40], "not JSON"),
-        (LINE.replace('"name"', '"nmae"'), "no 'name'"),
+        (LINE.replace('"name"', '"title"'), "no 'name'"),
         (LINE.replace('"ok"', '"done"'), "'state' is 'done', not ok, failed or skipped"),
         (LINE.replace('"seconds": 1.0', '"seconds": "1 s"'), "'seconds' is '1 s'"),
         (LINE.replace("{}", '{"a value": [1.5]}', 1), "figure 'a value' is neither a number nor a text"),
@@ -572,6 +572,27 @@ def test_a_run_that_is_cut_off_gives_the_steps_that_are_done(tmp_path: Path, mon
     with pytest.raises(UnexpectedError, match="exit code 1") as failed:
         run("step", ["then=fail"])
     assert failed.value.figures == {"time/step_s": 2, "steps": 1}, "a run that fails at its end"
+
+
+def test_a_step_without_a_finite_value_costs_no_other_figure() -> None:
+    """metrics.jsonl has null for NaN."""
+    from bench.gpu import runs
+
+    steps = [{"step": 1, "time/step_s": 9.0}]
+    steps += [
+        {"step": step, "time/step_s": step, "perf/mfu": mfu, "engine/x": None} for step, mfu in ((2, None), (4, 0.5))
+    ]
+    assert runs._medians(steps) == {"perf/mfu": 0.5, "time/step_s": 3.0, "steps": 2}
+    assert runs._largest(steps, "time/step_s") == 9.0
+    assert np.isnan([runs._largest(steps, name) for name in ("perf/mfu", "engine/x", "nowhere")]).all()
+
+
+def test_a_process_that_cannot_be_started_costs_its_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process.sys, "executable", "/nonexistent")
+    with pytest.raises(DiedError, match=r"its process cannot be started .*No such file"):
+        SessionProcess(["x:Y", str(tmp_path)], {}, tmp_path / "log")
 
 
 def test_a_rehearsal_has_a_work_folder_of_its_own() -> None:

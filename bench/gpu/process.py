@@ -34,7 +34,7 @@ class SessionProcess:
     """Runs bench/gpu/child.py in a process group of its own.
 
     Answers come as lines through a pipe of their own: libraries write to standard output, and a file needs a disk with
-    room. Processes that outlive a session hold the pipe, so its end means nothing.
+    room. Processes that outlive a session hold the pipe, so its end means nothing. Raises DiedError.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -43,17 +43,21 @@ class SessionProcess:
         reading, answers = os.pipe()
         self._answers = os.fdopen(reading, "rb", buffering=0)
         command = [sys.executable, "-m", "bench.gpu.child", str(answers), *arguments]
-        with _opened(log) as output:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                process_group=0,
-                pass_fds=(answers,),
-            )
-        os.close(answers)
+        try:
+            with _opened(log) as output:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    process_group=0,
+                    pass_fds=(answers,),
+                )
+        except OSError as error:
+            raise DiedError(f"its process cannot be started ({error})") from error
+        finally:
+            os.close(answers)
 
     def ask(self, name: str, limit: float) -> dict[str, Any]:
         """The answer for one measurement. Raises OverrunError or DiedError; the session is then over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -114,10 +115,12 @@ class Runs:
 
 
 def _medians(rows: Sequence[dict[str, Any]]) -> Figures:
-    """Of all steps but the first, which warms up; empty without any."""
+    """Of all steps but the first, which warms up; empty without any. Values that are not finite are left out."""
     done = [row for row in rows if row["step"] > 1]
-    names = [name for name in (done[-1] if done else {}) if name.startswith(SHOWN)]
-    medians = {name: statistics.median(row[name] for row in done if name in row) for name in names}
+    names = {name for row in done for name, value in row.items() if name.startswith(SHOWN) and value is not None}
+    medians = {
+        name: statistics.median(row[name] for row in done if row.get(name) is not None) for name in sorted(names)
+    }
     return {**medians, "steps": len(done)} if done else {}
 
 
@@ -156,4 +159,6 @@ def write_rows(place: Place) -> Path:
 
 
 def _largest(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return max(row[name] for row in rows if name in row)
+    """NaN if a step has no finite value, or none has any."""
+    values = [math.nan if row[name] is None else row[name] for row in rows if name in row]
+    return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)
