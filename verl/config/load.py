@@ -33,6 +33,14 @@ from verl.registry import nearest
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
 _FILES = ("data.train_files", "data.val_files", "eval.benchmarks")  # data= is the first that a command has
+_RENAMED: Mapping[str, str] = {  # keys of earlier versions
+    "algorithm.correction.rejection_lower": "algorithm.correction.rejection_bounds=[lower, upper]",
+    "algorithm.correction.rejection_upper": "algorithm.correction.rejection_bounds=[lower, upper]",
+    "data.on_bad_row": "data.max_bad_share",
+    "env.on_sampling": "env.options.on_sampling",
+    "env.python": "env.options.python",
+    "sandbox.require_cgroup": "sandbox.isolation=strict",
+}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -224,7 +232,9 @@ def known_keys() -> list[str]:
 
 
 def _instead(key: str, command: Command) -> str:
-    """The same name elsewhere, the nearest in its group, or the group's keys."""
+    """Its new name, the same name elsewhere, the nearest in its group, or the group's keys."""
+    if key in _RENAMED:
+        return f"it is now {_RENAMED[key]}"
     known = [each.rstrip(".") for each in known_keys() if command.has(each.rstrip("."))]
     theirs = vocabulary()
     if short(key) != key:
