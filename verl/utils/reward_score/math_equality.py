@@ -57,8 +57,8 @@ _SPELLINGS = (
     (re.compile(r"\^ ?\{ ?\\circ ?\}|\\degree(?![A-Za-z])|\u00b0"), r"^\\circ "),
 )
 _THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/])")  # 12 345
-_QUANTITY = re.compile(  # x = 1,000 cm
-    r"([A-Za-z]+ ?= ?-?|-?)([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)((?: ?(?:\\[a-z]|[A-Za-z]).*)?)"
+_QUANTITY = re.compile(  # m+n = 1,000 cm
+    r"([^,;=]+= ?-?|-?)([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)((?: ?(?:\\[a-z]|[A-Za-z]).*)?)"
 )
 _AND = re.compile(r",?\s*(?:\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{([^{}]*)\}")
