@@ -458,6 +458,20 @@ def test_archives_that_cannot_be_taken_are_named(tmp_path: Path) -> None:
     assert Tree(tmp_path / "site").paths() == []
 
 
+def test_half_of_an_archive_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+    stage, site = tmp_path / "stage", tmp_path / "site"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/library.so").write_bytes(np.random.default_rng(0).bytes(10**6))
+    stage.mkdir()
+    with tarfile.open(archive := stage / "engine.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "package", "package")
+    archive.write_bytes(half := archive.read_bytes()[: 5 * 10**5])
+    (stage / "SUMS").write_text(f"{hashlib.sha256(half).hexdigest()}  engine.tar.xz\n")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        Tree(site).take_in(stage)
+    assert [each.name for each in site.iterdir()] == ["SUMS"]
+
+
 @pytest.mark.parametrize(
     "text", ["engine.tar.xz", f"{'0' * 63}  engine.tar.xz", f"{'0' * 64}  ../engine.tar.xz", "\x00"]
 )
