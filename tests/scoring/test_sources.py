@@ -137,6 +137,31 @@ def test_the_rows_choice_says_why() -> None:
     assert build_rewards("torl").choice(task("mine", "7")) == "torl"
 
 
+@pytest.mark.parametrize(
+    ("source", "reward"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("math_dapo", "math_dapo"),
+        ("toolcall", "tool_n1"),
+        ("nq", "search_r1"),
+        ("lighteval/MATH", "math"),
+        ("numina_cn_k12", "math"),
+    ],
+)
+def test_a_gold_in_toolrls_format_under_a_source_of_another_reward_is_refused_with_both_ways_out(
+    source: str, reward: str
+) -> None:
+    answered = "\n<think> t </think>\n<response> Done. </response>"
+    for gold in (TOOLRL, answered, f"{TOOLRL}\n<response> Done. </response>"):
+        for use in (AUTO.of, AUTO.names, AUTO.choice):
+            with pytest.raises(ConfigError, match=rf"#0: .*'{source}' .*reward {reward}, .*=rlla .*={reward} if"):
+                use(task(source, gold))
+        assert build_rewards("rlla").names(task(source, gold)) == ("rlla",)
+        assert build_rewards(reward).names(task(source, gold)) == (reward,)
+        assert AUTO.names(to_task({**row(source, gold), "reward": "rlla"}, "rows.jsonl#0")) == ("rlla",)
+    assert AUTO.names(task(source, "the <response> tag")) == (reward,)
+
+
 def test_options_of_the_command_are_not_given_to_another_reward() -> None:
     rewards = build_rewards("auto", {"coarse": True})
     assert total(task("rlla", TOOLRL), TOOLRL.replace("1", "2"), rewards) == -2.0

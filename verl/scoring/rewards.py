@@ -117,7 +117,8 @@ def build_rewards(name: str, options: Mapping[str, Any] | None = None) -> Reward
 def _choice(task: Task) -> tuple[str, Mapping[str, Any]]:
     """(name, options) of the reward with name auto: by the gold turn, the source, or the tags of ToolRL's format.
 
-    Raises ConfigError for a source without a reward, and for an unknown one: any guess would train something else.
+    Raises ConfigError for a source without a reward, for an unknown one, and for one that the gold contradicts: any
+    guess would train something else.
     """
     if task.gold is not None:
         return _CALLS, {}
@@ -128,6 +129,12 @@ def _choice(task: Task) -> tuple[str, Mapping[str, Any]]:
         problem = f"names no reward, and the gold is not in ToolRL's format ({task.answer[:_SHOWN]!r})"
     elif source.reward is None:
         problem = f"has no reward here: {source.why}"
+    elif source.reward != _RLLA and _is_toolrl(task.answer):
+        raise ConfigError(
+            f"{task.id}: data_source {task.data_source!r} selects the reward {source.reward}, but the gold is in "
+            f"ToolRL's format ({task.answer.strip()[:_SHOWN]!r}). Set reward.name={_RLLA} to score such responses, or "
+            f"reward.name={source.reward} if that is meant; rows may differ in a column `reward`"
+        )
     else:
         return source.reward, source.options_of(task.extra)
     names = ", ".join(sorted(REWARDS.keys() - {AUTO, SUM}))
@@ -135,6 +142,11 @@ def _choice(task: Task) -> tuple[str, Mapping[str, Any]]:
         f"{task.id}: data_source {task.data_source!r} {problem}. Set reward.name to one of {names}, or to "
         "path/to/file.py:function (docs/reward.md); docs/migration.md lists the sources that select one"
     )
+
+
+def _is_toolrl(answer: str) -> bool:
+    """Whether it begins with a thought, and makes a call or answers; an answer may quote a tag."""
+    return answer.lstrip().startswith(THINK) and (TOOL_CALL in answer or RESPONSE in answer)
 
 
 @cache
