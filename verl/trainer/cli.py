@@ -27,6 +27,7 @@ from verl.errors import ConfigError, VerlError
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
 from verl.system.signals import exit_code as signal_code
+from verl.tracking.console import LOG_TIME
 
 _MAX_LINES = 12  # of a message or a traceback, so that a crash does not fill the terminal
 _OUTCOMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -63,9 +64,7 @@ def run_cli(
     """
     interactive = None if sys.stdout.isatty() else False  # FORCE_COLOR, which notebooks and CI set, makes no terminal
     console = Console(highlight=False, emoji=False, force_interactive=interactive)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+    logging.basicConfig(level=logging.WARNING, handlers=[_log_handler(console)])
     deadline = Deadline()
 
     def on_signal(number: int) -> None:
@@ -100,6 +99,15 @@ def run_cli(
         with suppress(OSError):  # the terminal is closed
             console.print(f"[bold red]{_OUTCOMES[number]}[/]: {escape(note or _RESUME_NOTE)}", soft_wrap=True)
         return signal_code(number)
+
+
+def _log_handler(console: Console) -> logging.Handler:
+    """Rich's on a terminal; elsewhere dated lines without the width that a file does not have."""
+    if console.is_interactive:
+        return RichHandler(console=console, show_path=False)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", LOG_TIME))
+    return handler
 
 
 def announce_checkpoint(console: Console) -> Callable[[int], None]:

@@ -110,6 +110,7 @@ class TrainingRun:
             return last
         async with self.trainer.weight_sync.ranks:
             await self.trainer.sync_weights()
+        self.display.started()
         has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval)
         if self.trainer.step == 0 and has_validation:
             self.before = await self._run_interruptibly(self._validate)

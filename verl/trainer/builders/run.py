@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
@@ -140,7 +139,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 @contextmanager
-def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[TrainingRun]:
+def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Iterator[TrainingRun]:
     """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = resume_config(config, TRAIN)
@@ -150,20 +149,21 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    display = Display(total_steps, console, with_rollouts="rollouts" in config.trainer.logger)
+    display.total_steps = total_steps
     run_config = {**asdict(config), **prompt_record(inputs.episode_runner.observations.tool_call_format)}
     run = RunInfo(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots, join = 2 * config.num_ranks + config.num_engines, config.trainer.nnodes > 1
     timeouts_s = config.trainer.call_timeout_s, config.trainer.health_timeout_s
+    display.phase("Ray")
     with (
         Cluster.start(slots, environment, timeouts_s[0], join, timeouts_s[1]) as cluster,
         crash_reported(folder),
         build_scorer(config) as scorer,
     ):
         device = choose_device(config.trainer, cluster.num_gpus)
-        workers = start_workers(config, cluster, inputs.algorithm, device, total_steps)
+        workers = start_workers(config, cluster, inputs.algorithm, device, total_steps, display.phase)
         with closing_run(folder, trackers, workers):
             trainer = build_trainer(
                 config, inputs, stream, workers, scorer, PhaseTimer(display.phase), build_meter(workers.trainer, device)
@@ -172,6 +172,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 decode = inputs.episode_runner.chat.tokenizer.decode
                 trainer.keeper = build_keeper(config, inputs.algorithm, folder, decode)
             rollout = trainer.rollouts.rollout
+            display.watch(rollout.progress)
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
             find_watch = installed_tool if config.trainer.on_collapse == "warn" else needed_tool
             find_recorder = needed_tool if config.trainer.record else installed_tool
