@@ -90,6 +90,8 @@ def _train(config: Config, display: Display, folder: Path, only_preflight: bool)
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))
+    for sentence in find_verdict(folder) if (find_verdict := installed_tool("verdict")) else ():
+        console.print(sentence, markup=False, soft_wrap=True)
     if plan is not None and run.peaks:
         console.print(plan.format_peak(run.peaks), markup=False)
     files = {
