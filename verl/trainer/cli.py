@@ -21,13 +21,16 @@ from verl.checkpoint.crash import crash_reported, exit_code_of, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
 from verl.config.load import load_config
-from verl.config.schema import Config, ModelConfig
+from verl.config.schema import Config, ModelConfig, RewardConfig
 from verl.config.show import as_yaml, key_table
+from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
+from verl.registry import resolve
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
 from verl.system.signals import exit_code as signal_code
 from verl.tracking.console import LOG_TIME
+from verl.utils.reward_score.base import REWARDS
 
 _MAX_LINES = 12  # of a message or a traceback, so that a crash does not fill the terminal
 _OUTCOMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -165,7 +168,7 @@ def check_engine(name: str) -> None:
 
 
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
-    """Raises ConfigError for a missing file."""
+    """Raises ConfigError for a missing file, DataError for one that is empty or broken at its ends."""
     if needed and not files:
         raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
@@ -174,6 +177,15 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
                 f"{key}: there is no file {source!r}; {script('dataset/README.md')} lists data sources, and "
                 "embedded:train.parquet names an embedded file"
             )
+        if source.endswith(_DATA_SUFFIXES):
+            check_ends(source)
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Raises ConfigError for an unknown name. The user's own code runs later, with the data."""
+    for name in config.terms:
+        if ":" not in name:
+            resolve("reward", name, REWARDS)
 
 
 def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from verl.config.commands import TRAIN
 from verl.config.schema import Config
 from verl.tracking.console import Display, before_after_table
-from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, in_run_folder, run_cli
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, check_reward, in_run_folder, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +38,7 @@ def run(args: CliArgs, console: Console) -> None:
     check_model(config.model, config.critic.path)
     check_files("data.train_files", config.data.train_files, needed=True)
     check_files("data.val_files", config.data.val_files)
+    check_reward(config.reward)
     check_engine(config.rollout.name)
     with closing(Display(None, console, with_rollouts="rollouts" in config.trainer.logger)) as display:
         display.phase("packages")
