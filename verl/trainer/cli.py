@@ -22,7 +22,7 @@ from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
 from verl.config.load import load_config
 from verl.config.schema import Config, ModelConfig, RewardConfig
-from verl.config.show import as_yaml, key_table
+from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
 from verl.registry import resolve
@@ -38,6 +38,7 @@ _RESUME_NOTE = (
     "run the same command to resume: a training from its last checkpoint (without one it starts anew), an evaluation "
     "from its answers"
 )
+_CONFIG = "--config="
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
@@ -77,10 +78,10 @@ def run_cli(
     try:
         settings, options = _parse(argv, known)
         if "--help" in options:
-            console.print(escape(help_text), key_table(command), sep="\n")
+            console.print(escape(help_text), escape(key_help(command)), sep="\n", soft_wrap=True)
             return 0
         with deadline.active(), ending_on_signals(on_signal):
-            config = load_config(settings, command)
+            config = load_config(settings, command, _file_of(options))
             if "--cfg" in options:
                 comments = "".join(f"# {line}\n" for line in notes(config))
                 console.print(as_yaml(config, command) + comments, markup=False, soft_wrap=True)
@@ -148,6 +149,10 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[s
             settings.append(arg)
         elif arg in ("-h", "--help"):
             options.append("--help")
+        elif arg == "--config":
+            options.append(f"{_CONFIG}{next(rest, '')}")
+        elif arg.startswith(_CONFIG):
+            options.append(arg)
         elif arg == "--cfg":
             if next(rest, None) != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")
@@ -155,8 +160,18 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[s
         elif arg in known or arg.startswith(tuple(each for each in known if each.endswith("="))):
             options.append(arg)
         else:
-            raise ConfigError(f"unknown option {arg!r}; known: {', '.join(['--help', '--cfg job', *known])}")
+            raise ConfigError(
+                f"unknown option {arg!r}; known: {', '.join(['--help', '--config FILE', '--cfg job', *known])}"
+            )
     return settings, options
+
+
+def _file_of(options: Sequence[str]) -> str | None:
+    """The value of --config. Raises ConfigError if it is missing or given twice."""
+    files = [each.removeprefix(_CONFIG) for each in options if each.startswith(_CONFIG)]
+    if len(files) > 1 or "" in files:
+        raise ConfigError("--config takes one YAML file, once")
+    return files[0] if files else None
 
 
 def check_engine(name: str) -> None:

@@ -1,6 +1,7 @@
 """Train a policy with GRPO, PPO or a related algorithm: toolrl train [recipe=NAME] [key=value ...]
 
     --help       print this text and every key with its default
+    --config FILE  settings of a YAML file, such as a run's config.yaml
     --cfg job    print the resulting configuration and exit
     --preflight  check everything on a tiny copy of the model and exit
 
