@@ -173,8 +173,8 @@ _EPISODES = (
 )
 TRAIN = Command(
     name="train",
-    uses=(*_TRAIN_GROUPS, "trainer", "tracking", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
-    from_recipe=(*_TRAIN_GROUPS, "trainer", "tracking", "eval"),
+    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
+    from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
     check=_check_training,
 )
 PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, check=_check_training)
@@ -188,7 +188,7 @@ SFT = Command(
         *_keys("actor", "max_tokens_per_pack grad_clip optim"),
         *_all_but(
             *("trainer", TrainerConfig),
-            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept"),
+            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept", "callbacks"),
         ),
     ),
     defaults={

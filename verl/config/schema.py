@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _DTYPES = ("bfloat16", "float32")
 OFFLOAD = ("none", "params", "optimizer", "all")
-LOGGERS = ("console", "rollouts", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+LOGGERS = ("console", "rollouts", "verl_names", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -482,7 +482,10 @@ class TrainerConfig:
     allow_changed: list[str] = field(default_factory=list)
     keep_last: int = 2  # latest checkpoints to keep, besides the best
     keep_best: int = 1  # checkpoints with the best validation to keep
-    logger: list[str] = field(default_factory=lambda: ["console"])  # also rollouts, wandb ..: docs/tracking.md
+    # console | rollouts (one of every step, too) | verl_names (metrics under veRL's names, too) | jsonl | tensorboard |
+    # wandb | trackio | mlflow | swanlab | your own, file.py:attribute: docs/tracking.md
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    callbacks: list[Any] = field(default_factory=list)  # early_stopping, or your own, file.py:Class: docs/tracking.md
     device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
     nnodes: int = 1  # machines; above 1, of a Ray cluster
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
@@ -517,17 +520,14 @@ class TrainerConfig:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")
 
     @property
+    def verl_names(self) -> bool:
+        """Whether metrics are logged under veRL's names, too."""
+        return "verl_names" in self.logger
+
+    @property
     def critic_only_updates(self) -> int:
         """Steps before the policy's first update; steps count from 1, so they are one less than critic_warmup."""
         return max(0, self.critic_warmup - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    names: str = "own"  # of metrics: own (docs/metrics.md) | verl (veRL's, too)
-
-    def __post_init__(self) -> None:
-        _one_of(("own", "verl"), "tracking.names", self.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -566,7 +566,6 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property

@@ -55,6 +55,7 @@ from verl.trainer.builders.algorithm import (
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.builders.scorer import build_scorer
 from verl.trainer.builders.workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
+from verl.trainer.callbacks import build_callbacks
 from verl.trainer.hooks import NoWatch, OnlineEval, installed_tool, needed_tool
 from verl.trainer.learner import Learner
 from verl.trainer.loop import COMMAND, TrainingRun
@@ -153,6 +154,8 @@ def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Ite
     run_config = {**asdict(config), **prompt_record(inputs.episode_runner.observations.tool_call_format)}
     run = RunInfo(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
+    validates = config.trainer.test_freq > 0 and bool(inputs.val or inputs.online_eval)
+    callbacks = build_callbacks(config.trainer.callbacks, validates)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots, join = 2 * config.num_ranks + config.num_engines, config.trainer.nnodes > 1
     timeouts_s = config.trainer.call_timeout_s, config.trainer.health_timeout_s
@@ -187,7 +190,7 @@ def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Ite
                     inputs.rewards,
                     config.rollout.val_kwargs.n,
                     config.rollout_seed,
-                    config.tracking.names == "verl",
+                    config.trainer.verl_names,
                 ),
                 online_eval=inputs.online_eval,
                 workers=workers.trainer,
@@ -199,6 +202,7 @@ def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Ite
                 contents=contents,
                 folder=folder,
                 saved=saved,
+                callbacks=callbacks,
                 watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
                 train_tasks=inputs.train_tasks,
