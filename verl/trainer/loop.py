@@ -70,6 +70,7 @@ class TrainingRun:
     contents: Mapping[str, Any]  # of what they name (verl/checkpoint/contents.py)
     folder: Path  # of the run
     saved: Saved | None = None  # checkpoint to resume from
+    reward_names: Sequence[str] = ()  # of the training rows, for the card of every exported model
     callbacks: Callbacks = field(default_factory=Callbacks)
     watch: Watch = field(default_factory=NoWatch)
     recorder: Recorder | None = None  # None: not installed
@@ -278,6 +279,7 @@ class TrainingRun:
             "trackers": self.trackers.state(),
             "watch": self.watch.state(),
             "callbacks": self.callbacks.state(),
+            "rewards": list(self.reward_names),
             "before": self.before,
             "after": self.after,
             "unlogged": None if unlogged is None else dict(unlogged),

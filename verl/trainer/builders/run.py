@@ -101,12 +101,16 @@ class Inputs:
     reports: list[RowReport]  # one per data file
     train_tasks: TrainTasks
 
+    @property
+    def reward_names(self) -> list[str]:
+        """The distinct rewards of the training rows."""
+        return list(dict.fromkeys(self.rewards.choice(task) for task in chain(*self.train)))
+
     def choices(self, tool_call_format: str | None) -> str:
         """What the run decided by its data and model, in one line."""
-        names = dict.fromkeys(self.rewards.choice(task) for task in chain(*self.train))
         validated = ", ".join(self.val) or "none, data.val_files and data.val_share are not set"
         style = tool_call_format or "none"
-        return f"reward: {', '.join(names)}; tool-call format: {style}; validation rows: {validated}"
+        return f"reward: {', '.join(self.reward_names)}; tool-call format: {style}; validation rows: {validated}"
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -202,6 +206,7 @@ def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Ite
                 contents=contents,
                 folder=folder,
                 saved=saved,
+                reward_names=inputs.reward_names,
                 callbacks=callbacks,
                 watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
