@@ -75,7 +75,7 @@ def test_help_lists_every_command_and_loads_nothing_heavy(tmp_path: Path) -> Non
 
 
 def test_a_command_is_the_module_with_its_words(tmp_path: Path) -> None:
-    words = ["lab", "--data", "embedded:test.parquet", "--limit", "2"]
+    words = ["lab", "data=embedded:test.parquet", "eval.limit=2"]
     shown = run_python(f"from verl.cli import main; main({words!r})", tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "2 rows tried, 0 with violations" in shown.stdout
@@ -122,7 +122,7 @@ def test_a_run_without_vllm_is_one_line_and_exit_code_2(tmp_path: Path, words: l
     assert f"=vllm: the package vllm is not installed; {packages.SET_UP}" in tried.stdout
 
 
-@pytest.mark.parametrize("words", [["serve", "embedded:model"], ["lab", "--data", "embedded:test.parquet"]])
+@pytest.mark.parametrize("words", [["serve", "embedded:model"], ["lab", "data=embedded:test.parquet"]])
 def test_ctrl_c_while_a_command_starts_is_one_line(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nprint()\n")
     (tmp_path / "torch.py").symlink_to(tmp_path / "rich.py")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.conftest import ROOT
 from tests.support.tiny import MINI, run_words
-from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command, within
+from verl.config.commands import CHAT, EVAL, GENERATE, LAB, PLAN, PROBE, SFT, TRAIN, Command, within
 from verl.config.legacy import our_key
 from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.schema import Config
@@ -33,7 +33,7 @@ from verl.trainer.builders.run import train_sampling, val_sampling
 from verl.trainer.builders.workers import engine_dtype, rank_spec
 from verl.workers.rank import RankSpec
 
-COMMANDS = (TRAIN, PLAN, SFT, EVAL, GENERATE, CHAT, PROBE)
+COMMANDS = (TRAIN, PLAN, SFT, EVAL, GENERATE, CHAT, PROBE, LAB)
 KEYS = [key.rstrip(".") for key in known_keys()]
 OPEN = [key.rstrip(".") for key in known_keys() if key.endswith(".")]
 

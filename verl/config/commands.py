@@ -225,6 +225,17 @@ GENERATE = Command(
     defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
     check=_check_generate,
 )
+LAB = Command(
+    name="lab",
+    uses=(
+        *_keys("data", "train_files columns map split_turns"),
+        *_keys("model", "path tokenizer_path chat_template_options"),
+        *_keys("env", "tool_call_format tool_call_format_options"),
+        *_keys("reward", "name options"),
+        "eval.limit",
+    ),
+    defaults={"env.tool_call_format": "auto"},
+)
 _CHAT_ENV = "tools tool_call_format tool_call_format_options max_turn_tokens max_observation_tokens observation_cut"
 CHAT = Command(
     name="chat",
