@@ -483,7 +483,7 @@ class TrainerConfig:
     keep_last: int = 2  # latest checkpoints to keep, besides the best
     keep_best: int = 1  # checkpoints with the best validation to keep
     # console | rollouts (one of every step, too) | verl_names (metrics under veRL's names, too) | jsonl | tensorboard |
-    # wandb | trackio | mlflow | swanlab | your own, file.py:attribute: docs/tracking.md
+    # wandb | trackio | mlflow | swanlab, or your own, file.py:attribute (docs/tracking.md)
     logger: list[str] = field(default_factory=lambda: ["console"])
     callbacks: list[Any] = field(default_factory=list)  # early_stopping, or your own, file.py:Class: docs/tracking.md
     device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
