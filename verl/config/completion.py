@@ -24,7 +24,7 @@ _VALUE = r"(\w[\w-]*)(?: \([^)]*\))?"
 _VALUES = re.compile(rf"{_VALUE}(?: \| {_VALUE})+")
 _SCRIPT = r"""
 _toolrl() {
-    local line="${COMP_LINE:0:COMP_POINT}" command="${COMP_WORDS[1]}" keys="" values="" word key
+    local line="${COMP_LINE:0:$COMP_POINT}" command="${COMP_WORDS[1]}" keys="" values="" word key
     word="${line##* }"
     COMPREPLY=()
     if [[ $COMP_CWORD -eq 1 ]]; then
@@ -53,16 +53,22 @@ _toolrl() {
         COMPREPLY=("${COMPREPLY[@]/#/$key=}")
     fi
 }
-complete -o default -F _toolrl toolrl
+complete -o default @nospace@-F _toolrl toolrl
 """
 
 
 def completion(shell: str, commands: str) -> str:
     """The script for a shell. commands: all names, separated by blanks"""
-    start = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    zsh = shell == "zsh"  # has no `compopt`, so no blank follows anything there
+    start, nospace = ("autoload -U +X bashcompinit && bashcompinit\n", "-o nospace ") if zsh else ("", "")
     keys = "\n".join(f'        {name}) keys="{" ".join(_words(command))}" ;;' for name, command in _SETTINGS.items())
     values = "\n".join(f'        {key}) values="{" ".join(found)}" ;;' for key, found in _all_values())
-    script = _SCRIPT.replace("@commands@", commands).replace("@keys@", keys).replace("@values@", values)
+    script = (
+        _SCRIPT.replace("@nospace@", nospace)
+        .replace("@commands@", commands)
+        .replace("@keys@", keys)
+        .replace("@values@", values)
+    )
     return start + script.lstrip("\n")
 
 
