@@ -61,7 +61,7 @@ def completion(shell: str, commands: str) -> str:
     """The script for a shell. commands: all names, separated by blanks"""
     zsh = shell == "zsh"  # has no `compopt`, so no blank follows anything there
     start, nospace = ("autoload -U +X bashcompinit && bashcompinit\n", "-o nospace ") if zsh else ("", "")
-    keys = "\n".join(f'        {name}) keys="{" ".join(_words(command))}" ;;' for name, command in _SETTINGS.items())
+    keys = "\n".join(f'        {name}) keys="{" ".join(_keys(command))}" ;;' for name, command in _SETTINGS.items())
     values = "\n".join(f'        {key}) values="{" ".join(found)}" ;;' for key, found in _all_values())
     script = (
         _SCRIPT.replace("@nospace@", nospace)
@@ -72,7 +72,7 @@ def completion(shell: str, commands: str) -> str:
     return start + script.lstrip("\n")
 
 
-def _words(command: Command) -> Iterator[str]:
+def _keys(command: Command) -> Iterator[str]:
     """What may follow a command."""
     yield from (f"{each}=" for each in _SHORTHANDS if each != "recipe" or command.from_recipe)
     yield from (f"{key}=" for key, *_ in described(command))

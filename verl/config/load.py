@@ -82,7 +82,7 @@ def load_config(argv: Sequence[str], command: Command = TRAIN, file: str | None 
 def read_settings(file: str) -> dict[str, Any]:
     """The settings of a YAML file: nested or with dots, shorthands and `recipe`, or the config.yaml of a run.
 
-    Code that they name is announced: whoever wrote the file chose what runs. Raises ConfigError.
+    Code that they name is announced, as the file may be another author's. Raises ConfigError.
     """
     try:
         tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
