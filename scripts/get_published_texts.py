@@ -19,6 +19,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from rich.markup import escape
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.errors import DataError, VerlError
+from verl.system.exits import write_error
 from verl.system.files import replacing
 
 BASE = "https://raw.githubusercontent.com"
@@ -116,12 +118,27 @@ def _toolrl(source: str) -> str:
     return assigned(source, "SYS").format(tools="{tools}", json_string=assigned(source, "json_string"))
 
 
+def _toolrl_bfcl(source: str, turn: str) -> str:
+    """The system message, a turn of the user with the sentence of this beginning, a result and what follows it."""
+    heading = assigned(source, "USER_PROMPT")
+    user, result, after = (containing(source, part).strip() for part in (turn, "Execution returns", "If you think"))
+    user = user.replace("{message['content'].strip()}", "{question}")
+    result = result.replace("{tool_name}", "{tool}").replace("{tool_result}", "{result}")
+    return f"{_toolrl(source)}{heading}{user}\n{result}\n\n{after}\n"
+
+
 _TORL = ("GAIR-NLP/ToRL", "cb78cf1c494c7595cf64385482918298fff5b7fb")
 _SEARCH_R1 = ("PeterGriffinJin/Search-R1", "a14dc3a4ffc6fe88c1e95038d9738e21ba3f7a06")
 _CONVERTER = Source(
     *_SKYRL_OPENHANDS,
     "openhands/llm/fn_call_converter.py",
     "372eb1458b7cac67ff1ca3adb09a1ad21ce56095a464e1b3cb3220b5bb9801a8",
+)
+_TOOLRL = Source(
+    "qiancheng0/ToolRL",
+    "8cee13ec0ca72f0461da372a93a6fd8140dbb840",
+    "benchmarks/BFCL/rlla_qwen.py",
+    "82e4b664ff7ce9cf09a4ef544a262487d2fc03fc316bd651a0232794a0fa5d34",
 )
 TEXTS: Mapping[str, Text] = {
     "search_r1.txt": Text(
@@ -210,17 +227,9 @@ TEXTS: Mapping[str, Text] = {
         ),
         _skyrl,
     ),
-    "toolrl.txt": Text(
-        (
-            Source(
-                "qiancheng0/ToolRL",
-                "8cee13ec0ca72f0461da372a93a6fd8140dbb840",
-                "benchmarks/BFCL/rlla_qwen.py",
-                "82e4b664ff7ce9cf09a4ef544a262487d2fc03fc316bd651a0232794a0fa5d34",
-            ),
-        ),
-        _toolrl,
-    ),
+    "toolrl.txt": Text((_TOOLRL,), _toolrl),
+    "toolrl_bfcl.txt": Text((_TOOLRL,), partial(_toolrl_bfcl, turn="If there's no appropriate tools")),
+    "toolrl_bfcl_multi_turn.txt": Text((_TOOLRL,), partial(_toolrl_bfcl, turn="Use the one or more")),
 }
 
 
@@ -275,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 unfinished.write_bytes(content)
             console.print(escape(f"wrote {target}"))
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
-        return 2
+        return write_error(error)
     return 0
 
 

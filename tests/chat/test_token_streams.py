@@ -59,7 +59,8 @@ def rollout_streams(name: str) -> Iterator[Sequence[int]]:
     for task in islice(TaskSet(str(MINI / "train.parquet")), 60):
         yield chat.task_prompt_ids(task)
         yield (*chat.response_ids(task.answer)[0], chat.end_token_id)
-    unknown = {"native"} if name == "mini" else {"native", "llama3_json"}  # Qwen's templates drop the role ipython
+    unknown = {"native", "toolrl_published"}  # the latter is for evaluations
+    unknown |= set() if name == "mini" else {"llama3_json"}  # Qwen's templates drop the role ipython
     for each in sorted(TOOL_CALL_FORMATS.keys() - unknown):
         observations = ObservationTokenizer(chat, build_tool_call_format(each), max_observation_tokens=8)
         tools = () if observations.tool_call_format.template_tools and name in ("mini", "smollm2") else (TOOL,)

@@ -14,6 +14,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
+from verl.checkpoint import contents
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.contents import contents_of
 from verl.checkpoint.state import CHANGES, Saved, find_saved, resume_config
@@ -243,6 +244,147 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path: Path, monkeypatch: 
         (folder / "refs" / "main").write_text(commit)
         settings = {"model.path": "owner/name", "critic.path": "owner/other"}
         assert contents_of(settings, True) == {"model.path": f"owner/name at commit {commit}"}
+
+
+IMPORTS = {  # an import in a user's file: the file whose content counts, too
+    "import helpers": "helpers.py",
+    "from helpers import words": "helpers.py",
+    "import package.inner": "package/inner.py",
+    "from package import inner": "package/inner.py",
+    "from package import inner as other": "package/__init__.py",
+    "def brief():\n    import helpers": "helpers.py",
+    "import chain": "helpers.py",
+    "import space.module": "space/module.py",
+    "import paths": "path/paths.py",
+}
+NOT_OURS = {  # an import: a file that does not count
+    "import json": "json_.py",
+    "import numpy": "helpers.py",
+    "import verl.types": "verl.py",
+    "text = 'import helpers'": "helpers.py",
+    "import missing": "helpers.py",
+    "import (": "helpers.py",
+}
+MODULES = {
+    "helpers.py": "words = 1",
+    "package/__init__.py": "",
+    "package/inner.py": "from . import other",
+    "package/other.py": "",
+    "space/module.py": "",
+    "chain.py": "import chain, helpers",
+    "path/paths.py": "",
+    "json_.py": "",
+    "verl.py": "",
+}
+
+
+def code_content(place: Path, file: str = "mine.py", key: str = "reward.name") -> Any:
+    words = {"reward.name": f"{place / file}:brief", "env.command": f"python {place / file}"}
+    return contents_of({key: words[key]}, True)[key]
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in MODULES.items():
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "code" / "path"))
+    return tmp_path / "code"
+
+
+@pytest.mark.parametrize("key", ["reward.name", "env.command"])
+@pytest.mark.parametrize(("line", "file"), [*IMPORTS.items(), *NOT_OURS.items()])
+def test_modules_that_a_file_imports_from_its_folder_are_part_of_it(
+    line: str, file: str, key: str, modules: Path
+) -> None:
+    (modules / "mine.py").write_text(line)
+    before = code_content(modules, key=key)
+    (modules / file).write_text(f"{MODULES[file]}\n# another")
+    assert (code_content(modules, key=key) != before) == (line in IMPORTS)
+    (modules / file).write_text(MODULES[file])
+    shutil.copytree(modules, modules.with_name("moved"))
+    if line != "import paths":  # by the user's paths, which have not moved
+        shutil.rmtree(modules)
+        assert code_content(modules.with_name("moved"), key=key) == before
+
+
+def test_a_module_of_a_package_is_known_with_what_it_imports(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(modules))
+    (modules / "package/inner.py").write_text("from .deeper.rewards import brief\nfrom .. import nothing")
+    (modules / "package/deeper").mkdir()
+    (modules / "package/deeper/rewards.py").write_text("from ..other import a\nfrom .... import a\nimport helpers")
+    settings = {"reward.name": "package.inner:brief"}
+    seen = [contents_of(settings, True)]
+    for file in ("package/deeper/rewards.py", "package/other.py", "helpers.py", "package/__init__.py"):
+        (modules / file).write_text((modules / file).read_text() + "\n# another")
+        seen.append(contents_of(settings, True))
+    assert len({str(each) for each in seen}) == len(seen)
+    assert "package" not in sys.modules and "helpers" not in sys.modules  # nothing is run
+
+
+def add(folder: Path) -> None:
+    (folder / "inner" / "b.txt").write_text("more")
+
+
+def rename(folder: Path) -> None:
+    (folder / "a.txt").rename(folder / "c.txt")
+
+
+def rewrite(folder: Path) -> None:
+    (folder / "inner" / "d.txt").write_text("another")
+
+
+def compiled(folder: Path) -> None:
+    (folder / "inner" / "x.cpython-311.pyc").write_text("another")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "index" / "inner").mkdir(parents=True)
+    for name in ("a.txt", "inner/d.txt"):
+        (tmp_path / "index" / name).write_text(name)
+    return tmp_path / "index"
+
+
+@pytest.mark.parametrize(("change", "differs"), [(add, True), (rename, True), (rewrite, True), (compiled, False)])
+@pytest.mark.parametrize(
+    "key", ["env.options.index", "env.tools", "reward.options", "env.tool_call_format_options.words", "env.command"]
+)
+def test_a_folder_among_options_is_known_by_its_files(
+    key: str, change: Callable[[Path], None], differs: bool, folder: Path
+) -> None:
+    values: dict[str, Any] = {
+        "env.tools": [{"name": "search", "where": {"corpus": str(folder)}}],
+        "env.command": f"run --data {folder}/",
+    }
+    settings = {key: values.get(key, str(folder))}
+    before = contents_of(settings, True)
+    assert "of 2 files" in str(before)
+    change(folder)
+    assert (contents_of(settings, True) != before) == differs
+
+
+def test_a_folder_over_the_limits_is_known_by_its_path_with_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"env.options.index": str(folder)}
+    for name, limit in (("_MAX_FILES", 1), ("_MAX_BYTES", 5)):
+        with monkeypatch.context() as patched:
+            patched.setattr(contents, name, limit)
+            assert contents_of(settings, True) == {}
+        assert f"env.options.index: the folder '{folder}' has more than" in caplog.text
+        caplog.clear()
+    assert len(contents_of(settings, True)) == 1 and not caplog.records
+
+
+@pytest.mark.parametrize("value", [".", "..", "/", "./", "../", "no/such/folder", "a" * 5000 + "/b"])
+def test_texts_that_are_no_folder_of_a_user_stay(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert contents_of({"env.options.text": value}, True) == {}
+
+
+def test_folders_of_other_settings_stay(folder: Path) -> None:
+    assert contents_of({"trainer.somewhere": str(folder)}, True) == {}
 
 
 def test_an_sft_run_is_compared_in_the_same_way(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

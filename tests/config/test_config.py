@@ -118,6 +118,38 @@ def test_verls_lower_bound_follows_from_the_upper_one(
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("env.train_on_observations_until=200", 200),
+        ("env.train_on_observations_until=1", 1),
+        ("env.train_on_observations_until=7 env.train_on_observations=7", 7),
+        ("env.train_on_observations_until=null", False),
+        ("env.train_on_observations_until=0", None),
+        ("env.train_on_observations_until=true", None),
+        ("env.train_on_observations_until=2.5", None),
+        ("env.train_on_observations_until='200'", None),
+    ],
+)
+def test_observations_are_trained_until_a_step(words: str, expected: int | None) -> None:
+    given = ["recipe=search_r1", *words.split()]
+    if expected is None:
+        with pytest.raises(ConfigError, match="env.train_on_observations_until must be a whole number from 1"):
+            load_config(given)
+        return
+    env = load_config(given).env
+    assert env.train_on_observations == expected and type(env.train_on_observations) is type(expected)
+    assert [env.trains_observations(step) for step in (1, 2, 7, 8, 200, 201)] == [
+        step <= expected for step in (1, 2, 7, 8, 200, 201)
+    ]
+
+
+@pytest.mark.parametrize("value", ["2.5", "abc", "null", "[1]", "'200'", "0", "-3"])
+def test_train_on_observations_is_a_truth_value_or_a_number_of_steps(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"env\.train_on_observations(=| must be true, false or a number)"):
+        load_config(["recipe=search_r1", f"env.train_on_observations={value}"])
+
+
+@pytest.mark.parametrize(
     "word", ["rollout.enforce_eager=true", "rollout.enforce_eager=false", "rollout.sampling_params.top_k=3"]
 )
 def test_a_key_of_verls_without_its_prefix_is_no_old_command_and_must_have_an_effect(
@@ -168,6 +200,7 @@ def test_kl_has_one_place(words: str, placement: str | None, estimator: str | No
         ("rollout.sampling_params.temperature=0.3 rollout.temperature=0.7", "rollout.temperature would be"),
         ("algorithm.clip_low=0.1 actor.clip_ratio_low=0.3", "algorithm.clip_low would be"),
         ("env.train_on_observations=true actor.state_masking=true", "env.train_on_observations would be"),
+        ("env.train_on_observations=true env.train_on_observations_until=5", "env.train_on_observations would be"),
         ("algorithm.filter_groups.enable=true algorithm.filters=[truncated]", "algorithm.filters would be"),
         ("actor.optim.lr_warmup_steps_ratio=0.2 actor.optim.warmup_steps=0.1", "actor.optim.warmup_steps would be"),
         ("data.seed=3 trainer.seed=4", "trainer.seed would be"),
@@ -471,6 +504,16 @@ def test_reward_options_are_open() -> None:
             "critic.optim has lr, weight_decay, warmup_steps",
         ),
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
+        (["env.python=/usr/bin/python3"], "unknown key 'env.python'; it is now env.options.python"),
+        (["env.on_sampling=honor"], "unknown key 'env.on_sampling'; it is now env.options.on_sampling"),
+        (
+            ["algorithm.correction.rejection_lower=0.5"],
+            "it is now algorithm.correction.rejection_bounds=[lower, upper]",
+        ),
+        (["algorithm.correction.rejection_upper=2"], "it is now algorithm.correction.rejection_bounds=[lower, upper]"),
+        (["sandbox.require_cgroup=true"], "it is now sandbox.isolation=strict"),
+        (["data.on_bad_row=skip"], "it is now data.max_bad_share"),
+        (["env.command=${env.python}"], "${env.python} names no key; it is now env.options.python"),
         (
             ["zzz.yyy=3"],
             "rollout, env, sandbox, algorithm, reward, trainer, tracking, eval; --help lists every key",

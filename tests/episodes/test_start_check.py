@@ -21,12 +21,15 @@ from tests.chat.test_native import chat_of
 from tests.support.tokenizers import KINDS, TAGS, TEMPLATES, small_tokenizer
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate, Encoded, TurnFrame
+from verl.config.schema import DataConfig
+from verl.data.lengths import read_tasks
+from verl.data.tasks import TaskSet
 from verl.envs.registry import ClassFactory
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
-from verl.episodes.start_check import check_golds, check_turns
-from verl.errors import ConfigError
+from verl.episodes.start_check import check_gold_tokens, check_golds, check_turns
+from verl.errors import ConfigError, DataError
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
@@ -34,6 +37,7 @@ from verl.kit.openai_server.parsing import ResponseReader
 from verl.kit.sft.demonstrations import Demonstration, sft_samples
 from verl.rollout.engine import Sampling
 from verl.scoring.rewards import Rewards, build_rewards
+from verl.trainer.builders.env import prompt_fn
 from verl.types import Completion, FinishReason, Message, Task, ToolCall, Trajectory
 from verl.utils.reward_score.rlla import RllaOptions, RllaReward, compute_score
 
@@ -56,6 +60,7 @@ SCORED = {
     "tags": ("search_r1", "21", None),
     "tool_n1": ("tool_n1", N1, None),
     "toolrl": ("rlla", RLLA, None),
+    "toolrl_published": ("rlla", RLLA, None),
     "xml": ("calls", "", GOLD),
     "zerotir": ("zerotir", "21", None),
 }
@@ -231,13 +236,96 @@ def test_one_bad_row_is_let_through_and_a_reward_whose_gold_never_wins_is_not() 
         check(chat, "toolrl", bad)
 
 
+@pytest.mark.parametrize(
+    ("template", "quoted", "usable"),
+    [
+        ("chatml", "<|im_end|>", False),
+        ("chatml", "<|endoftext|>", False),  # the model's configuration may stop at it
+        ("chatml", "<|im_start|>assistant", False),  # ToolRL scores what follows it
+        ("opened", "<|im_end|>", False),
+        ("inst", "</s>", False),
+        ("inst", "[INST] Go on [/INST]", True),  # earns the maximum all the same
+        ("chatml", "</s>", True),
+        ("chatml", "<|im_end |>", True),
+        ("chatml", "\\u003c|im_end|\\u003e", True),
+    ],
+)
+def test_a_gold_that_quotes_a_control_token_is_a_bad_row(
+    template: str, quoted: str, usable: bool, tmp_path: Path
+) -> None:
+    """One clear error with file and row, or a dropped row: the run goes on with the others."""
+    tokenizer = small_tokenizer("bytes", template, eos="</s>" if template == "inst" else "<|im_end|>")
+    stops = () if template == "inst" else (tokenizer.convert_tokens_to_ids("<|endoftext|>"),)
+    runner, rewards = runner_of(ChatTemplate(tokenizer, stops), "toolrl"), build_rewards("rlla")
+    answers = [RLLA] * 8
+    answers[3] = RLLA.replace("Paris", quoted)
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "How warm?"}], "data_source": "rlla"}
+    path.write_text("".join(json.dumps({**row, "reward_model": {"ground_truth": each}}) + "\n" for each in answers))
+    with nullcontext() if usable else pytest.raises(DataError) as refused:
+        read_tasks(str(path), prompt_fn(runner, rewards), DataConfig())
+    if refused is not None:
+        told = str(refused.value)
+        assert "rows.jsonl" in told and "row 3" in told and f"contains {quoted[:10]!r}"[:-1] in told
+        assert "max_bad_share" in told
+    tasks, report = read_tasks(str(path), prompt_fn(runner, rewards), DataConfig(max_bad_share=0.2))
+    assert [len(tasks), len(report.bad)] == ([8, 0] if usable else [7, 1])
+    check_golds(runner, rewards, tasks)
+    check_golds(runner, rewards, TaskSet(str(path)))  # an evaluation's rows: the bad one is told when its turn comes
+
+
+def test_a_gold_turn_whose_call_quotes_the_end_token_is_a_bad_row_too() -> None:
+    chat = ChatTemplate(small_tokenizer("first", "chatml", tags=TAGS))
+    runner, rewards = runner_of(chat, "hermes"), build_rewards("calls")
+    gold = replace(GOLD, tool_calls=(ToolCall("weather", {"city": "Paris<|im_end|>"}),))
+    good, bad = task_of("hermes"), replace(task_of("hermes"), gold=gold, id="rows#1")
+    check_gold_tokens(runner, rewards, good)
+    with pytest.raises(DataError, match=r"contains '<\|im_end\|>', a control token of the model: reward 'calls' gives"):
+        check_gold_tokens(runner, rewards, bad)
+    check_golds(runner, rewards, [good, bad])
+    with pytest.raises(DataError, match=r"^rows, row 1: .* is read as"):
+        check_golds(runner, rewards, [bad])
+
+
 def test_a_part_of_a_sum_is_tried_too() -> None:
     tokenizer = small_tokenizer("bytes", "chatml", special=True)
     task = replace(task_of("toolrl"), reward=None)
     terms = {"terms": ["rlla", {"name": "search_r1", "weight": 0.0}]}
     for made, fails in ((ChatTemplate(tokenizer), False), (SkipsSpecialTokens(tokenizer), True)):
-        with pytest.raises(ConfigError, match="'rlla' gives the gold response") if fails else nullcontext():
+        with pytest.raises(ConfigError, match="'rlla', a part of the sum, gives the gold") if fails else nullcontext():
             check_golds(runner_of(made, "toolrl"), build_rewards("sum", terms), [task])
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0, -0.5])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_part_of_a_sum_that_never_earns_its_maximum_is_named_with_its_value(weight: float, place: int) -> None:
+    """The sum itself has no maximum, so that its value would tell nothing."""
+    terms: list[Any] = ["search_r1"]
+    terms.insert(place, {"name": "rlla", "weight": weight})
+    bad = replace(task_of("toolrl"), answer=RLLA.replace("</think>\n", "</think>"), reward=None)
+    runner = runner_of(ChatTemplate(small_tokenizer("bytes", "chatml")), "toolrl")
+    with pytest.raises(
+        ConfigError,
+        match=r"reward 'rlla', a part of the sum, gives .* 3 of 4: .*choose another entry of reward=\[\.\.\]",
+    ):
+        check_golds(runner, build_rewards("sum", {"terms": terms}), [bad])
+
+
+def test_a_part_of_a_sum_that_fails_is_named() -> None:
+    runner = runner_of(ChatTemplate(small_tokenizer("bytes", "chatml")), "toolrl")
+    rewards = build_rewards("sum", {"terms": [f"{__name__}:WithoutMaximum"]})
+    with pytest.raises(ConfigError, match=r"WithoutMaximum', a part of the sum, fails on the gold response of rows#0"):
+        check_golds(runner, rewards, [replace(task_of("toolrl"), reward=None)])
+
+
+def test_a_tokenizer_without_a_path_is_told_by_its_kind(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer("bytes", "chatml")
+    assert ChatTemplate(tokenizer).where == "the chat template of a TokenizersBackend without a path"
+    tokenizer.save_pretrained(tmp_path)
+    assert ChatTemplate(AutoTokenizer.from_pretrained(tmp_path)).where.endswith(f"the tokenizer in '{tmp_path}'")
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="a TokenizersBackend without a path has no chat template"):
+        ChatTemplate(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -276,7 +364,7 @@ def test_a_gold_response_that_no_policy_could_finish_is_refused() -> None:
     """A stop token inside it ends it."""
     tokenizer = small_tokenizer("bytes", "chatml")
     inside = tokenizer.convert_tokens_to_ids("</tool_call>")
-    with pytest.raises(ConfigError, match="is read as"):
+    with pytest.raises(DataError, match=r"contains '</tool_call>', a control token of the model: .* is read as"):
         check(ChatTemplate(tokenizer, more_stops=(inside,)), "toolrl")
 
 

@@ -36,8 +36,25 @@ SERVED = {  # by the last part of the path
         "def get_instruction(instance):\n    instruction = f'In /workspace/{workspace_dir_name}, {workspace_dir_name}:"
         ' {instance.problem_statement} at {instance["base_commit"]}\'\n'
     ),
-    "rlla_qwen.py": ("json_string = '{}'\nSYS = 'Tools: {tools}, as {json_string}'\n"),
+    "rlla_qwen.py": r"""
+json_string = "{}"
+SYS = "Tools: {tools}, as {json_string}\n"
+def _format_prompt(message):
+    USER_PROMPT = "**Dialogue Records History**\n"
+    USER_PROMPT += f"<user> {message['content'].strip()}\nUse the one or more tools. </user>\n"
+    USER_PROMPT += f"<user> {message['content'].strip()}\nIf there's no appropriate tools, stop. </user>\n"
+    USER_PROMPT += f"<obs> Tool {tool_name}. Execution returns: {tool_result} </obs>\n"
+    USER_PROMPT += f"\n<user> If you think so, respond. </user>\n"
+""",
 }
+TOOLRL_BFCL = """Tools: {{tools}}, as {{}}
+**Dialogue Records History**
+<user> {{question}}
+{} </user>
+<obs> Tool {{tool}}. Execution returns: {{result}} </obs>
+
+<user> If you think so, respond. </user>
+"""
 MADE = {
     "search_r1.txt": "Find. Question: {question}\n",
     "search_r1_invalid.txt": "My previous action is invalid. Try again.",
@@ -46,7 +63,9 @@ MADE = {
     "zerotir.txt": "{question} in \\boxed{} <think>",
     "tool_n1.txt": "Tools: {tools}, such as {1}",
     "openhands.txt": "You are it.\nFunctions:\n{tools}\n",
-    "toolrl.txt": "Tools: {tools}, as {}",
+    "toolrl.txt": "Tools: {tools}, as {}\n",
+    "toolrl_bfcl.txt": TOOLRL_BFCL.format("If there's no appropriate tools, stop."),
+    "toolrl_bfcl_multi_turn.txt": TOOLRL_BFCL.format("Use the one or more tools."),
     "skyrl.txt": "Example.\nIn /testbed, testbed: {question} at HEAD\nEnd.\n",
 }
 

@@ -65,7 +65,7 @@ class ChatTemplate:
     template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        where = f"the tokenizer in {self.tokenizer.name_or_path!r}"
+        where = self._tokenizer_name
         if not self.tokenizer.is_fast:
             raise ConfigError(
                 f"{where} is a slow tokenizer, which has no character offsets; "
@@ -79,7 +79,13 @@ class ChatTemplate:
     @property
     def where(self) -> str:
         """The chat template, for errors."""
-        return f"the chat template of the tokenizer in {self.tokenizer.name_or_path!r}"
+        return f"the chat template of {self._tokenizer_name}"
+
+    @property
+    def _tokenizer_name(self) -> str:
+        """For errors. A tokenizer that was made in memory has no path."""
+        path = self.tokenizer.name_or_path
+        return f"the tokenizer in {path!r}" if path else f"a {type(self.tokenizer).__name__} without a path"
 
     @cached_property
     def end_token_id(self) -> int:
@@ -315,6 +321,14 @@ class ChatTemplate:
     def _marks(self) -> re.Pattern[str]:
         marks = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
+
+    def control_tokens(self, text: str, raw: bool = False) -> list[str]:
+        """Those in this text that end a turn or, if the prompt is no raw text, that the chat template puts around one;
+        thoughts are no part of that."""
+        frame = "" if raw else self.frame.prompt + self.frame.end
+        ends = self.tokenizer.convert_ids_to_tokens(self.stop_token_ids)
+        around = [token for token in self._marks.findall(frame) if token not in (THINK, THINK_END)]
+        return [token for token in dict.fromkeys((*ends, *around)) if token in text]
 
     def _without_marks(self, text: str) -> str:
         """The text with a space after the first character of every special-token string."""

@@ -1,23 +1,30 @@
 """What a run learns from besides its settings: the contents of the files that they name, and ToolRL's variables.
 
-A file or folder is known by its content, so that it may be moved, and may not be replaced under its path. A model or
-data set on the hub is known by its commit.
+A file or folder is known by its content, so that it may be moved, and may not be replaced under its path; code also by
+the modules of the user that it imports. A model or data set on the hub is known by its commit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import logging
+import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.own_code import own_code
 from verl.data.rows import version_of
 from verl.pretrained import revision_of
-from verl.system.digests import file_digest, folder_digests
+from verl.system.digests import digests, file_digest, folder_digests
 from verl.utils.reward_score.rlla import switches
 
+_log = logging.getLogger(__name__)
 Contents = dict[str, Any]  # by setting, in its form: a text for each file, {name: text} for a model's folder
 
 _DATA = "data.train_files"
@@ -26,6 +33,9 @@ _PROMPT = "data.prompt_template"
 _COMMAND = "env.command"
 _CODE = re.compile(r"(?P<file>.+\.(py|pkl)):\w+")
 _MODULE = re.compile(r"(?P<module>[\w.]+):\w+")
+_WITH_FOLDERS = ("env.", "reward.")  # whose settings name tools and environments of the user's
+_MAX_FILES, _MAX_BYTES = 10_000, 2**32  # of such a folder
+_COMPILED = ("*.pyc",)  # which a run writes
 _OWN = __name__.partition(".")[0]
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 _TEXTS = ("*.md", "LICENSE*")
@@ -46,6 +56,8 @@ def contents_of(settings: Mapping[str, Any], reads_weights: bool) -> Contents:
             content = value and [_of_text(word) for word in shlex.split(value)]
         else:
             content = _of_value(value, is_path=key == _PROMPT)
+        if key.startswith(_WITH_FOLDERS):
+            content = _with_folders(content, key)
         if content != value:
             found[key] = content
     return found
@@ -73,6 +85,39 @@ def _of_value(value: Any, is_path: bool = False) -> Any:
     return [_of_value(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+def _with_folders(value: Any, key: str) -> Any:
+    """The value with the texts in it that name folders replaced, too. A folder over the limits keeps its path."""
+    if isinstance(value, Mapping):
+        return {name: _with_folders(each, key) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_folders(each, key) for each in value]
+    if not isinstance(value, str) or "/" not in value or not value.strip("/.") or not _is(Path.is_dir, Path(value)):
+        return value
+    files = list(islice((path for path in Path(value).rglob("*") if path.is_file()), _MAX_FILES + 1))
+    size = sum(path.stat().st_size for path in files)
+    if len(files) > _MAX_FILES or size > _MAX_BYTES:
+        _log.warning(
+            "%s: the folder %r has more than %d files or %d GiB, so a resume does not notice if its files have changed",
+            *(key, value, _MAX_FILES, _MAX_BYTES >> 30),
+        )
+        return value
+    found = folder_digests(Path(value), _COMPILED)
+    return f"sha256 {_digest_of(found)} of {len(found)} files"
+
+
+def _of_code(path: Path) -> str:
+    """Of a Python file, with the modules that it imports."""
+    files = own_code(path)
+    if len(files) == 1:
+        return f"sha256 {file_digest(path)}"
+    names = [os.path.relpath(each, files[0].parent) for each in files]
+    return f"sha256 {_digest_of(dict(zip(names, digests(files), strict=True)))} of {len(files)} files"
+
+
+def _digest_of(found: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
 def _of_text(text: str, is_path: bool = False) -> str:
     """is_path: a name without folder and suffix may be that of a file, too"""
     path: Path | None = None
@@ -85,7 +130,10 @@ def _of_text(text: str, is_path: bool = False) -> str:
         path = _source_of(named)
     elif is_path or "/" in text or "." in text:
         path = Path(text)
-    return text if path is None or not _is_file(path) else f"sha256 {file_digest(path)}{text.removeprefix(named)}"
+    if path is None or not _is(Path.is_file, path):
+        return text
+    content = _of_code(path) if path.suffix == ".py" else f"sha256 {file_digest(path)}"
+    return f"{content}{text.removeprefix(named)}"
 
 
 def _source_of(module: str) -> Path | None:
@@ -99,8 +147,8 @@ def _source_of(module: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _is_file(path: Path) -> bool:
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
     try:
-        return path.is_file()
+        return kind(path)
     except OSError:  # a long text is no path
         return False

@@ -463,6 +463,8 @@ def _read_environments(result: Translation) -> None:
     for name in ("actor.state_masking", "actor.masking"):
         masked = result.flag(name)
         result.move(None if masked is None else not masked, "env.train_on_observations", name)
+    name = "env.train_on_observations_until"
+    result.move(result.count(name), "env.train_on_observations", name)
     name = "rollout.qwen3_enable_thinking"
     result.move(result.flag(name), "model.chat_template_options.enable_thinking", name)
     agents, turns = (result.count(f"rollout.{name}") for name in ("max_parallel_agents", "max_iterations"))

@@ -38,6 +38,14 @@ _MODELS = ("model.path", "critic.path", "eval.compare")
 _SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"  # where scripts/prepare_smollm2.py writes it
 _CODE = re.compile(r"([A-Za-z_][\w.]*|.+\.(py|pkl)):[A-Za-z_]\w*")
 _FILES = ("data.train_files", "data.val_files", "eval.benchmarks")  # data= is the first that a command has
+_RENAMED: Mapping[str, str] = {  # keys of earlier versions
+    "algorithm.correction.rejection_lower": "algorithm.correction.rejection_bounds=[lower, upper]",
+    "algorithm.correction.rejection_upper": "algorithm.correction.rejection_bounds=[lower, upper]",
+    "data.on_bad_row": "data.max_bad_share",
+    "env.on_sampling": "env.options.on_sampling",
+    "env.python": "env.options.python",
+    "sandbox.require_cgroup": "sandbox.isolation=strict",
+}
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -284,7 +292,9 @@ def known_keys() -> list[str]:
 
 
 def _instead(key: str, command: Command) -> str:
-    """The same name elsewhere, the nearest in its group, or the group's keys."""
+    """Its new name, the same name elsewhere, the nearest in its group, or the group's keys."""
+    if key in _RENAMED:
+        return f"it is now {_RENAMED[key]}"
     known = [each.rstrip(".") for each in known_keys() if command.has(each.rstrip("."))]
     theirs = vocabulary()
     if short(key) != key:

@@ -287,7 +287,7 @@ class EnvConfig:
     tool_timeout_s: float = 30.0  # a tool call
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
     max_concurrent_calls: int = 64  # per tool; with name=agent: programs
-    train_on_observations: Any = False  # also train observation tokens, as a world model; a number: in the first steps
+    train_on_observations: bool | int = False  # train observation tokens, too; a number: in as many first steps
 
     def __post_init__(self) -> None:
         _at_least(1, self, "env.", "max_turns", "max_turn_tokens", "max_observation_tokens", "max_concurrent_calls")

@@ -7,8 +7,9 @@ texts than it sampled. The check takes a moment and needs no engine; rewards wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from verl.chat.observations import ObservationTokenizer
 from verl.episodes.episode import EpisodeRunner
@@ -30,16 +31,52 @@ _SHOWN = 300  # characters of a response
 _TRIAL = ToolSpec("trial", "", {"type": "object", "properties": {"text": {"type": "string"}}})
 
 
+@dataclass(frozen=True, slots=True)
+class _Scorer:
+    """A reward with gold responses: of the run or of a row, or a part of a sum. setting: where another can be chosen"""
+
+    reward: LabReward
+    title: str
+    setting: str = "reward.name"
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A gold response that does not earn the maximum. of_tokens: its text does"""
+
+    problem: str
+    hint: str
+    of_tokens: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.hint}"
+
+
+def check_gold_tokens(runner: EpisodeRunner, rewards: Rewards, task: Task) -> None:
+    """Raises DataError if no policy can write a gold response of the row and earn its maximum: if it contains a control
+    token of the chat, such as the one that ends a turn."""
+    observations = runner.observations
+    for scorer in _scorers(rewards, task):
+        with _named(scorer, task):
+            text = written_response(scorer.reward.gold(task, _STEP), observations.tool_call_format)
+            tokens = observations.chat.control_tokens(text, observations.raw)
+        if tokens and (problem := _problem(runner, scorer, task)):
+            quoted = f"the gold response contains {tokens[0]!r}, a control token of the model"
+            raise DataError(f"{quoted}: {problem.problem}", hint="Correct or drop the row")
+
+
 def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> None:
     """Raises ConfigError if gold responses of sample rows do not earn the maximum that their reward promises: one whose
-    text earns it, or all of a reward; or if they do not score above an empty response and a bare thought."""
-    rows, never = sample_rows(rewards, tasks), ""
-    for reward, name, own in _by_reward(rewards, rows):
-        failed = [each for task in own if (each := _problem(runner, reward, name, task))[1]]
-        if lost := [problem for tokens, problem in failed if tokens]:
-            raise ConfigError(lost[0])
+    text earns it, or all of a reward; or if they do not score above an empty response and a bare thought.
+
+    A row whose gold no policy can write is left out, as in training; DataError if there are no others."""
+    rows, never = _writable(runner, rewards, sample_rows(rewards, tasks)), None
+    for scorer, own in _by_scorer(rewards, rows):
+        failed = [problem for task in own if (problem := _problem(runner, scorer, task))]
+        if lost := [problem for problem in failed if problem.of_tokens]:
+            raise ConfigError(str(lost[0]))
         if len(failed) == len(own):
-            never = failed[0][1]
+            never = failed[0]
     found = []
 
     def score(task: Task, response: str | Message) -> float:
@@ -50,7 +87,21 @@ def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) 
             found.append(gold_scores(rewards, task, score))
     check_gold_wins(scores for scores in found if scores is not None)
     if never:
-        raise ConfigError(never)
+        raise ConfigError(str(never))
+
+
+def _writable(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) -> list[Task]:
+    found, unusable = [], None
+    for task in tasks:
+        try:
+            check_gold_tokens(runner, rewards, task)
+        except DataError as error:
+            unusable = error.of_row(task.id)
+        else:
+            found.append(task)
+    if unusable and not found:
+        raise unusable
+    return found
 
 
 def check_turns(observations: ObservationTokenizer) -> None:
@@ -79,43 +130,62 @@ def _episode(runner: EpisodeRunner, task: Task, response: str | Message) -> Traj
     return run_async(episode_of(runner, task, response))
 
 
-def _problem(runner: EpisodeRunner, reward: LabReward, name: str, task: Task) -> tuple[bool, str]:
-    """(whether the run's tokens are at fault, what is wrong); the latter is empty for a gold response that earns the
-    maximum, and for a row that cannot be scored at all."""
-    style = runner.observations.tool_call_format
+def _problem(runner: EpisodeRunner, scorer: _Scorer, task: Task) -> _Problem | None:
+    """None for a gold response that earns the maximum, and for a row that cannot be scored at all."""
+    reward, style = scorer.reward, runner.observations.tool_call_format
     try:
-        maximum, gold = reward.maximum(task, _STEP), reward.gold(task, _STEP)
-        as_text = reward.score(as_trajectory(task, gold, style), task, _STEP).total
-        episode = _episode(runner, task, gold)
-        score = reward.score(episode, task, _STEP).total
-        earned, earned_as_text = _reaches(score, maximum), _reaches(as_text, maximum)
+        with _named(scorer, task):
+            maximum, gold = reward.maximum(task, _STEP), reward.gold(task, _STEP)
+            as_text = reward.score(as_trajectory(task, gold, style), task, _STEP).total
+            episode = _episode(runner, task, gold)
+            score = reward.score(episode, task, _STEP).total
+            earned, earned_as_text = _reaches(score, maximum), _reaches(as_text, maximum)
     except DataError:
-        return False, ""
+        return None
+    if earned:
+        return None
+    wrote, read = shortened(written_response(gold, style), _SHOWN), shortened(episode.response, _SHOWN)
+    scored = f"{scorer.title} gives the gold response of {task.id} {score:g} of {maximum:g}: "
+    if not earned_as_text:
+        return _Problem(f"{scored}{read!r}", f"check the rows with `toolrl lab`, or choose another {scorer.setting}")
+    return _Problem(
+        f"{scored}as text it earns all, but {wrote!r} is read as {read!r} from the tokens of the run",
+        f"choose another tokenizer (model.tokenizer_path), {scorer.setting} or env.tool_call_format",
+        of_tokens=True,
+    )
+
+
+@contextmanager
+def _named(scorer: _Scorer, task: Task) -> Iterator[None]:
+    """Raises ConfigError for a reward that fails."""
+    try:
+        yield
     except VerlError:
         raise
     except Exception as error:
-        raise ConfigError(f"reward {name!r} fails on the gold response of {task.id} ({error!r})") from error
-    if earned:
-        return False, ""
-    wrote, read = shortened(written_response(gold, style), _SHOWN), shortened(episode.response, _SHOWN)
-    problem = f"reward {name!r} gives the gold response of {task.id} {score:g} of {maximum:g}: "
-    if not earned_as_text:
-        return False, f"{problem}{read!r}; check the rows with `toolrl lab`, or choose another reward.name"
-    hint = "choose another tokenizer (model.tokenizer_path), reward.name or env.tool_call_format"
-    return True, f"{problem}as text it earns all, but {wrote!r} is read as {read!r} from the tokens of the run; {hint}"
+        raise ConfigError(f"{scorer.title} fails on the gold response of {task.id} ({error!r})") from error
 
 
 def _reaches(score: float, maximum: float) -> bool:
     return score >= maximum - _TOLERANCE  # false for NaN
 
 
-def _by_reward(rewards: Rewards, tasks: Iterable[Task]) -> Iterable[tuple[LabReward, str, list[Task]]]:
-    """(a reward with gold responses, or such a part of a sum, its name, its rows of one data source)"""
-    found: dict[tuple[int, str], tuple[LabReward, str, list[Task]]] = {}
+def _scorers(rewards: Rewards, task: Task) -> list[_Scorer]:
+    """The task's reward, or the parts of its sum, if they have gold responses."""
+    own = rewards.of(task)
+    if not isinstance(own, WeightedSum):
+        return [_Scorer(own, f"reward {rewards.names(task)[0]!r}")] if isinstance(own, LabReward) else []
+    return [
+        _Scorer(term.reward, f"reward {term.name!r}, a part of the sum,", "entry of reward=[..]")
+        for term in own.terms
+        if isinstance(term.reward, LabReward)
+    ]
+
+
+def _by_scorer(rewards: Rewards, tasks: Iterable[Task]) -> Iterable[tuple[_Scorer, list[Task]]]:
+    """Each with its rows of one data source."""
+    found: dict[tuple[int, str], tuple[_Scorer, list[Task]]] = {}
     for task in tasks:
-        own = rewards.of(task)
-        parts = own.terms if isinstance(own, WeightedSum) else ()
-        for name, reward in [(term.name, term.reward) for term in parts] or [(rewards.names(task)[0], own)]:
-            if isinstance(reward, LabReward):
-                found.setdefault((id(reward), task.data_source), (reward, name, []))[2].append(task)
+        for scorer in _scorers(rewards, task):
+            found.setdefault((id(scorer.reward), task.data_source), (scorer, []))[1].append(task)
     return found.values()

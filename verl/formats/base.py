@@ -28,6 +28,7 @@ TOOL_CALL_FORMATS: Mapping[str, str] = {
     "tags": "verl.kit.papers.formats.tags:TagsFormat",
     "tool_n1": "verl.kit.papers.formats.tool_n1:ToolN1Format",
     "toolrl": "verl.formats.toolrl:ToolRlFormat",
+    "toolrl_published": "verl.kit.papers.formats.toolrl_published:ToolRlPublishedFormat",
     "xml": "verl.formats.xml:XmlFormat",
     "zerotir": "verl.kit.papers.formats.fence:ZeroTirFormat",
 }

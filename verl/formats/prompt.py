@@ -17,7 +17,6 @@ from verl.text import shared_start
 from verl.types import Message, ToolCall, ToolSpec
 
 _FOLDER = Path(__file__).parent / "prompts"
-_PLACES = re.compile(r"\{(question|tools)\}")
 TOOLS = "{tools}"  # placeholder of the tool list
 
 
@@ -32,9 +31,12 @@ class PromptTemplate:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def fill(self, question: str, tools: str) -> str:
-        """Fills each placeholder once; inserted text is not expanded again."""
-        values = {"question": question, "tools": tools}
-        return _PLACES.sub(lambda found: values[found[1]], self.text)
+        return filled(self.text, question=question, tools=tools)
+
+
+def filled(text: str, **values: str) -> str:
+    """The text with the placeholders `{name}` of these names filled once; inserted text is not expanded again."""
+    return re.sub(rf"\{{({'|'.join(values)})\}}", lambda found: values[found[1]], text)
 
 
 def load_template(path_or_name: str, place: str = "{question}") -> PromptTemplate:
@@ -68,17 +70,22 @@ def tool_lines(tools: Sequence[ToolSpec]) -> str:
     return "\n".join(json.dumps(function_schema(tool), ensure_ascii=False) for tool in tools)
 
 
-def numbered_tools(tools: Sequence[ToolSpec]) -> str:
-    """ToolRL's list: name, description, and parameters as one flat object without JSON Schema around it."""
+_COMMON = {"description": "", "type": "string", "default": ""}  # of parameters in ToolRL's rows
+
+
+def numbered_tools(tools: Sequence[ToolSpec], common: Mapping[str, str] = _COMMON) -> str:
+    """ToolRL's list: name, description, and parameters as one flat object without JSON Schema around it.
+
+    common: fields that a parameter has if its schema has no others
+    """
     return "\n".join(
-        f"{number}. Name: {tool.name}\nDescription: {tool.description}\nParameters: {json.dumps(_flat(tool))}"
+        f"{number}. Name: {tool.name}\nDescription: {tool.description}\nParameters: {json.dumps(_flat(tool, common))}"
         for number, tool in enumerate(tools, 1)
     )
 
 
-def _flat(tool: ToolSpec) -> dict[str, Any]:
+def _flat(tool: ToolSpec, common: Mapping[str, str]) -> dict[str, Any]:
     properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
-    common = {"description": "", "type": "string", "default": ""}
     # true is a valid schema that allows any value
     return {name: {**common, **(schema if isinstance(schema, Mapping) else {})} for name, schema in properties.items()}
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from verl.checkpoint.crash import crash_reported, exit_code_of, is_reported
+from verl.checkpoint.crash import crash_reported, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
 from verl.config.load import load_config
@@ -26,6 +26,7 @@ from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
 from verl.registry import resolve
+from verl.system.exits import exit_code_of
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
 from verl.system.signals import exit_code as signal_code

@@ -100,8 +100,10 @@ def responses(name: str) -> list[str]:
     return [*whole, written[:-3], f"{written} {written}", f"{thought}{written}\n<response> Wait. </response>"]
 
 
-# native needs a tokenizer, and openhands is not served
-@pytest.mark.parametrize("name", [*sorted(TOOL_CALL_FORMATS.keys() - {"native", "openhands"}), "quickstart"])
+NOT_SERVED = {"openhands", "toolrl_published"}
+
+
+@pytest.mark.parametrize("name", [*sorted(TOOL_CALL_FORMATS.keys() - NOT_SERVED - {"native"}), "quickstart"])
 def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) -> None:
     if name == "quickstart":
         (tmp_path / "my_format.py").write_text(quickstart_files()["my_format.py"])
@@ -120,9 +122,10 @@ def test_every_format_is_parsed_and_streamed_alike(name: str, tmp_path: Path) ->
     assert with_calls >= 2  # for Llama a call is the whole response
 
 
-def test_a_format_whose_prompts_no_template_can_write_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="OpenHandsFormat cannot be written as a chat template"):
-        parser_class("openhands", tmp_path)
+@pytest.mark.parametrize("name", sorted(NOT_SERVED))
+def test_a_format_whose_prompts_no_template_can_write_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Format cannot be written as a chat template"):
+        parser_class(name, tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": None}])

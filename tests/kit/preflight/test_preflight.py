@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from tests.support.tiny import MINI, run_words, save_tiny_model
+from tests.support.tiny import MINI, run_words, save_tiny_model, with_heads
 from verl.config.load import load_config
 from verl.config.schema import ModelConfig
 from verl.data.tasks import TaskSet
@@ -105,6 +105,14 @@ def test_a_run_that_no_gpu_holds_is_found_before_it_starts(model: Path, tmp_path
     ) as e:
         check_memory(plan)
     assert "tokens at most, fits on one a100 without context parallelism" in str(e.value)
+
+
+def test_heads_that_the_engine_does_not_compute_are_found(model: Path, tmp_path: Path) -> None:
+    """vLLM's CPU build would start, and fail at the first request."""
+    (other := tmp_path / "model").mkdir()
+    config = load_config(run_words(with_heads(model, 48, other), tmp_path, "vllm", steps=1))
+    with pytest.raises(ConfigError, match=r"model.path: attention heads of size 48 are not supported"):
+        train(config, Console(quiet=True), only_preflight=True)
 
 
 class Indifferent:

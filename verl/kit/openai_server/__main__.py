@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import ConfigError, VerlError
 from verl.kit.openai_server import supervise
 from verl.kit.openai_server.parsing import PARSER_NAME
@@ -32,6 +31,7 @@ from verl.kit.openai_server.serving_files import (
 )
 from verl.kit.serving.serving import ServingConfig, find_token
 from verl.pretrained import read_tokenizer
+from verl.system.exits import write_error
 from verl.system.packages import SET_UP
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready = ["--ready", f"{address}/health", _example(address, command, "VLLM_API_KEY" in environment)]
         os.execvpe(sys.executable, [sys.executable, supervise.__file__, *ready, *command], environment)  # frees memory
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return exit_code_of(error)
+        return write_error(error)
 
 
 def _example(address: str, command: Sequence[str], has_token: bool) -> str:

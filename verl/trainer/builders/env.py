@@ -24,7 +24,7 @@ from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.build import TOOLS, build_tools, tool_name
 from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
-from verl.episodes.start_check import check_turns
+from verl.episodes.start_check import check_gold_tokens, check_turns
 from verl.errors import ConfigError, DataError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
@@ -180,8 +180,8 @@ def build_format(name: str | None, options: Mapping[str, Any], prompt_template: 
 def prompt_fn(episode_runner: EpisodeRunner, rewards: Rewards | None = None) -> PromptIds:
     """The function task -> tokens of its initial observation, or of its messages if that needs a started episode.
 
-    It raises DataError for a task that its environment or prompt template cannot represent, or that its reward cannot
-    score; ConfigError if the tools would not be listed.
+    It raises DataError for a task that its environment or prompt template cannot represent, that its reward cannot
+    score, or whose gold response no policy can write; ConfigError if the tools would not be listed.
 
     rewards: for tasks that are scored
     """
@@ -197,6 +197,7 @@ def prompt_fn(episode_runner: EpisodeRunner, rewards: Rewards | None = None) -> 
         envs.check_judged(task, rewards.names(task) if rewards else (task.reward or "",))
         if rewards:
             _check_scored(rewards.of(task), task, observations.tool_call_format)
+            check_gold_tokens(episode_runner, rewards, task)
         known = envs.known_initial_observation(task)
         return observations.chat.initial_ids(task.prompt) if known is None else observations.prompt_ids(known)
 
