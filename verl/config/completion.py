@@ -24,7 +24,8 @@ _VALUE = r"(\w[\w-]*)(?: \([^)]*\))?"
 _VALUES = re.compile(rf"{_VALUE}(?: \| {_VALUE})+")
 _SCRIPT = r"""
 _toolrl() {
-    local line="${COMP_LINE:0:$COMP_POINT}" command="${COMP_WORDS[1]}" keys="" values="" word key
+    local line="${COMP_LINE:0:$COMP_POINT}" keys="" values="" command word key
+    command="${COMP_WORDS[1]}"  # bash's name; words: allowed
     word="${line##* }"
     COMPREPLY=()
     if [[ $COMP_CWORD -eq 1 ]]; then
