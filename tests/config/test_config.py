@@ -440,7 +440,8 @@ def test_a_home_folder_needs_no_quotes() -> None:
 
 
 def test_a_mini_batch_larger_than_the_batch_is_one_update() -> None:
-    config = load_config(["data.train_batch_size=100", "actor.ppo_mini_batch_size=1024", "actor.ppo_epochs=3"])
+    """The default mini-batch is larger; one that is written is an error."""
+    config = load_config(["data.train_batch_size=100", "actor.ppo_epochs=3"])
     assert (config.minibatches_per_step, config.updates_per_step) == (1, 3)
     assert "3 optimizer steps of 100 prompts" in config.batch_arithmetic()
 
@@ -492,6 +493,10 @@ def test_reward_options_are_open() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            ["data.train_batch_size=8", "actor.ppo_mini_batch_size=16"],
+            "actor.ppo_mini_batch_size=16 has no effect: it is above data.train_batch_size",
+        ),
         (["data.train_batchsize=3"], "unknown key 'data.train_batchsize'; did you mean 'data.train_batch_size'?"),
         (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, top_p,"),
         (
@@ -501,7 +506,10 @@ def test_reward_options_are_open() -> None:
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (["env.python=/usr/bin/python3"], "unknown key 'env.python'; it is now env.options.python"),
         (["env.on_sampling=honor"], "unknown key 'env.on_sampling'; it is now env.options.on_sampling"),
-        (["algorithm.correction.rejection_lower=0.5"], "it is now algorithm.correction.rejection_bounds=[lower, upper]"),
+        (
+            ["algorithm.correction.rejection_lower=0.5"],
+            "it is now algorithm.correction.rejection_bounds=[lower, upper]",
+        ),
         (["algorithm.correction.rejection_upper=2"], "it is now algorithm.correction.rejection_bounds=[lower, upper]"),
         (["sandbox.require_cgroup=true"], "it is now sandbox.isolation=strict"),
         (["data.on_bad_row=skip"], "it is now data.max_bad_share"),

@@ -113,11 +113,11 @@ def test_a_run_under_a_running_event_loop_in_an_empty_folder(model: Path, tmp_pa
     """As a notebook's cell, whose kernel runs a loop in its main thread."""
     code = """
 import asyncio, os, sys
-from rich.console import Console
 from toolrl import load_config
+from verl.tracking.console import Display
 from verl.trainer.main_ppo import train
 async def cell():
-    train(load_config(sys.argv[2:]), Console(), only_preflight=False)
+    train(load_config(sys.argv[2:]), Display(), only_preflight=False)
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     sys.exit(asyncio.run(cell()))

@@ -173,8 +173,8 @@ _EPISODES = (
 )
 TRAIN = Command(
     name="train",
-    uses=(*_TRAIN_GROUPS, "trainer", "tracking", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
-    from_recipe=(*_TRAIN_GROUPS, "trainer", "tracking", "eval"),
+    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
+    from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
     check=_check_training,
 )
 PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, check=_check_training)
@@ -188,7 +188,7 @@ SFT = Command(
         *_keys("actor", "max_tokens_per_pack grad_clip optim"),
         *_all_but(
             *("trainer", TrainerConfig),
-            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept"),
+            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept", "callbacks"),
         ),
     ),
     defaults={
@@ -224,6 +224,17 @@ GENERATE = Command(
     uses=(*_EPISODES, "data.val_files"),
     defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
     check=_check_generate,
+)
+LAB = Command(
+    name="lab",
+    uses=(
+        *_keys("data", "train_files columns map split_turns"),
+        *_keys("model", "path tokenizer_path chat_template_options"),
+        *_keys("env", "tool_call_format tool_call_format_options"),
+        *_keys("reward", "name options"),
+        "eval.limit",
+    ),
+    defaults={"env.tool_call_format": "auto"},
 )
 _CHAT_ENV = "tools tool_call_format tool_call_format_options max_turn_tokens max_observation_tokens observation_cut"
 CHAT = Command(

@@ -160,15 +160,28 @@ def _call(value: Any, field: str) -> ToolCall:
 
 
 def read_arguments(value: Any, field: str) -> dict[str, Any]:
-    """The object: the API has its JSON text, templates expect the object. None: a function without parameters.
+    """The object: the API has its JSON text, templates expect the object. Raises DataError.
 
-    Raises DataError.
+    None or a blank text: no arguments, as proxies write the call of a function without parameters.
     """
-    if isinstance(value, str):
+    if isinstance(value, str) and not value.strip():
+        value = None
+    elif isinstance(value, str):
         value = _from_json(value, field, "an object, or its JSON text")
     else:
         _check_values(value, field)
     return dict(_object({} if value is None else value, field, "an object, or its JSON text"))
+
+
+def has_blank_arguments(row: Any) -> bool:
+    """Whether a call of this row, which could be read, has a blank text for its arguments."""
+    messages = row.get("messages") if isinstance(row, Mapping) else None
+    for message in messages if isinstance(messages, list) else ():
+        for each in message.get("tool_calls") or ():
+            given = each["function"].get("arguments")
+            if isinstance(given, str) and not given.strip():
+                return True
+    return False
 
 
 def _tool(value: Any, field: str) -> ToolSpec:

@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.config.schema import DataConfig
 from verl.data.conversations import Conversation, offered_tools, read_conversation, violates_schema
-from verl.data.messages import check_columns, read_messages, read_object, read_text, read_tools
+from verl.data.messages import check_columns, has_blank_arguments, read_messages, read_object, read_text, read_tools
 from verl.data.report import RowReport
 from verl.data.rows import RowStore, encoded
 from verl.data.source import AS_WRITTEN, notes_of, source_name, source_rows
@@ -192,6 +192,8 @@ class TaskSet(Sequence[Task]):
                 continue
             self.report.num_split += len(tasks) - 1
             self.report.notes.update(notes_of(rows))
+            if any(map(has_blank_arguments, rows)):
+                self.report.notes["with calls of blank arguments, read as {}"] += 1
             for task in tasks:
                 if (unlisted := unlisted_call(task)) is not None:
                     self.report.unlisted.append(unlisted.at(file=self.source, row=number))

@@ -28,8 +28,7 @@ def written_response(response: str | Message, tool_call_format: ToolCallFormat) 
         return response
     if response.tool_calls and isinstance(tool_call_format, PlainFormat):
         raise ConfigError(
-            "the reward compares calls, so it needs the format that they are written in: env.tool_call_format, or "
-            "--format in `toolrl lab`"
+            "the reward compares calls, so it needs the format that they are written in: set env.tool_call_format"
         )
     (message,) = with_calls_written(tool_call_format, [response])
     if getattr(tool_call_format, "needs_thought", False) and THINK not in message.content:

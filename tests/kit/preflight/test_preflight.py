@@ -25,6 +25,7 @@ from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import Rewards, build_rewards
+from verl.tracking.console import Display
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
@@ -68,7 +69,7 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
 
     async def cell() -> None:
-        train(config, console, only_preflight=True)
+        train(config, Display(None, console), only_preflight=True)
 
     asyncio.run(cell())
     assert "one update on a tiny qwen2" in (tmp_path / "said").read_text()

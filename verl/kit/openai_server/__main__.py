@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -53,11 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(own)
     try:
         command, environment = serving_command(options, further)
-        sys.stdout.write(f"POST http://{options.host}:{options.port}/v1/chat/completions\n")
-        sys.stdout.flush()
-        os.execvpe(sys.executable, [sys.executable, supervise.__file__, *command], environment)  # frees our memory
+        address = f"http://{options.host}:{options.port}"
+        ready = ["--ready", f"{address}/health", _example(address, command, "VLLM_API_KEY" in environment)]
+        os.execvpe(sys.executable, [sys.executable, supervise.__file__, *ready, *command], environment)  # frees memory
     except VerlError as error:
         return write_error(error)
+
+
+def _example(address: str, command: Sequence[str], has_token: bool) -> str:
+    """What is printed once the server answers: its address and a first request."""
+    name = command[command.index("--served-model-name") + 1]
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    token = " -H 'Authorization: Bearer TOKEN'" if has_token else ""
+    request = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
+    return f"ready: {address}/v1, model {name}\n{request}"
 
 
 def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
@@ -88,12 +99,16 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *([] if on_gpu else ["--enforce-eager"]),
         *further,
     ]
-    environment = {**({} if on_gpu else _CPU_DEFAULTS), "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    environment = {**({} if on_gpu else _CPU_DEFAULTS), **_QUIET, **os.environ}
     return command, {**environment, "VLLM_API_KEY": token} if token else environment
 
 
 # Without them vLLM takes half of the memory, and binds threads to cores that other processes use.
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+
+
+# Python's resource tracker warns of shared memory that vLLM leaves at Ctrl-C, and removes it.
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
 
 
 def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:

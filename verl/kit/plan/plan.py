@@ -493,7 +493,7 @@ def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Ta
             responses.append(data.max_response_length if longest else min(golden, data.max_response_length))
     names = ", ".join(Path(source).name for source in data.train_files)
     kind = "episodes of maximum length" if config.env.multi_turn else "golden responses"
-    return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} rows of {names}; {kind}")
+    return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} tasks of {names}; {kind}")
 
 
 def find_hardware(config: Config, gpu: str | None = None) -> Hardware:
