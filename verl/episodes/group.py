@@ -77,8 +77,9 @@ class GroupRollout:
 
 
 def _scored(group: TrajectoryGroup, judged: Sequence[tuple[Trajectory, Score] | Fault]) -> TrajectoryGroup:
-    """The group with these scored episodes in place of its own, and with their faults besides its own."""
-    scored = [each for each in judged if not isinstance(each, Fault)]
+    """The group with these scored episodes in place of its own, but for those that are not counted, and with their
+    faults besides its own."""
+    scored = [each for each in judged if not isinstance(each, Fault) and each[1].counted]
     return replace(
         group,
         trajectories=tuple(episode for episode, _ in scored),

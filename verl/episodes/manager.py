@@ -204,7 +204,7 @@ class RolloutManager:
         if greedy is None:
             return group
         lost = (*group.lost_uses, *greedy.lost_uses)
-        if greedy.faults:
+        if not greedy.trajectories:
             return TrajectoryGroup(group.task, (), (), (), (*group.faults, *greedy.faults), lost)
         greedy = apply_overlong_penalty(greedy, self.algorithm.overlong)
         return replace(group, baseline=greedy.rewards[0], lost_uses=lost)

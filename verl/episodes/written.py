@@ -43,7 +43,7 @@ def as_trajectory(task: Task, response: str | Message, tool_call_format: ToolCal
     message = Message("assistant", text, tool_calls=parsed.calls if isinstance(parsed, Calls) else ())
     completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
     turn = Turn((), completion, message, parsed=parsed_response(tool_call_format, text, parsed))
-    return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
+    return Trajectory(task, 0, (turn,), StopReason.STOP, Outcome.SCORED, decoded=text)
 
 
 async def episode_of(runner: EpisodeRunner, task: Task, response: str | Message) -> Trajectory:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl.data.messages import as_openai
 from verl.envs.base import EnvFactory
 from verl.episodes.program import ProgramEnv, ProgramPolicy
 from verl.errors import ConfigError, ServiceDownError
+from verl.formats.openai import as_openai
 from verl.formats.prompt import function_schema
 from verl.kit.agent.address import check_address
 from verl.kit.agent.confined import Confinement
