@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
-from verl.config.commands import CHAT, EVAL, GENERATE, PROBE, SFT, Command
+from verl.config.commands import CHAT, EVAL, GENERATE, PROBE, SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config
 from verl.config.schema import Config, CorrectionConfig
 from verl.embedded import embedded_path
@@ -720,3 +720,17 @@ def test_batch_arithmetic_is_spelled_out() -> None:
 def test_loading_imports_nothing_heavy() -> None:
     code = "import sys, verl.config.load; assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_agent_is_the_short_form_of_evaluating_and_training_a_program(tmp_path: Path) -> None:
+    for command, files in ((EVAL, "eval.benchmarks"), (TRAIN, "data.train_files")):
+        words = ["agent=my.py:run", "env.tool_call_format=toolrl", "data=rows.jsonl", "model.path=m"]
+        config = load_config(words, command)
+        assert (config.env.name, config.env.agent, config.reward.name) == ("agent", "my.py:run", "env")
+        group, _, key = files.partition(".")
+        assert getattr(getattr(config, group), key) == ["rows.jsonl"]
+        assert load_config([*words, "reward.name=rlla"], command).reward.name == "rlla"
+        with pytest.raises(ConfigError, match=r"env\.agent is given twice, once by its shorthand agent="):
+            load_config([*words, "env.agent=other.py:run"], command)
+    with pytest.raises(ConfigError, match=r"eval\.handler=tool_n1 and env\.tool_call_format=toolrl differ"):
+        load_config(["agent=my.py:run", "env.tool_call_format=toolrl", "eval.handler=tool_n1"], EVAL)

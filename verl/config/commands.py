@@ -131,6 +131,10 @@ def _check_eval(config: Config) -> None:
         raise ConfigError(f"rollout.n must be at most {_MAX_RESPONSES}, got {n}")
     if n > 1 and temperature == 0:
         raise ConfigError(f"rollout.n={n} greedy responses are identical; set rollout.temperature, or rollout.n=1")
+    chosen, own = config.eval.handler, config.env.tool_call_format
+    if own is not None and chosen not in (_DEFAULTS.eval.handler, own):
+        raise ConfigError(f"eval.handler={chosen} and env.tool_call_format={own} differ: leave eval.handler out")
+    _check_env_judges(config)
 
 
 def _check_generate(config: Config) -> None:
@@ -211,7 +215,7 @@ EVAL = Command(
         *_ENGINE,
         "rollout.n",
         *_keys("data", "columns map split_turns prompt_template"),
-        "env.max_tool_calls",
+        *_all_but("env", EnvConfig, "train_on_observations"),
         "sandbox",
         "reward",
         "eval",

@@ -135,7 +135,14 @@ def _default_recipe(written: Mapping[str, Any], command: Command) -> str | None:
 
 
 def _without_shorthands(written: Mapping[str, Any], command: Command) -> dict[str, Any]:
-    """`data=FILE` and `model=PATH` replaced by the settings that they abbreviate, and a run by its newest model."""
+    """`data=FILE`, `model=PATH` and `agent=FILE:FUNCTION` replaced by the settings that they abbreviate, and a run by
+    its newest model."""
+    if "agent" in written and command.has("env.agent"):
+        others = {key: value for key, value in written.items() if key != "agent"}
+        agent = {"env.name": "agent", "env.agent": written["agent"], "reward.name": "env"}
+        if "env.agent" in others:
+            raise ConfigError("env.agent is given twice, once by its shorthand agent=")
+        written = {**agent, **others}
     full: dict[str, Any] = {}
     for key, value in written.items():
         if key == "data" and (files := [each for each in _FILES if command.has(each)]):

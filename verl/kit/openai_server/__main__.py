@@ -21,6 +21,7 @@ from pathlib import Path
 from verl.errors import ConfigError, VerlError
 from verl.kit.openai_server import supervise
 from verl.kit.openai_server.parsing import PARSER_NAME
+from verl.kit.openai_server.requests import CheckedRequests
 from verl.kit.openai_server.served_model import TrainedModel, add_format_arguments, chosen_format, find_model
 from verl.kit.openai_server.serving_files import (
     CHAT_TEMPLATE,
@@ -95,6 +96,7 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *("--chat-template", str(folder / CHAT_TEMPLATE), "--chat-template-content-format", "string"),
         *("--enable-auto-tool-choice", "--tool-parser-plugin", str(folder / TOOL_PARSER)),
         *("--tool-call-parser", PARSER_NAME, "--exclude-tools-when-tool-choice-none"),
+        *("--middleware", f"{CheckedRequests.__module__}.{CheckedRequests.__name__}"),
         *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
         *([] if on_gpu else ["--enforce-eager"]),
         *further,
