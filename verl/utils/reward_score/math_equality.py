@@ -347,9 +347,9 @@ def _same_value(answer: str, gold: str) -> bool:
     letters = _letters(answer), _letters(gold)
     if all(letters) and any(map(_is_word, letters)):
         return letters[0].replace(" ", "").lower() == letters[1].replace(" ", "").lower()
-    (answer, base), (gold, wanted) = _based(answer), _based(gold)
-    if base and wanted:
-        return (answer.lower(), base) == (gold.lower(), wanted)
+    (answer, base), (gold, gold_base) = _based(answer), _based(gold)
+    if base and gold_base:
+        return (answer.lower(), base) == (gold.lower(), gold_base)
     (answer, unit), (gold, wanted) = _measure(answer), _measure(gold)
     return (unit is None or wanted is None or unit == wanted) and _library_equal(answer, gold)
 
