@@ -86,7 +86,9 @@ _NAME = re.compile(  # x, a_{n+1}, f'(-2), g(f(1)), AB, |AB|, [ABC], \overline{A
     r"|\|[A-Z]{2}\||\[[A-Z]{3,}\]|\\(?:overline|vec|hat|mathbf) ?\{\w+\}"
     r"|(?:\\(?:sin|cos|tan|cot|sec|csc) ?)?(?:\\angle ?)?[A-Z]+"
 )
-_KNOWN = re.compile(r"\\?(?:sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)|log|ln|lg|exp|pi)(?! ?[A-Z\\]|[a-z])")
+_KNOWN = re.compile(  # no name, but for functions of an angle that has one
+    r"\\?(?:sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)|log|ln|lg|exp|pi)(?! ?[A-Z\\]|[a-z])"
+)
 _OF_ANGLE = re.compile(  # \sin^2(90^\circ - 30^\circ)
     r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)? ?(?:\([^()]*\)|\{[^{}]*\}|[^ ,]*\^\\circ)"
 )
