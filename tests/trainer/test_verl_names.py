@@ -133,7 +133,7 @@ def test_the_names_may_be_chosen_by_a_key_of_their_own(words: str, loggers: list
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tracking.names must be own or verl, got 'trl'"):
+    with pytest.raises(ConfigError, match=r"tracking.names must be own or verl, got 'trl'"):
         load_config(["recipe=mini_grpo", "tracking.names=trl"])
     with pytest.raises(ConfigError, match=r"trainer.logger must be some of console, rollouts, verl_names"):
         load_config(["trainer.logger=[trl_names]"])
