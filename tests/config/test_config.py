@@ -133,7 +133,7 @@ def test_verls_lower_bound_follows_from_the_upper_one(
 def test_observations_are_trained_until_a_step(words: str, expected: int | None) -> None:
     given = ["recipe=search_r1", *words.split()]
     if expected is None:
-        with pytest.raises(ConfigError, match="env.train_on_observations_until must be a whole number from 1"):
+        with pytest.raises(ConfigError, match=r"env\.train_on_observations_until must be a whole number from 1"):
             load_config(given)
         return
     env = load_config(given).env
@@ -501,8 +501,8 @@ def test_reward_options_are_open() -> None:
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (["env.python=/usr/bin/python3"], "unknown key 'env.python'; it is now env.options.python"),
         (["env.on_sampling=honor"], "unknown key 'env.on_sampling'; it is now env.options.on_sampling"),
-        (["algorithm.correction.rejection_lower=0.5"], "it is now algorithm.correction.rejection_bounds=[lower, upper]"),
-        (["algorithm.correction.rejection_upper=2"], "it is now algorithm.correction.rejection_bounds=[lower, upper]"),
+        (["algorithm.correction.rejection_lower=0.5"], "is now algorithm.correction.rejection_bounds=[lower, upper]"),
+        (["algorithm.correction.rejection_upper=2"], "is now algorithm.correction.rejection_bounds=[lower, upper]"),
         (["sandbox.require_cgroup=true"], "it is now sandbox.isolation=strict"),
         (["data.on_bad_row=skip"], "it is now data.max_bad_share"),
         (["env.command=${env.python}"], "${env.python} names no key; it is now env.options.python"),

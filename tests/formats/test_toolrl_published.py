@@ -165,7 +165,5 @@ def test_without_sentences_a_dialogue_has_its_messages_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("old", ["{question}", "<user> {q", "<obs>", "{result}", "{tools}"])
 def test_a_file_that_lacks_a_part_is_refused(old: str, prompt: Path) -> None:
     prompt.write_text(PROMPT.replace(old, ""))
-    with pytest.raises(
-        ConfigError, match=r"must have <user> .* after \*\*Dial.*, not|lacks the placeholder \{tools\}"
-    ):
+    with pytest.raises(ConfigError, match=r"must have <user> .* after \*\*Dial.*, not|lacks the placeholder \{tools\}"):
         build_tool_call_format("toolrl_published", {"prompt_template": str(prompt)})
