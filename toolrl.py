@@ -12,6 +12,7 @@ from typing import Any
 from verl import __version__ as __version__
 
 _API = {
+    "Callback": "verl.trainer.callbacks",
     "Completion": "verl.types",
     "Config": "verl.config.schema",
     "ConfigError": "verl.errors",

@@ -26,6 +26,7 @@ from rich.console import Console
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerGroup
+from verl.tracking.console import Display
 from verl.trainer.builders.run import built, load_inputs
 from verl.trainer.ppo import PPOTrainer
 
@@ -114,7 +115,7 @@ def measure(overrides: Sequence[str], steps: int) -> list[tuple[float, float]]:
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
-        built(config, load_inputs(config), Path(folder), Console(quiet=True)) as run,
+        built(config, load_inputs(config), Path(folder), Display(None, Console(quiet=True))) as run,
     ):
         trainer = run.trainer
         trainer.learner.policy = replace(trainer.learner.policy, workers=Watched(trainer.learner.policy.workers, watch))

@@ -32,6 +32,7 @@ from scripts.raw.rlla import check_example, to_row
 from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
+from verl.system.exits import write_error
 from verl.system.files import ending_in, replacing
 
 Decisions = Callable[[Any], Iterator[dict[str, str]]]
@@ -150,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         examples = build(arguments, mixer, generator)
         write(arguments.out, examples)
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 2
+        return write_error(error)
     finally:
         for why, rows in mixer.dropped.most_common(NUM_SHOWN):
             console.print(f"dropped {rows}: {escape(why)}", highlight=False, soft_wrap=True)

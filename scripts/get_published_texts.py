@@ -28,6 +28,7 @@ from rich.markup import escape
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.errors import DataError, VerlError
+from verl.system.exits import write_error
 from verl.system.files import replacing
 
 BASE = "https://raw.githubusercontent.com"
@@ -283,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 unfinished.write_bytes(content)
             console.print(escape(f"wrote {target}"))
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
-        return 2
+        return write_error(error)
     return 0
 
 

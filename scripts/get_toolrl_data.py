@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError
+from verl.system.exits import write_error
 from verl.system.files import replacing
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.utils.reward_score.rlla_mutations import corrupted_responses
@@ -196,8 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         fetch(parser.parse_args(argv), console)
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
-        return 2
+        return write_error(error)
     return 0
 
 

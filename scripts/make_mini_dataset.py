@@ -53,7 +53,8 @@ def main() -> None:
         tokenizer = train_tokenizer(chat_text(row) for name in ("train", "sft") for row in splits[name])
     for name, rows in splits.items():
         with replacing(args.out / f"{name}.parquet") as unfinished:
-            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), unfinished, compression="zstd")
+            table = pa.Table.from_pylist(rows, SCHEMA)
+            pq.write_table(table, unfinished, compression="zstd", compression_level=19)
     save_tokenizer(tokenizer, args.out / "tokenizer")
 
     _print_rows(splits, args.seed)

@@ -22,7 +22,9 @@ from bench.gpu.measurements import OK, SESSIONS, measured  # noqa: E402
 from bench.gpu.table import ASSET, place, shown  # noqa: E402
 from verl.algorithms import ALGORITHMS  # noqa: E402
 from verl.algorithms.table import COLUMNS, presets, row  # noqa: E402
+from verl.config.commands import TRAIN  # noqa: E402
 from verl.config.published import COMMANDS, SOURCES, VERSIONS  # noqa: E402
+from verl.config.show import described  # noqa: E402
 from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled  # noqa: E402
 from verl.kit.collapse.collapse import COLLAPSE_RULES  # noqa: E402
 from verl.tracking.names import METRICS  # noqa: E402
@@ -55,7 +57,7 @@ def metrics() -> str:
         (f"`{each.name}`", f"`{each.ours}`" if each.ours else "", when, each.why)
         for each, when in [*logged, *((each, "no") for each in ABSENT)]
     ]
-    heading = "\n## veRL's names\n\nWith `tracking.names=verl` these are logged, too.\n\n"
+    heading = "\n## veRL's names\n\nWith `trainer.logger=[console,verl_names]` these are logged, too.\n\n"
     return f"\n{ours}{heading}{table(('veRL', 'here', 'logged', 'difference'), sorted(rows))}"
 
 
@@ -77,6 +79,13 @@ def verl_keys() -> str:
             table(("key", "value", "why"), _of_keys(refused)),
         ]
     )
+
+
+def training() -> str:
+    """Every setting of `toolrl train`, with its default and its meaning by the schema."""
+    rows = ((f"`{key}`", f"`{default}`", meaning.replace("|", "\\|")) for key, _, default, meaning in described(TRAIN))
+    defaults = ((key, "" if default == "`None`" else default, meaning) for key, default, meaning in rows)
+    return "\n" + table(("key", "default", "meaning"), defaults)
 
 
 def _of_keys(rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:
@@ -177,6 +186,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "gpu": gpu,
     "metrics": metrics,
     "migration": migration,
+    "training": training,
     "verl_keys": verl_keys,
 }
 PAGES = {ROOT / "README.md": on_a_gpu} | {ROOT / "docs" / f"{name}.md": each for name, each in GENERATED.items()}

@@ -41,6 +41,7 @@ from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.toolrl_text import parse_gold
+from verl.system.exits import write_error
 from verl.system.files import replacing
 
 DEFAULT_INPUT = "dataset/rlla_4k_raw/rlla_rl.json"
@@ -246,8 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path, order in ((folder / "train.parquet", train), (folder / "test.parquet", test))
         }
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 2
+        return write_error(error)
     Console().print(str(report), markup=False, highlight=False, soft_wrap=True)
     show(summary, written, Console())
     return 0

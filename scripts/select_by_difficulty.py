@@ -40,6 +40,7 @@ from scripts.limr import learning_impact, read_epochs  # noqa: E402
 from verl.data.rows import read_rows  # noqa: E402
 from verl.data.tasks import to_task  # noqa: E402
 from verl.errors import DataError, VerlError  # noqa: E402
+from verl.system.exits import write_error  # noqa: E402
 from verl.system.files import replacing  # noqa: E402
 from verl.text import prompt_sha256  # noqa: E402
 
@@ -216,10 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for what, count in select(options):
             table.add_row(escape(what), str(count))
     except VerlError as error:
-        Console(stderr=True).print(
-            f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
-        return 2
+        return write_error(error)
     Console(stderr=True).print(table)
     return 0
 

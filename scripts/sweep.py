@@ -42,6 +42,7 @@ from verl.config.load import load_config  # noqa: E402
 from verl.config.schema import TrainerConfig  # noqa: E402
 from verl.config.show import as_yaml  # noqa: E402
 from verl.errors import ConfigError, VerlError  # noqa: E402
+from verl.system.exits import write_error  # noqa: E402
 from verl.system.files import replacing  # noqa: E402
 from verl.system.lock import alone_in  # noqa: E402
 from verl.tracking.jsonl import read_jsonl  # noqa: E402
@@ -305,8 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = sweep(study)
             report(study, options.metric)
     except VerlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return write_error(error)
     return code
 
 

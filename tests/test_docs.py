@@ -32,7 +32,7 @@ from scripts import check_prose, pages
 from tests.conftest import ROOT
 from tests.support.metric_names import known as is_metric
 from verl.cli import COMMANDS
-from verl.config.commands import CHAT, EVAL, GENERATE, PLAN, PROBE, SFT, TRAIN, Command
+from verl.config.commands import CHAT, EVAL, GENERATE, LAB, PLAN, PROBE, SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config
 from verl.config.verl_keys import vocabulary
 from verl.data.tasks import TaskSet, to_task
@@ -64,9 +64,10 @@ PLACEHOLDER = re.compile(r"\.\.\.?|.*=\.\.")  # what the reader fills in
 # Other projects' commands: their arguments are not ours to check.
 EXTERNAL = ("apt-get", "curl", "docker", "export", "kubectl", "pip", "ray", "sbatch", "scp")
 SETTINGS: Mapping[str, Command] = {
-    **{each.name: each for each in (TRAIN, PLAN, SFT, GENERATE, CHAT, EVAL, PROBE)},
+    **{each.name: each for each in (TRAIN, PLAN, SFT, GENERATE, CHAT, EVAL, PROBE, LAB)},
     "preflight": TRAIN,
 }
+OPTIONS = {"chat": ["--tools"], "lab": ["--step", "--show"]}  # of single commands
 FAST = ("python make_rows.py", "toolrl lab")  # commands that run here, and take seconds
 SLOW = ("toolrl preflight",)  # half a minute each
 
@@ -165,7 +166,7 @@ def check_toolrl(name: str = "--help", *arguments: str) -> None:
         raise ConfigError(f"unknown command 'toolrl {name}'")
     options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
     if name in SETTINGS:
-        known = ("--help", "--cfg", "--preflight", "--gpu", *(["--tools"] if name == "chat" else []))
+        known = ("--help", "--config", "--cfg", "--preflight", "--gpu", *OPTIONS.get(name, ()))
         settings = [each for each in arguments if not each.startswith("--") and each != "job"]
         settings = settings[1:] if name == "chat" and "=" not in settings[0] else settings  # the folder of a run
         load_config([each for each in settings if not PLACEHOLDER.fullmatch(each)], SETTINGS[name])
@@ -441,7 +442,7 @@ def block(language: str, code: str, mark: str = "", value: str = "") -> Block:
         (block("bash", "toolrl train recipe=mini_grpo \\\n    rollout.temperature_x=2"), "unknown key"),
         (block("bash", "toolrl eval model_x=a"), "unknown key"),
         (block("bash", "toolrl trane"), "unknown command"),
-        (block("bash", "toolrl lab --dta x"), "no option --dta"),
+        (block("bash", "toolrl lab --dta=x"), "no option --dta"),
         (block("bash", "bash scripts/none.sh"), "there is no script"),
         (block("bash", "bash train_grpo.sh actor.nothing=1"), "unknown key"),
         (block("bash", "python scripts/play.py shop --nope"), "no option --nope"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from enum import Enum, IntEnum, StrEnum
+from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any
 from uuid import UUID
@@ -103,6 +104,10 @@ Pair = namedtuple("Pair", "a b")
         (datetime(2026, 1, 2, 3, 4, tzinfo=UTC), '"2026-01-02T03:04:00+00:00"'),
         ({"on": date(2026, 1, 2), "at": time(3, 4)}, '{"on": "2026-01-02", "at": "03:04:00"}'),
         ([Decimal("1.10"), UUID(int=1)], '["1.10", "00000000-0000-0000-0000-000000000001"]'),
+        ([Fraction(1, 3), deque([1, 2], maxlen=2)], '["1/3", [1, 2]]'),
+        (np.datetime64("2026-01-02T03:04:05", "ns"), '"2026-01-02T03:04:05.000000000"'),
+        (np.array(["2026-01-02", "2026-01-03"], "datetime64[D]"), '["2026-01-02", "2026-01-03"]'),
+        ({"at": [np.datetime64("2026-01-02T03", "us")]}, '{"at": ["2026-01-02T03:00:00.000000"]}'),
         (PurePosixPath("/a"), '"/a"'),
         ([Color.RED, Color.AT, Level.HIGH, Mode.FAST], '["red", "2026-01-02T00:00:00", 3, "fast"]'),
         ({Color.RED: 1, Level.HIGH: 2, 7: 3, None: 4, True: 5}, '{"red": 1, "3": 2, "7": 3, "null": 4, "true": 5}'),
@@ -126,10 +131,44 @@ def test_results_of_tools_are_json(result: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [object(), [b"x"], {"f": print}, {(1, 2): 3}, Point], ids=lambda value: type(value).__name__
+    "result",
+    [
+        object(),
+        [b"x"],
+        {"f": print},
+        {(1, 2): 3},
+        Point,
+        1j,
+        range(3),
+        bytearray(b"x"),
+        memoryview(b"x"),
+        np.array([1j]),
+        np.timedelta64(5, "ns"),
+        np.array([5], "timedelta64[ns]"),
+        (each for each in "ab"),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_form_in_json_is_named(result: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"of type (object|bytes|builtin_function_or_method|list|type), which has no form in JSON"
+        TypeError,
+        match=r"of type (object|bytes|builtin_function_or_method|list|type|complex|range|bytearray|memoryview|"
+        r"timedelta64|ndarray|generator), which has no form in JSON",
     ):
+        as_text(result)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {1: "a", "1": "b"},
+        [{None: 1, "null": 2}],
+        {"x": {True: 1, "true": 2}},
+        {Color.RED: 1, "red": 2},
+        {1.5: 1, "1.5": 2},
+    ],
+    ids=str,
+)
+def test_keys_that_are_the_same_text_are_named(result: Any) -> None:
+    with pytest.raises(JsonError, match=r"has the key '(1|null|true|red|1\.5)' twice"):
         as_text(result)

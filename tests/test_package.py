@@ -93,7 +93,7 @@ def test_an_installed_wheel_works_in_an_empty_folder(installed: Path, tmp_path: 
     place = run(installed / "python", "-c", "import verl.embedded as e; print(e.FOLDER)", cwd=tmp_path).strip()
     assert Path(place).is_relative_to(installed.parent)
     assert f"path: {place}/model" in run(toolrl, "train", "recipe=mini_grpo", "--cfg", "job", cwd=tmp_path)
-    tried = run(toolrl, "lab", "--data", "embedded:test.parquet", "--limit", "10", cwd=tmp_path)
+    tried = run(toolrl, "lab", "data=embedded:test.parquet", "eval.limit=10", cwd=tmp_path)
     assert "10 rows tried, 0 with violations" in tried
     ready = run(toolrl, "preflight", "recipe=mini_grpo", "trainer.device=cpu", cwd=tmp_path)
     assert "one update on a tiny" in ready

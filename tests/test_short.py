@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,15 +16,21 @@ import tarfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
+from bench.gpu import process
+from bench.gpu.child import plain
+from bench.gpu.ledger import seed
 from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
 from bench.gpu.place import Place
+from bench.gpu.process import DiedError, SessionProcess
+from bench.gpu.rows import read_rows
 from bench.gpu.short import MARGIN_S, SPENT, read_options
 from bench.gpu.tree import REPOSITORY_MIB, Tree
 from tests.conftest import ROOT, need_vllm
@@ -138,12 +145,56 @@ def test_what_is_done_or_has_failed_twice_is_not_measured_by_the_next_call(call:
     assert calls(tmp_path / "work") == ["two", "one"], "what is named is measured anew"
 
 
+OK = {
+    "state": "ok",
+    "reason": None,
+    "figures": {},
+    "seconds": 1.0,
+    "versions": {},
+    "device": "x",
+    "rehearsal": True,
+    "time": 0,
+}
+
+
 def others() -> list[dict[str, Any]]:
     """Everything but `two` is done."""
-    facts = {"reason": None, "figures": {}, "seconds": 1.0, "versions": {}, "device": "x", "rehearsal": True, "time": 0}
-    return [
-        {"name": name, "state": "ok", **facts} for name in ("mended", "warm", "hangs", "dies", "waits", "lacks", "late")
-    ]
+    names = ("mended", "warm", "hangs", "dies", "waits", "begins", "follows", "ends", "lacks", "late")
+    return [{"name": name, **OK} for name in names]
+
+
+def test_a_process_that_does_not_start_costs_one_start_a_round(call: Call, tmp_path: Path) -> None:
+    """All others have their turn first. The second try is told of the failure, and may start otherwise."""
+    names = ("one", "begins", "follows", "ends", "late")
+    assert call(*names).returncode == 0
+    assert calls(tmp_path / "work") == ["one", "late", "follows", "ends", "begins"]
+    found = [(row["name"], row["state"]) for row in rows(tmp_path / "out/results.jsonl")]
+    assert found[:4] == [("one", "ok"), ("begins", "failed"), ("follows", "skipped"), ("ends", "skipped")]
+    (tmp_path / "work/never").touch()
+    (tmp_path / "work/starts").unlink()
+    assert call(*names).returncode == 1
+    assert (tmp_path / "work/starts").read_text().count("start") == 3, "in three rounds"
+    assert states(tmp_path / "out/results.jsonl") == dict.fromkeys(names, "ok") | {
+        "begins": "failed",
+        "follows": "failed",
+        "ends": "skipped",
+    }
+
+
+def test_failures_wait_for_the_last_archive(call: Call, tmp_path: Path) -> None:
+    """What the next call brings is worth more than a second try."""
+    stage = tmp_path / "stage"
+    (stage.mkdir(), (stage / "SUMS").write_text(piece(stage, "engine", "package_of_a_tree")))
+    (stage / "engine.tar.xz").rename(tmp_path / "later.tar.xz")
+    (earlier := tmp_path / "earlier.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in others() if row["name"] not in ("begins", "follows", "lacks", "late"))
+    )
+    call("--done", str(earlier), "--stage", str(stage))
+    first = ["one", "wrong", "two", "late"]
+    assert calls(tmp_path / "work") == first
+    (tmp_path / "later.tar.xz").rename(stage / "engine.tar.xz")
+    call("--stage", str(stage))
+    assert calls(tmp_path / "work") == [*first, "follows", "lacks", "wrong", "begins"]
 
 
 @pytest.mark.long
@@ -225,6 +276,81 @@ def test_on_a_full_disk_the_results_are_printed(call: Call, tmp_path: Path) -> N
     assert 0 < len(rows(tmp_path / "work/results.jsonl")) < 4, "whole lines"
 
 
+def test_without_room_for_anything_the_figures_are_printed(call: Call, tmp_path: Path) -> None:
+    """Answers need no disk, and there is none for logs."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/logs").write_text("no folder")
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    done = call("one", "wrong", "late", preexec_fn=limited)
+    assert done.stdout.count("a value: ms") == 3 and "Traceback" not in done.stderr
+    assert "| wrong | failed | 2 is not 3 |" in done.stdout
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in a call of the GPU's driver that does not return."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = SessionProcess(["tests.support.fake_measurements:Quick", str(tmp_path)], environment, tmp_path / "log")
+    assert running.ask("one", 60)["row"]["state"] == "ok"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *_: None)
+        patch.setattr(process, "kill_descendants", lambda: None)
+        patch.setattr(process, "_ORDERLY_END_S", 0.2)
+        running.kill()
+    assert running._process.poll() is None
+    running._process.kill()
+    running._process.wait()
+
+
+LINE = json.dumps({**others()[0], "name": "one"})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (LINE[:40], "not JSON"),
+        (LINE.replace('"name"', '"title"'), "no 'name'"),
+        (LINE.replace('"ok"', '"done"'), "'state' is 'done', not ok, failed or skipped"),
+        (LINE.replace('"seconds": 1.0', '"seconds": "1 s"'), "'seconds' is '1 s'"),
+        (LINE.replace("{}", '{"a value": [1.5]}', 1), "figure 'a value' is neither a number nor a text"),
+        ("[]", "not an object"),
+        ("", "not JSON"),
+    ],
+)
+def test_a_line_that_is_no_result_is_named(line: str, said: str, tmp_path: Path) -> None:
+    (path := tmp_path / "results.jsonl").write_text(f"{LINE}\n{line}\n{LINE}\n")
+    with pytest.raises(DataError, match=f"results.jsonl:2: is no result: {re.escape(said)}"):
+        read_rows(path)
+
+
+def test_such_a_line_ends_the_commands_with_one_error(call: Call, tmp_path: Path) -> None:
+    """In the work folder, in --done, and where the table is written."""
+    (tmp_path / "work").mkdir()
+    place, earlier = tmp_path / "work/results.jsonl", tmp_path / "earlier.jsonl"
+    place.write_text(f"{LINE}\n{LINE[:40]}\n")
+    ends = [call("one")]
+    write = [sys.executable, "bench/gpu/table.py", place, "--json", tmp_path / "gpu.json"]
+    ends.append(subprocess.run(write, cwd=ROOT, capture_output=True, text=True))
+    place = place.rename(earlier)
+    ends.append(call("one", "--done", str(earlier)))
+    for done, named in zip(ends, ("work/results.jsonl:2", "work/results.jsonl:2", "earlier.jsonl:2"), strict=True):
+        assert done.returncode == 1 and f"{tmp_path}/{named}" in done.stderr and done.stderr.count("\n") == 1
+    assert calls(tmp_path / "work") == []
+
+
+def test_results_of_a_rehearsal_do_not_stand_for_measurements(tmp_path: Path) -> None:
+    (tmp_path / "rehearsed.jsonl").write_text(LINE)
+    with pytest.raises(DataError, match=r"is a result of a rehearsal"):
+        seed(tmp_path / "work", tmp_path / "rehearsed.jsonl", rehearse=False)
+
+
+def test_numbers_of_any_type_are_figures() -> None:
+    found = plain({"numpy": np.float32(1.5), "torch": torch.tensor(2), "bool": True, "far": np.inf, "text": "yes"})
+    assert json.loads(json.dumps(found)) == {"numpy": 1.5, "torch": 2.0, "bool": 1.0, "far": None, "text": "yes"}
+
+
 def test_a_work_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = subprocess.run(
@@ -252,10 +378,11 @@ def test_results_of_an_earlier_machine_are_not_measured_again(call: Call, tmp_pa
 
 
 def test_results_of_an_earlier_machine_that_are_none_are_named(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no results\n")
-    for name in ("text", "nowhere"):
+    (tmp_path / "text").write_text("a text\n")
+    (tmp_path / "empty").touch()
+    for name in ("text", "empty", "nowhere"):
         done = call("--done", str(tmp_path / name))
-        assert done.returncode == 1 and "holds no results" in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 1 and "no result" in done.stderr and "Traceback" not in done.stderr
 
 
 def piece(stage: Path, name: str, package: str) -> str:
@@ -331,6 +458,20 @@ def test_archives_that_cannot_be_taken_are_named(tmp_path: Path) -> None:
     assert Tree(tmp_path / "site").paths() == []
 
 
+def test_half_of_an_archive_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+    stage, site = tmp_path / "stage", tmp_path / "site"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/library.so").write_bytes(np.random.default_rng(0).bytes(10**6))
+    stage.mkdir()
+    with tarfile.open(archive := stage / "engine.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "package", "package")
+    archive.write_bytes(half := archive.read_bytes()[: 5 * 10**5])
+    (stage / "SUMS").write_text(f"{hashlib.sha256(half).hexdigest()}  engine.tar.xz\n")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        Tree(site).take_in(stage)
+    assert [each.name for each in site.iterdir()] == ["SUMS"]
+
+
 @pytest.mark.parametrize(
     "text", ["engine.tar.xz", f"{'0' * 63}  engine.tar.xz", f"{'0' * 64}  ../engine.tar.xz", "\x00"]
 )
@@ -400,25 +541,29 @@ def test_the_measurements_are_rehearsed_in_calls_that_are_cut_off(tmp_path: Path
 
     with (tmp_path / "log").open("w") as log:
         first = subprocess.Popen(call, cwd=ROOT, stdout=log, stderr=log)
-    while not (sessions := running_sessions(first.pid)):
+    while not (out / "results.jsonl").exists() or "ceilings" not in found():
+        assert first.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.05)
-    sessions[0].kill()
-    while not (out / "results.jsonl").exists() or found().get("losses") != "ok":
+    (session,) = running_sessions(first.pid)
+    session.kill()
+    while found().get("losses") != "ok":
         assert first.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.2)
     first.kill()
     first.wait()
-    assert found() == {"ceilings": "failed", "gradients": "ok", "kernels": "ok", "losses": "ok"}
+    assert found() == {"ceilings": "ok", "gradients": "failed", "kernels": "ok", "losses": "ok"}
     shutil.rmtree(out)
     second = subprocess.run([*call, "--call-seconds=20"], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode in (0, SPENT), second.stderr
-    assert [name for name, state in found().items() if state == "ok"] == ["gradients", "kernels", "losses"]
+    assert [name for name, state in found().items() if state == "ok"] == ["ceilings", "kernels", "losses"]
     assert found()["start"] == found()["step"] == "skipped" and "s are left |" in second.stdout
     shutil.rmtree(out)
-    third = subprocess.run([*call, "--spent=0"], cwd=ROOT, capture_output=True, text=True)
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text(json.dumps({"name": "trl", **OK}) + "\n")  # minutes on a CPU, and none of ours
+    done = f"--done={earlier}"
+    third = subprocess.run([*call, "--spent=0", done], cwd=ROOT, capture_output=True, text=True)
     assert third.returncode == 0, third.stderr
-    expected = {each.name: "ok" for each in measured(SESSIONS)}
-    assert found() == expected | ({} if find_spec("trl") else {"trl": "skipped"})
+    assert found() == {each.name: "ok" for each in measured(SESSIONS)}
     assert third.stdout == (out / "table.md").read_text() + "\n"
     figures = {row["name"]: row["figures"] for row in rows(out / "results.jsonl")}
     assert figures["sync"]["log-probs of perturbed weights before the sync: nats"] > 0.01
@@ -432,7 +577,8 @@ words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
 run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
 run.mkdir(parents=True)  # fails where an earlier run was left
 assert words["trainer.preflight"] == "false"
-(run / "metrics.jsonl").write_text("".join('{{"step": %d}}\\n' % step for step in (1, 2)))
+lines = ['{{"step": %d, "time/step_s": %d}}\\n' % (step, step) for step in (1, 2)]
+(run / "metrics.jsonl").write_text("".join(lines))
 if words["then"] == "hang":
     time.sleep(600)
 sys.exit(words["then"] == "fail")
@@ -449,8 +595,30 @@ def test_a_run_that_is_cut_off_gives_the_steps_that_are_done(tmp_path: Path, mon
     run = runs.Runs(Place(tmp_path))._run
     assert [row["step"] for row in run("step", ["then=end"])] == [1, 2]
     assert [row["step"] for row in run("step", ["then=hang"], 10.0)] == [1, 2], "an earlier run is removed"
-    with pytest.raises(UnexpectedError, match="exit code 1"):
+    with pytest.raises(UnexpectedError, match="exit code 1") as failed:
         run("step", ["then=fail"])
+    assert failed.value.figures == {"time/step_s": 2, "steps": 1}, "a run that fails at its end"
+
+
+def test_a_step_without_a_finite_value_costs_no_other_figure() -> None:
+    """metrics.jsonl has null for NaN."""
+    from bench.gpu import runs
+
+    steps = [{"step": 1, "time/step_s": 9.0}]
+    steps += [
+        {"step": step, "time/step_s": step, "perf/mfu": mfu, "engine/x": None} for step, mfu in ((2, None), (4, 0.5))
+    ]
+    assert runs._medians(steps) == {"perf/mfu": 0.5, "time/step_s": 3.0, "steps": 2}
+    assert runs._largest(steps, "time/step_s") == 9.0
+    assert np.isnan([runs._largest(steps, name) for name in ("perf/mfu", "engine/x", "nowhere")]).all()
+
+
+def test_a_process_that_cannot_be_started_costs_its_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process.sys, "executable", "/nonexistent")
+    with pytest.raises(DiedError, match=r"its process cannot be started .*No such file"):
+        SessionProcess(["x:Y", str(tmp_path)], {}, tmp_path / "log")
 
 
 def test_a_rehearsal_has_a_work_folder_of_its_own() -> None:

@@ -46,6 +46,11 @@ COMMANDS = {
     "retrieval-server": Subcommand("verl.kit.retrieval.server", "serve a search index over HTTP"),
     "doctor": Subcommand("verl.kit.doctor", "check packages and hardware"),
 }
+COMMANDS["completion"] = Subcommand(
+    "verl.config.completion",
+    "completion of commands and keys, for bash and zsh",
+    (" ".join([*COMMANDS, "completion"]),),
+)
 
 
 def help_text() -> str:

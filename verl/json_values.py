@@ -5,12 +5,13 @@ too large for a float. This reader is for what users give: rows, arguments, gold
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from math import isfinite
 from pathlib import PurePath
 from typing import Any, NoReturn
@@ -45,10 +46,7 @@ def strict_decoder(
 
     def unique(pairs: _Pairs) -> Any:
         found = make_object(pairs)
-        if len(found) == len(pairs):
-            return found
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        return report(JsonError(f"has the key {twice[:80]!r} twice"))
+        return found if len(found) == len(pairs) else report(_key_twice(pairs))
 
     def finite(text: str) -> Any:
         return value if isfinite(value := float(text)) else refuse(text[:20])
@@ -61,6 +59,11 @@ def strict_decoder(
 
 def _raise(error: JsonError) -> NoReturn:
     raise error
+
+
+def _key_twice(pairs: _Pairs) -> JsonError:
+    ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+    return JsonError(f"has the key {twice[:80]!r} twice")
 
 
 _STRICT = strict_decoder()
@@ -98,8 +101,9 @@ def check_values(value: Any, path: str = "") -> None:
 def as_json_value(value: Any) -> Any:
     """The value made of texts, numbers, truth values, nulls, lists and objects alone.
 
-    Dates and times become ISO texts; decimals, UUIDs and paths texts; enums their values; sets sorted lists; data
-    classes and pydantic models objects; arrays lists. Raises TypeError, naming the type, for others.
+    Dates and times become ISO texts; decimals, fractions, UUIDs and paths texts; enums their values; sets sorted lists;
+    data classes and pydantic models objects; arrays and deques lists. Raises TypeError, naming the type, for others;
+    JsonError if two keys of an object are the same text, as 1 and "1".
     """
     match value:
         case Enum():
@@ -107,19 +111,26 @@ def as_json_value(value: Any) -> Any:
         case None | str() | int() | float():
             return value
         case Mapping():
-            return {_as_key(key): as_json_value(each) for key, each in value.items()}
-        case list() | tuple():
+            pairs = [(_as_key(key), as_json_value(each)) for key, each in value.items()]
+            if len(made := dict(pairs)) < len(pairs):
+                raise _key_twice(pairs)
+            return made
+        case list() | tuple() | deque():
             return [as_json_value(each) for each in value]
         case set() | frozenset():
             return sorted(map(as_json_value, value), key=json.dumps)  # the order of a set differs between processes
         case date() | time():
             return value.isoformat()
-        case Decimal() | UUID() | PurePath():
+        case Decimal() | Fraction() | UUID() | PurePath():
             return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json_value(getattr(value, field.name)) for field in fields(value)}
+    kind = getattr(getattr(value, "dtype", None), "kind", None)  # of a numpy type
+    if kind == "M":
+        return value.astype(str).tolist()  # ISO texts, where tolist alone gives integers for nanoseconds
+    is_opaque = isinstance(value, type | memoryview) or kind == "m"  # their tolist gives integers without a unit
     for convert in ("model_dump", "tolist"):  # of pydantic; of numpy and torch
-        if callable(method := getattr(value, convert, None)) and not isinstance(value, type):
+        if callable(method := getattr(value, convert, None)) and not is_opaque:
             return as_json_value(method())
     raise TypeError(f"of type {type(value).__name__}, which has no form in JSON")
 

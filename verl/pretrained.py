@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
@@ -27,13 +29,35 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from verl.errors import ConfigError
 
+hub_logging.disable_propagation()  # it has a handler of its own: the program's would print every line again
+_HUB_S = 10.0
 _SHOWN = 3  # names listed in an error
 _LACKS = "lacks weights"
 _NOT_FINITE = "has weights that are NaN or infinite"
 
 
+def check_hub(name: str, key: str) -> None:
+    """Raises ConfigError if a name is to be looked up on the hub, and the hub does not answer: one request, no retries.
+
+    The libraries would repeat each of their own look-ups for a minute. A folder and a model that was loaded before need
+    no hub, and what the hub answers is the libraries' to report.
+    """
+    if Path(name).exists():
+        return
+    try:
+        if revision_of(name) is not None:
+            return
+        HfApi().model_info(name, timeout=_HUB_S / 2)  # of the connection, and of the answer
+    except (HfHubHTTPError, HFValidationError):
+        return
+    except Exception as error:  # of its HTTP client
+        problem = f"{key}: {name!r} is no folder, and the hub does not answer ({in_short(error)})"
+        raise ConfigError(f"{problem}; check the network, or give the folder of a model") from error
+
+
 def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The configuration of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
+    check_hub(path, key)
     with _readable(path, key):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
@@ -41,6 +65,7 @@ def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
 
 def read_tokenizer(path: str, key: str = "model.path") -> Any:
     """The tokenizer of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
+    check_hub(path, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # as in `_readable`

@@ -25,7 +25,7 @@ def utf8(text: str) -> str:
 
 
 def as_text(result: Any) -> str:
-    """A function's result: a string unchanged, everything else as JSON. Raises TypeError for what has no such form."""
+    """A function's result: a string unchanged, everything else as JSON. Raises like `as_json_value`."""
     return result if isinstance(result, str) else json.dumps(as_json_value(result), ensure_ascii=False)
 
 

@@ -60,6 +60,8 @@ class Task:
     tools: tools listed in the row
     gold: the assistant turn of the row that the policy is to reproduce, if the row has one
     env, reward: specific to this task; None: those of the run's configuration
+    text_prompt: the row's prompt is a text, not messages
+    json_answer: the row's answer is another JSON value than a text, of which `answer` is the JSON text
     """
 
     id: str
@@ -71,6 +73,8 @@ class Task:
     extra: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[ToolSpec, ...] = ()
     gold: Message | None = None
+    text_prompt: bool = False
+    json_answer: bool = False
 
 
 class FinishReason(StrEnum):
@@ -107,11 +111,13 @@ class ParsedResponse:
     calls: all of them, made or not
     error: why a call cannot be parsed
     complete: it has a call or an answer, after a thought if the format demands one
+    content: the text before its calls, if it has any
     """
 
     calls: tuple[ToolCall, ...] = ()
     error: str | None = None
     complete: bool = True
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +164,17 @@ class Score:
     """A reward and its named parts; the parts are logged, the total is used for training.
 
     exceeded: the limit that scoring exceeded, so that this is the score of an empty response; empty: none
+    counted: False: the reward does not apply to the response, which is left out of its group
+    not_counted: parts that do not apply to the response and are left out of their means
+    details: JSON values besides the score, for the transcript
     """
 
     total: float
     parts: Mapping[str, float]
     exceeded: str = field(default="", repr=False)
+    counted: bool = field(default=True, repr=False)
+    not_counted: tuple[str, ...] = field(default=(), repr=False)
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
 
 class ToolStatus(StrEnum):
@@ -203,6 +215,8 @@ class Trajectory:
     opening: tuple[Message, ...] = ()  # the environment's first messages
     counts: Mapping[str, int] = field(default_factory=dict, hash=False)  # of a program that drives it, by metric
     tools: tuple[str, ...] = ()  # names of those that the environment offered, in the order of time
+    decoded: str = ""  # `response_ids` without special tokens
+    environment: bytes = b""  # the object of a plain class at the end, pickled by cloudpickle
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -221,6 +235,13 @@ class Trajectory:
         for turn in reversed(self.turns):
             latest_first.setdefault(turn.segment, []).append(turn)
         return tuple(tuple(reversed(turns)) for turns in reversed(latest_first.values()))
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The tokens of the last segment after its first context: responses and what was observed between them."""
+        turns = self.segments[-1] if self.turns else ()
+        pieces = [piece for turn in turns for piece in (turn.context_ids, turn.completion.token_ids)]
+        return [token for piece in pieces[1:] for token in piece]
 
     @property
     def num_tool_calls(self) -> int:

@@ -1,7 +1,7 @@
-"""The process of a session: python -m bench.gpu.child ANSWER MODULE:CLASS WORK [--rehearse] [--again]
+"""The process of a session: python -m bench.gpu.child ANSWERS MODULE:CLASS WORK [--rehearse] [--again]
 
-Reads names and limits of measurements from standard input, and writes the outcome of each to the file ANSWER. It ends
-with its driver.
+Reads names and limits of measurements from standard input, and writes the outcome of each as a line to the file
+descriptor ANSWERS. It ends with its driver.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from bench.common import versions
 from bench.gpu.measurements import FAILED, OK, Figures, UnexpectedError
 from bench.gpu.place import Place
 from bench.gpu.process import adopt_orphans, kill_descendants
-from verl.system.files import replacing
 
 _LOOK_S = 0.5  # interval of the check that the driver lives
 
@@ -35,7 +35,7 @@ def main() -> None:
     adopt_orphans()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("answer", type=Path)
+    parser.add_argument("answers", type=int, help="a file descriptor")
     parser.add_argument("location", help="module:class")
     parser.add_argument("work", type=Path)
     parser.add_argument("--rehearse", action="store_true")
@@ -44,13 +44,12 @@ def main() -> None:
     place = Place(options.work, options.rehearse, options.again)
     module, _, kind = options.location.partition(":")
     session = getattr(importlib.import_module(module), kind)(place)
-    with asyncio.Runner() as runner:
+    os.set_inheritable(options.answers, False)
+    with os.fdopen(options.answers, "w") as answers, asyncio.Runner() as runner:
         for line in sys.stdin:
             name, limit = line.split()
             session.place = replace(place, limit=float(limit))
-            answer = outcome(runner, session, name)
-            with replacing(options.answer) as unfinished:
-                unfinished.write_text(json.dumps(answer))
+            print(json.dumps(outcome(runner, session, name)), file=answers, flush=True)
         if hasattr(session, "close"):
             runner.run(session.close())
 
@@ -61,23 +60,33 @@ def outcome(runner: asyncio.Runner, session: Any, name: str) -> dict[str, Any]:
     state, reason, figures, is_usable = OK, None, Figures(), True
     try:
         found = getattr(session, name)()
-        figures = runner.run(found) if asyncio.iscoroutine(found) else found
+        figures = plain(runner.run(found) if asyncio.iscoroutine(found) else found)
     except UnexpectedError as error:
-        traceback.print_exc()
-        state, reason, figures = FAILED, str(error), error.figures
+        _print_traceback()
+        state, reason, figures = FAILED, str(error), plain(error.figures)
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, the driver records it and goes on
-        traceback.print_exc()
+        _print_traceback()
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = " ".join(str(error).split())[:500]
         reason = f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
         state, is_usable = FAILED, False
     seconds = time.perf_counter() - started
-    row = {"state": state, "reason": reason, "figures": finite(figures), "seconds": seconds, "versions": versions()}
+    row = {"state": state, "reason": reason, "figures": figures, "seconds": seconds, "versions": versions()}
     return {"row": row, "is_usable": is_usable}
 
 
-def finite(figures: Figures) -> dict[str, float | str | None]:
-    return {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in figures.items()}
+def plain(figures: Figures) -> dict[str, float | str | None]:
+    """Numbers of any type, tensors included, as JSON's; null where they are not finite."""
+    return {name: value if isinstance(value, str) else _finite(float(value)) for name, value in figures.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _print_traceback() -> None:
+    with suppress(OSError):  # the disk may be full
+        traceback.print_exc()
 
 
 def _end_with(driver: int) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.measurements import FAILED, OK, SKIPPED, Measurement, Row
+from bench.gpu.rows import read_rows
 from bench.gpu.table import markdown
 from verl.errors import DataError
 from verl.system.files import replacing
-from verl.tracking.jsonl import read_jsonl, write_jsonl
+from verl.tracking.jsonl import write_jsonl
 
 NAME, TABLE = "results.jsonl", "table.md"
 _LOG_BYTES = 2**18  # of a failed measurement's log
@@ -23,12 +24,13 @@ class Ledger:
 
     A folder that cannot be written costs a message, not the results: they are kept and printed.
     anew: measurements whose earlier lines do not count
+    Raises DataError for lines that are none.
     """
 
     def __init__(self, work: Path, out: Path, num_files: int, anew: Collection[str] = ()) -> None:
         self.path, self.out = work / NAME, out
         self._num_files = num_files
-        self.rows: list[Row] = read_jsonl(self.path) if self.path.exists() else []
+        self.rows: list[Row] = read_rows(self.path) if self.path.exists() else []
         self._ignored = [row for row in self.rows if row["name"] in anew]
 
     def last(self, name: str) -> Row | None:
@@ -106,13 +108,13 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def seed(work: Path, done: Path) -> None:
+def seed(work: Path, done: Path, rehearse: bool) -> None:
     """Take results of an earlier machine, unless this one has some. Raises DataError if `done` holds none."""
-    try:
-        rows = read_jsonl(done)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"holds no results ({error})", hint="Give a results.jsonl that came back", file=str(done)
-        ) from error
+    if not (rows := read_rows(done)):
+        raise DataError("holds no results", hint="Give a results.jsonl that came back", file=str(done))
+    for number, row in enumerate(rows, start=1):
+        if row["rehearsal"] != rehearse:
+            kind = "a rehearsal" if row["rehearsal"] else "a GPU"
+            raise DataError(f"is a result of {kind}", hint="Give results of the same kind", file=f"{done}:{number}")
     if not (work / NAME).exists():
         write_jsonl(work / NAME, rows)

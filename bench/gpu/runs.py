@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -20,11 +21,10 @@ from bench.gpu.inputs import model_folder
 from bench.gpu.measurements import Figures, UnexpectedError
 from bench.gpu.place import PROMPT, RESPONSE, RESPONSES, ROOT, Place
 from verl.config.load import load_config
-from verl.kit.plan.plan import plan_of_run
+from verl.kit.plan.plan import Lengths, build_plan, find_hardware
 from verl.tracking.jsonl import read_jsonl
-from verl.trainer.builders.run import load_inputs
 
-PROMPTS, STEPS = 512, 4  # the first step warms up
+PROMPTS, STEPS = 512, 3  # the first step warms up
 LEARNING_STEPS, LEARNT = 16, 2.0
 END_S = 15.0  # of a measurement's limit, to report the steps of a run that is not finished
 SHOWN = ("time/", "perf/", "memory/", "engine/", "response_length/mean")  # metrics of a step
@@ -80,19 +80,17 @@ class Runs:
         overrides = step_overrides(model, rows, prompts, response, prompt, steps)
         overrides += (*ON_CPU, "rollout.name=hf") if self.place.rehearse else ()
         config = load_config(overrides)
-        planned = plan_of_run(config, load_inputs(config)).peak_gib()
+        planned = build_plan(config, Lengths(PROMPT, RESPONSE, "as written"), find_hardware(config)).peak_gib()
         limit = self.place.limit - END_S - (time.perf_counter() - started)
-        done = [row for row in self._run("step", overrides, limit) if row["step"] > 1]
-        if not done:
+        medians = _medians(self._run("step", overrides, limit))
+        if not medians:
             raise UnexpectedError(f"no second step within {limit:.0f} s", {})
-        names = [name for name in done[-1] if name.startswith(SHOWN)]
-        medians = {name: statistics.median(row[name] for row in done if name in row) for name in names}
-        return {**medians, "planned: memory/trainer_gib": planned, "prompts": prompts, "steps": len(done)}
+        return {**medians, "planned: memory/trainer_gib": planned, "prompts": prompts}
 
     def _run(self, name: str, overrides: Sequence[str], limit: float | None = None) -> list[dict[str, Any]]:
         """The metrics by step of a new run: one that an earlier call left would be resumed, and taken for this one.
 
-        limit: seconds after which the steps so far count. Raises UnexpectedError for a run that fails.
+        limit: seconds after which the steps so far count. Raises UnexpectedError for a run that fails, with its steps.
         """
         folder = self.place.work / "runs"
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -101,17 +99,29 @@ class Runs:
         # what failed before may have been compilation or CUDA graphs
         eager = ["rollout.enforce_eager=true"] if self.place.again and not self.place.rehearse else []
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, *where, *eager]
+        code = 0
         with suppress(subprocess.TimeoutExpired):
-            ended = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit)
-            if ended.returncode:
-                raise UnexpectedError(f"the run ended with exit code {ended.returncode}", {})
+            code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit).returncode
         metrics = folder / name / "metrics.jsonl"
-        return read_jsonl(metrics) if metrics.exists() else []
+        rows = read_jsonl(metrics) if metrics.exists() else []
+        if code:
+            raise UnexpectedError(f"the run ended with exit code {code}", _medians(rows))
+        return rows
 
     def _few_rows(self, count: int) -> Path:
         path = self.place.work / "few.parquet"
         pq.write_table(pq.read_table(ROWS / "test.parquet").slice(0, count), path)
         return path
+
+
+def _medians(rows: Sequence[dict[str, Any]]) -> Figures:
+    """Of all steps but the first, which warms up; empty without any. Values that are not finite are left out."""
+    done = [row for row in rows if row["step"] > 1]
+    names = {name for row in done for name, value in row.items() if name.startswith(SHOWN) and value is not None}
+    medians = {
+        name: statistics.median(row[name] for row in done if row.get(name) is not None) for name in sorted(names)
+    }
+    return {**medians, "steps": len(done)} if done else {}
 
 
 def step_overrides(model: Path, rows: Path, prompts: int, response: int, prompt: int, steps: int) -> list[str]:
@@ -149,4 +159,6 @@ def write_rows(place: Place) -> Path:
 
 
 def _largest(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return max(row[name] for row in rows if name in row)
+    """NaN if a step has no finite value, or none has any."""
+    values = [math.nan if row[name] is None else row[name] for row in rows if name in row]
+    return math.nan if any(map(math.isnan, values)) else max(values, default=math.nan)

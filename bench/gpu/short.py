@@ -5,8 +5,9 @@
 
 The same command is called until all is measured. The work folder stays on the machine between calls; the output folder
 is what comes back from it, and may be emptied before each call. A line of results.jsonl is there as soon as a
-measurement has ended; a call may be killed at any time. What failed is tried once more, last. Measurements whose
-packages are missing wait for a call that brings them (`--stage`).
+measurement has ended; a call may be killed at any time. What failed is tried once more, last, in the call that brings
+the last packages. Measurements whose packages are missing wait for a call that brings them (`--stage`), and those whose
+process breaks at its start until all others had their turn.
 """
 
 from __future__ import annotations
@@ -79,20 +80,41 @@ class Driver:
             self.ledger.copy_out()
             self._take_in_tree()
             self._missing = self._missing_modules()
-            for failures in (0, 1):
-                to_do = [each for each in self._chosen() if self._is_to_do(each[1], failures)]
-                if failures and to_do:
-                    self._end_session()  # what failed may have left it broken
-                for session, measurement in to_do:
-                    self._try(session, measurement)
+            put_off = self._round(self._to_do(failures=0))
+            if not self.tree.missing():  # else what the next call brings is worth more
+                self._round(put_off)
+                self._round(self._to_do(failures=1))
         finally:
             with _without_signals():
                 if self._running:
                     self._running[1].kill()
                 self.ledger.write_table([measurement for _, measurement in self._chosen()])
 
-    def _is_to_do(self, measurement: Measurement, failures: int) -> bool:
-        return not self.ledger.is_done(measurement.name) and self._failures(measurement) == failures
+    def _round(self, to_do: Sequence[tuple[Session, Measurement]]) -> list[tuple[Session, Measurement]]:
+        """Try each; returns those that were put off.
+
+        A measurement that breaks a new process may be the first of many: a round loses the start of one process to a
+        session, not one for each of its measurements.
+        """
+        self._end_session()  # what failed before may have left it broken
+        broken: list[Session] = []
+        put_off = []
+        for session, measurement in to_do:
+            if any(session is each for each in broken):
+                put_off.append((session, measurement))
+                if not self._failures(measurement):
+                    self._record(measurement, SKIPPED, "waits, because a new process of its session broke")
+            elif self._try(session, measurement):
+                broken.append(session)
+        return put_off
+
+    def _to_do(self, failures: int) -> list[tuple[Session, Measurement]]:
+        """What is not done and has failed so often."""
+        return [
+            (session, each)
+            for session, each in self._chosen()
+            if not self.ledger.is_done(each.name) and self._failures(each) == failures
+        ]
 
     def _failures(self, measurement: Measurement) -> int:
         return self.ledger.failures(measurement.name)
@@ -103,22 +125,24 @@ class Driver:
                 if not self.options.names or measurement.name in self.options.names:
                     yield session, measurement
 
-    def _try(self, session: Session, measurement: Measurement) -> None:
+    def _try(self, session: Session, measurement: Measurement) -> bool:
+        """Measure, and record what comes of it. Returns whether it broke a new process."""
         if missing := [each for each in (*session.needs, *measurement.needs) if each in self._missing]:
             to_come = f"; {', '.join(self.tree.missing())} is still to come" if self.tree.missing() else ""
             self._record(measurement, SKIPPED, f"needs {', '.join(missing)}{to_come}")
-            return
+            return False
         is_running = self._running is not None and self._running[0] is session
         needed = measurement.seconds + (0 if is_running else session.start)
         if needed > self.time_left:
             left = max(0, self.time_left)
             self._record(measurement, SKIPPED, f"takes about {needed:.0f} s, and {left:.0f} s are left")
-            return
+            return False
         started = time.time()
         try:
             row = self._ask(session, measurement)
         except OutOfTimeError as error:
             self._record(measurement, SKIPPED, str(error), seconds=time.time() - started)
+            return False
         except (OverrunError, DiedError) as error:
             self._failed(measurement, str(error), seconds=time.time() - started)
         else:
@@ -126,6 +150,7 @@ class Driver:
                 self._failed(measurement, **row)
             else:
                 self._record(measurement, **row)
+        return self._running is None and not is_running
 
     def _ask(self, session: Session, measurement: Measurement) -> dict[str, Any]:
         """What the session's process found. It is started if another one is running, and killed if it broke."""
@@ -160,7 +185,7 @@ class Driver:
         arguments += ["--again"] * any(map(self._failures, session.measurements))
         name = session.location.partition(":")[0].rpartition(".")[2]
         log = self.options.work / "logs" / f"{name}.log"
-        return SessionProcess(arguments, self._environment(), self.options.work, log)
+        return SessionProcess(arguments, self._environment(), log)
 
     def _end_session(self) -> None:
         if self._running:
@@ -266,7 +291,7 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
     try:
         options.work.mkdir(parents=True, exist_ok=True)
         if options.done:
-            seed(options.work, options.done)
+            seed(options.work, options.done, options.rehearse)
         driver = Driver(options, sessions, device)
     except DataError as error:
         say(str(error))

@@ -19,8 +19,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from bench.gpu.measurements import OK, Row
+from bench.gpu.rows import read_rows
+from verl.errors import DataError
 from verl.system.files import replacing
-from verl.tracking.jsonl import read_jsonl
 
 ASSET = ROOT / "docs/assets/gpu.json"
 
@@ -60,7 +61,10 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--json", type=Path, default=ASSET)
     arguments = parser.parse_args()
-    rows = latest(read_jsonl(arguments.results)) if arguments.results.exists() else []
+    try:
+        rows = latest(read_rows(arguments.results))
+    except DataError as error:
+        raise SystemExit(str(error)) from error
     if not any(row["state"] == OK for row in rows):
         raise SystemExit(f"{arguments.results}: no results; {arguments.json} is unchanged")
     if any(row["rehearsal"] for row in rows):

@@ -70,9 +70,12 @@ class Tree:
         self._marker(name).unlink(missing_ok=True)
         for each in (folder, unfinished):
             shutil.rmtree(each, ignore_errors=True)
-        with tarfile.open(archive, "r:xz") as tar:
-            tar.extractall(unfinished, filter="tar")
-        unfinished.rename(folder)
+        try:
+            with tarfile.open(archive, "r:xz") as tar:
+                tar.extractall(unfinished, filter="tar")
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # half of an archive may have filled the disk
         compileall.compile_dir(folder, quiet=2, workers=0)  # on all cores; imports would do it on one
         self._marker(name).write_text(expected)
 

@@ -24,6 +24,7 @@ from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
 from verl.kit.sft.demonstrations import to_demonstration
+from verl.system.exits import write_error
 from verl.system.files import ending_in, replacing
 
 Row = dict[str, Any]
@@ -107,8 +108,7 @@ def run(arguments: argparse.Namespace, convert: Convert, schema: pa.Schema = TAS
             for (path, numbers), split in zip(splits.items(), ("train", "test"), strict=False)
         }
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 2
+        return write_error(error)
     table = Table("what", "rows", title="Summary")
     for path, rows in written.items():
         table.add_row(escape(str(path)), str(rows))

@@ -43,6 +43,7 @@ from verl.errors import ConfigError, VerlError
 from verl.kit.swe.local import LocalRuntimes
 from verl.kit.swe.runtime import Runtimes
 from verl.kit.swe.tasks import Repository, SweTask
+from verl.system.exits import write_error
 from verl.system.files import ending_in, replacing
 
 BATCH = 8  # mutations that a worker tries before it validates what it found
@@ -286,8 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_main(arguments))
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
+        return write_error(error)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
 from rich.console import Console
-from rich.markup import escape
 
 from verl.data.rows import read_rows
 from verl.data.source import source_name
@@ -28,6 +27,7 @@ from verl.data.tasks import to_task
 from verl.embedded import embedded_path
 from verl.errors import VerlError
 from verl.formats.toolrl_text import parse_calls
+from verl.system.exits import write_error
 from verl.system.files import ending_in, replacing
 from verl.types import Task
 
@@ -87,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = islice(read_rows(source), arguments.limit)
         converted = [convert(to_task(row, f"{source_name(source)}#{number}")) for number, row in enumerate(rows)]
     except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}")
-        return 2
+        return write_error(error)
     with replacing(arguments.output) as unfinished:
         unfinished.write_text(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in converted), encoding="utf-8"

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.validation import Journal, Validation, diff, validate_all, write_files
 from verl.data.rows import read_rows
 from verl.errors import DataError, VerlError
+from verl.system.exits import write_error
 from verl.system.files import ending_in, replacing
 
 STATEMENT = """`{path}` contains a bug on a single line: it gives wrong results, raises, or does not end. \
@@ -82,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with replacing(arguments.output) as unfinished:
             unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
+        return write_error(error)
     checked = "validated" if arguments.validate else "not validated"
     print(f"{arguments.output}: {len(kept)} tasks, {checked}; {len(rows) - len(kept)} dropped")
     return 1 if len(kept) < len(rows) else 0

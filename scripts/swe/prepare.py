@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from verl.errors import ConfigError, VerlError
 from verl.kit.swe.local import ENVIRONMENT
+from verl.system.exits import write_error
 
 # Runtimes cannot write into the environment. A file that cannot be compiled is of no interest.
 COMPILE = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2)"
@@ -111,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         made = make_environment(arguments.output, install, arguments.copy, arguments.python)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
+        return write_error(error)
     print(made)
     return 0
 

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from verl.algorithms import ADV_ESTIMATORS, ALGORITHMS
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.filters import name_of
-from verl.config.commands import CHAT, EVAL, GENERATE, PROBE, SFT, Command
+from verl.config.commands import CHAT, EVAL, GENERATE, PROBE, SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config
 from verl.config.schema import Config, CorrectionConfig
 from verl.embedded import embedded_path
@@ -133,7 +133,7 @@ def test_verls_lower_bound_follows_from_the_upper_one(
 def test_observations_are_trained_until_a_step(words: str, expected: int | None) -> None:
     given = ["recipe=search_r1", *words.split()]
     if expected is None:
-        with pytest.raises(ConfigError, match=r"env\.train_on_observations_until must be a whole number from 1"):
+        with pytest.raises(ConfigError, match="env.train_on_observations_until must be a whole number from 1"):
             load_config(given)
         return
     env = load_config(given).env
@@ -440,7 +440,8 @@ def test_a_home_folder_needs_no_quotes() -> None:
 
 
 def test_a_mini_batch_larger_than_the_batch_is_one_update() -> None:
-    config = load_config(["data.train_batch_size=100", "actor.ppo_mini_batch_size=1024", "actor.ppo_epochs=3"])
+    """The default mini-batch is larger; one that is written is an error."""
+    config = load_config(["data.train_batch_size=100", "actor.ppo_epochs=3"])
     assert (config.minibatches_per_step, config.updates_per_step) == (1, 3)
     assert "3 optimizer steps of 100 prompts" in config.batch_arithmetic()
 
@@ -492,6 +493,10 @@ def test_reward_options_are_open() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            ["data.train_batch_size=8", "actor.ppo_mini_batch_size=16"],
+            "actor.ppo_mini_batch_size=16 has no effect: it is above data.train_batch_size",
+        ),
         (["data.train_batchsize=3"], "unknown key 'data.train_batchsize'; did you mean 'data.train_batch_size'?"),
         (["rollout.zzz=3"], "unknown key 'rollout.zzz'; rollout has name, n, temperature, top_p,"),
         (
@@ -501,8 +506,11 @@ def test_reward_options_are_open() -> None:
         (["trainer.max_response_length=3"], "did you mean 'data.max_response_length'?"),
         (["env.python=/usr/bin/python3"], "unknown key 'env.python'; it is now env.options.python"),
         (["env.on_sampling=honor"], "unknown key 'env.on_sampling'; it is now env.options.on_sampling"),
-        (["algorithm.correction.rejection_lower=0.5"], "is now algorithm.correction.rejection_bounds=[lower, upper]"),
-        (["algorithm.correction.rejection_upper=2"], "is now algorithm.correction.rejection_bounds=[lower, upper]"),
+        (
+            ["algorithm.correction.rejection_lower=0.5"],
+            "it is now algorithm.correction.rejection_bounds=[lower, upper]",
+        ),
+        (["algorithm.correction.rejection_upper=2"], "it is now algorithm.correction.rejection_bounds=[lower, upper]"),
         (["sandbox.require_cgroup=true"], "it is now sandbox.isolation=strict"),
         (["data.on_bad_row=skip"], "it is now data.max_bad_share"),
         (["env.command=${env.python}"], "${env.python} names no key; it is now env.options.python"),
@@ -712,3 +720,17 @@ def test_batch_arithmetic_is_spelled_out() -> None:
 def test_loading_imports_nothing_heavy() -> None:
     code = "import sys, verl.config.load; assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_agent_is_the_short_form_of_evaluating_and_training_a_program(tmp_path: Path) -> None:
+    for command, files in ((EVAL, "eval.benchmarks"), (TRAIN, "data.train_files")):
+        words = ["agent=my.py:run", "env.tool_call_format=toolrl", "data=rows.jsonl", "model.path=m"]
+        config = load_config(words, command)
+        assert (config.env.name, config.env.agent, config.reward.name) == ("agent", "my.py:run", "env")
+        group, _, key = files.partition(".")
+        assert getattr(getattr(config, group), key) == ["rows.jsonl"]
+        assert load_config([*words, "reward.name=rlla"], command).reward.name == "rlla"
+        with pytest.raises(ConfigError, match=r"env\.agent is given twice, once by its shorthand agent="):
+            load_config([*words, "env.agent=other.py:run"], command)
+    with pytest.raises(ConfigError, match=r"eval\.handler=tool_n1 and env\.tool_call_format=toolrl differ"):
+        load_config(["agent=my.py:run", "env.tool_call_format=toolrl", "eval.handler=tool_n1"], EVAL)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import MINI
+from verl.config import load
 from verl.config.commands import EVAL, GENERATE, PROBE, SFT, TRAIN, Command
 from verl.config.load import load_config
 from verl.errors import ConfigError
@@ -37,6 +38,25 @@ def test_evaluation_takes_data_as_a_benchmark() -> None:
 def test_model_is_a_path_or_the_embedded_one() -> None:
     assert load_config(["model=me/mine"]).model.path == load_config(["model.path=me/mine"]).model.path == "me/mine"
     assert load_config(["model=embedded"], EVAL).model.path == str(MINI / "model")
+
+
+@pytest.mark.parametrize("key", ["model", "model.path", "actor_rollout_ref.model.path", "eval.compare", "critic.path"])
+def test_names_of_models_are_the_same_everywhere(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = EVAL if key == "eval.compare" else TRAIN
+    other = [] if key.endswith("model.path") or key == "model" else ["model.path=any"]
+    other += ["algorithm.name=ppo"] if command is TRAIN else []
+
+    def path(name: str) -> str | None:
+        config = load_config([f"{key}={name}", *other], command)
+        return {"critic.path": config.critic.path, "eval.compare": config.eval.compare}.get(key, config.model.path)
+
+    assert path("embedded") == path("embedded:model") == str(MINI / "model")
+    monkeypatch.setattr(load, "_SMOLLM2", tmp_path / "smollm2")
+    with pytest.raises(ConfigError, match=r"smollm2 is not there; run scripts/prepare_smollm2.py"):
+        path("smollm2")
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").touch()
+    assert path("smollm2") == str(tmp_path / "smollm2") and path("me/smollm2") == "me/smollm2"
 
 
 @pytest.mark.parametrize("key", ["model", "model.path"])

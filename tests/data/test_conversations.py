@@ -264,6 +264,19 @@ def test_a_gold_call_that_violates_its_schema_is_used_and_counted(tmp_path: Path
     assert "3 used (2 with gold calls that violate their tool's schema)" in str(report)
 
 
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_blank_arguments_are_none_and_counted(blank: str, tmp_path: Path) -> None:
+    """As proxies write the call of a tool without parameters; one in a history counts, too."""
+    path = tmp_path / "mine.jsonl"
+    history = [USER, calling(call(arguments=blank)), {"role": "tool", "tool_call_id": "c1", "content": "Rain."}, ANSWER]
+    rows = [row([USER, calling(call(arguments=blank))]), row(history), row([USER, calling(call())])]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    tasks = TaskSet(str(path))
+    gold = tasks[0].gold
+    assert gold is not None and [each.arguments for each in gold.tool_calls] == [{}]
+    assert "2 with calls of blank arguments, read as {}" in str(tasks.report)
+
+
 def test_the_report_counts_rows_and_tasks(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(map(json.dumps, [row(), row([]), row(DIALOGUE[:3])])))

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from tests.chat.test_chat import format_of, text_of, with_template
 from verl.chat.observations import ObservationTokenizer
-from verl.data.messages import as_openai, read_messages, read_tools
+from verl.data.messages import read_messages, read_tools
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.base import Observation
 from verl.envs.single_turn import SingleTurnEnv
 from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
+from verl.formats.openai import as_openai
 from verl.formats.prompt import numbered_tools
 from verl.kit.sft.demonstrations import read_demonstrations
 from verl.types import Message, Task, ToolCall

@@ -148,10 +148,10 @@ def test_the_lab_tries_the_reward_of_each_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mine: str, chat: ChatTemplate
 ) -> None:
     path = write(tmp_path / "rows.jsonl", row(), row(reward="zerotir"))
-    assert lab.main(["--data", path, "--reward", "zerotir"]) in (0, 1)
+    assert lab.main([f"data={path}", "reward.name=zerotir"]) in (0, 1)
     assert "2 rows tried" in capsys.readouterr().out
     path = write(tmp_path / "rows.jsonl", row(reward="zerotir"), row(reward=mine))
-    assert lab.main(["--data", path, "--reward", "zerotir"]) == 2
+    assert lab.main([f"data={path}", "reward.name=zerotir"]) == 2
     assert f"rows.jsonl#1: reward {mine!r} does not define maximum()" in capsys.readouterr().out.replace("\n", "")
     tasks = [task(reward=mine)]
     runner = single_turn_runner(chat, 99)

@@ -108,8 +108,8 @@ def test_a_function_that_fails_is_an_error_of_the_row(tmp_path: Path, functions:
 
 def test_the_lab_reads_rows_in_the_same_way(tmp_path: Path, functions: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "mine.jsonl", {"chat": DIALOGUE, "tools": [RAIN]})
-    options = ["--column", "chat=messages", "--map", f"{functions}:one", "--format", "hermes"]
-    assert lab(["--data", path, *options]) == 0
+    options = ["data.columns={chat: messages}", f"data.map={functions}:one", "env.tool_call_format=hermes"]
+    assert lab([f"data={path}", *options]) == 0
     assert "1 rows tried, 0 with violations" in capsys.readouterr().out
 
 

@@ -346,6 +346,13 @@ def test_values_of_arrow_types_are_json_values(value: Any, kind: pa.DataType, re
             "a value that cannot be read .*duplicate",
         ),
         ([([1], 1)], [], pa.map_(pa.list_(pa.int64()), pa.int64()), "a value that cannot be read .*unhashable"),
+        ([(b"a", 1)], [], pa.map_(pa.binary(), pa.int64()), "keys must be str, .*not bytes"),
+        (
+            [(float("nan"), 1), (float("nan"), 2)],
+            [(1.5, 1)],
+            pa.map_(pa.float64(), pa.int64()),
+            "'extra_info.v': has the key 'NaN' twice",
+        ),
         (10**15, 1, pa.timestamp("s"), "a value that cannot be read .*too large"),
         (float("nan"), 1.0, pa.float64(), "'extra.v': is not valid JSON: nan is not a number"),
         ('{"k": 1, "k": 2}', '{"k": 1}', pa.json_(), "'extra_info.v': has the key 'k' twice"),
@@ -394,11 +401,17 @@ def test_what_data_map_returns_becomes_json_or_a_bad_row(tmp_path: Path) -> None
         "from datetime import date\nimport numpy as np\n"
         "def dated(row): return {**row, 'extra_info': {'on': date(2026, 1, 2), 'n': np.int64(3)}}\n"
         "def odd(row): return {**row, 'extra_info': {'what': object()}}\n"
+        "def keys(row): return {**row, 'extra_info': {'m': {1: 'a', '1': 'b'}}}\n"
+        "def number(row): return {**row, 'extra_info': {1: np.datetime64('2026-01-02', 'ns')}}\n"
     )
     (task,) = TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:dated"))
     assert task.extra == {"on": "2026-01-02", "n": 3}
+    (task,) = TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:number"))
+    assert task.extra == {"1": "2026-01-02T00:00:00.000000000"}
     with pytest.raises(DataError, match=r"t\.jsonl, row 0, field 'extra.what': is of type object, which has"):
         TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:odd"))
+    with pytest.raises(DataError, match=r"t\.jsonl, row 0, field 'extra_info': has the key '1' twice"):
+        TaskSet(path, data=DataConfig(map=f"{tmp_path}/maps.py:keys"))
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)  # others are no JSON

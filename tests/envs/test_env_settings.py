@@ -215,10 +215,12 @@ def test_prompts_are_measured_as_the_policy_will_see_them(tmp_path: Path) -> Non
         load_inputs(config(seen - 1))
 
 
-@pytest.mark.parametrize("bad", ["env.tools=[pytthon]", "env.tool_call_format=hermess", "env.name=shpo"])
+@pytest.mark.parametrize(
+    "bad", ["env.tools=[pytthon]", "env.tool_call_format=hermess", "env.name=shpo", "reward.name=rlal"]
+)
 def test_wrong_names_are_told_before_anything_heavy_is_imported(tmp_path: Path, bad: str) -> None:
     data = tmp_path / "rows.jsonl"
-    data.touch()
+    data.write_text("{}\n")
     words = [
         f"model.path={MINI / 'model'}",
         f"data.train_files=[{data}]",

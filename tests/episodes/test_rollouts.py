@@ -34,7 +34,7 @@ from verl.config.schema import Config, DataConfig, RewardConfig, RolloutConfig
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.collection import NoTrainableGroupsError, StepGroups
 from verl.episodes.lookahead import LookaheadController
-from verl.episodes.manager import RewardFaultError, RolloutManager
+from verl.episodes.manager import RewardFaultError, RolloutManager, describe_faults
 from verl.kit.collapse.collapse import CollapseWatch
 from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.kit.replay.record import Recorder
@@ -472,3 +472,17 @@ def test_the_event_loop_turns_while_a_run_learns_saves_records_and_scores_its_ca
         fit.store = Store(tmp_path / "run" / "checkpoints", 2, 0)
         asyncio.run(run(fit))
     assert waited == {"learning": 4, "saving": 1, "recording": 2, "scoring": 5}
+
+
+def test_many_equal_tracebacks_are_one_cause() -> None:
+    traceback = "the program failed:\nTraceback (most recent call last):\n  File x\nBadRequestError: no thoughts"
+    faults = [f"calls.jsonl#{row}, response {index}: {traceback}" for row in range(2) for index in range(4)]
+    lines = describe_faults([*faults, "a: b#3, response 0: timed out"]).splitlines()
+    assert lines[:2] == ["  8 x BadRequestError: no thoughts", "  1 x timed out"]
+    assert lines[2] == "  the first: calls.jsonl#0, response 0: the program failed:" and len(lines) == 6
+
+
+def test_more_causes_than_fit_are_counted() -> None:
+    lines = describe_faults([f"t#{number}, response 0: cause {number % 5}" for number in range(9)]).splitlines()
+    assert lines[:4] == ["  2 x cause 0", "  2 x cause 1", "  2 x cause 2", "  and 2 other causes"]
+    assert describe_faults([]) == "" and describe_faults(["of no form"]).startswith("  1 x of no form")

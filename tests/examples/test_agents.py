@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, smollm2
-from tests.kit.agent.test_agent import TextEngine, episodes
+from tests.kit.agent.test_agent import TextEngine, episodes, runner
 from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.kit.swe.test_harbor import folder_of
@@ -35,6 +36,13 @@ FOLDER = Path(os.environ.get("TOOLRL_TEST_AGENTS", ROOT / ".agents"))  # one env
 PRODUCT = Task("product#0", (Message("user", "What is 7 times 8?"),), "56", "products")
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 7, "b": 8}}\n</tool_call>'
 LOOPS = ("openai_loop", "anthropic_loop", "langgraph_agent", "agents_sdk", "node_loop")  # multiply with a tool
+PROGRAMS = (
+    *LOOPS,
+    "litellm_loop",
+    "pydantic_ai_agent",
+    "pydantic_ai_agent:run_with_output_type",
+    "smolagents_agent",
+)
 NUM_STEPS = 3
 Request = tuple[tuple[int, ...], tuple[int, ...]]  # tokens in front of a response, and the response
 
@@ -57,7 +65,9 @@ def program(name: str) -> dict[str, str]:
     if name == "node_loop":
         environment(name)
         return {"command": f"node {EXAMPLES / name}.cjs {{task_json}}"}
-    return {"agent": f"{EXAMPLES / name}.py:run", "python": str(environment(name) / "bin" / "python")}
+    file, _, function = name.partition(":")
+    python = str(environment(file) / "bin" / "python")
+    return {"agent": f"{EXAMPLES / file}.py:{function or 'run'}", "python": python}
 
 
 def in_ledger(found: Trajectory) -> list[Request]:
@@ -71,27 +81,63 @@ def in_ledger(found: Trajectory) -> list[Request]:
     return requests
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_tool_loop_is_one_segment_of_what_the_engine_saw(name: str) -> None:
-    engine = TextEngine(CALL, "It is 56.")
-    (found,) = episodes(AgentFactory(**program(name)), engine, PRODUCT)
-    assert isinstance(found, Trajectory), found
-    assert found.score == Score(1 - len("It is 56.") / 1000, {})
-    assert [turn.segment for turn in found.turns] == [0, 0]
-    assert [shown for shown, _ in in_ledger(found)] == engine.asked
-    (result,) = found.turns[0].responses
-    assert (result.role, result.content) == ("tool", "56")
+def played(name: str, *scripts: Sequence[str]) -> list[tuple[Trajectory, TextEngine]]:
+    """An episode for each script of responses, one after another, by one interpreter of the program."""
+
+    async def run() -> list[tuple[Trajectory, TextEngine]]:
+        setting, found = runner(AgentFactory(**program(name))), []
+        try:
+            for texts in scripts:
+                engine = TextEngine(*texts)
+                sampling = Sampling(1, stop_token_ids=chat().stop_token_ids)
+                episode = await setting.run(engine, sampling, PRODUCT, 0, None)
+                assert isinstance(episode, Trajectory), episode
+                found.append((episode, engine))
+            return found
+        finally:
+            await setting.close()
+
+    return asyncio.run(run())
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def answer(name: str) -> str:
+    """How the policy gives the answer 56 to this program."""
+    tools = {
+        "pydantic_ai_agent:run_with_output_type": call("final_result", value=56),
+        "smolagents_agent": call("final_answer", answer="It is 56."),
+    }
+    return tools.get(name, "It is 56.")
+
+
+def thoughtful(name: str) -> list[str]:
+    """A policy that thinks, calls in parallel, makes a wrong call, and answers."""
+    turns = (f"I look.\n{CALL}\n{call('multiply', a=2, b=3)}", call("multiply", a="seven", b=8), answer(name))
+    return [f"<think>\nStep  {number}.\n</think>\n\n{turn}" for number, turn in enumerate(turns)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_call_of_an_unknown_tool_is_the_policys_failure(name: str) -> None:
-    """Whatever the program makes of it: the episode has a reward."""
-    engine = TextEngine(CALL.replace("multiply", "add"), "So be it.")
-    (found,) = episodes(AgentFactory(**program(name)), engine, PRODUCT)
-    assert isinstance(found, Trajectory) and found.score is not None and found.score.total < 1, found
-    assert [shown for shown, _ in in_ledger(found)] == engine.asked
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_one_segment_of_what_the_engine_saw(name: str) -> None:
+    """Also with thoughts, parallel calls and wrong ones; a call of an unknown tool is the policy's failure."""
+    unknown = [CALL.replace("multiply", "add"), *[answer(name)] * 3]
+    thinking, plain, wrong = played(name, thoughtful(name), [CALL, answer(name)], unknown)
+    for found, engine in (thinking, plain, wrong):
+        assert [shown for shown, _ in in_ledger(found)] == engine.asked
+        segments = [turn.segment for turn in found.turns]
+        assert (
+            segments == [*range(len(segments))] if name == "smolagents_agent" else [0] * len(segments)
+        )  # rewrites all
+    assert len(thinking[0].turns) == 3 and len(plain[0].turns) == 2
+    best = 1.0 if ":" in name else 1 - len("It is 56.") / 1000
+    assert plain[0].score == Score(best, {}) and thinking[0].score is not None and thinking[0].score.total > 0.9
+    assert wrong[0].score is not None and wrong[0].score.total <= best
+    if name in LOOPS:
+        (result,) = plain[0].turns[0].responses
+        assert (result.role, result.content) == ("tool", "56")
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from tests.kit.plan.test_plan import plan_of
 from verl.errors import ConfigError
 from verl.rollout.engine_options import engine_arguments_of_vllm
 from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
+from verl.rollout.head_sizes import FLASH
 from verl.rollout.speculation import MAX_DRAFT, DraftCounter
 from verl.rollout.vllm_engine import VLLMSettings, _start_vllm
 from verl.rollout.vllm_extension import WeightReceiver
@@ -94,6 +96,17 @@ def test_options_are_vllms_own_and_take_the_place_of_our_graphs(
     assert config.attention_config.flash_attn_max_num_splits_for_cuda_graph == 32  # vLLM's own
     with pytest.raises(ConfigError, match=r"rollout.engine_options: vLLM refuses attention_backend='NO_SUCH'"):
         built(tmp_path, monkeypatch, "qwen2.5-1.5b", options={"attention_backend": "NO_SUCH"})
+
+
+def test_flash_attention_computes_the_heads_that_training_takes_and_vllm_all() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.selector import get_attn_backend
+
+    assert [size for size in range(1, 257) if FlashAttentionBackend.supports_head_size(size)] == list(FLASH)
+    with set_current_vllm_config(VllmConfig()):
+        chosen = {size: get_attn_backend(size, torch.bfloat16, None).get_name() for size in (128, 36, 20, 7)}
+    assert chosen == {128: "FLASH_ATTN", 36: "TRITON_ATTN", 20: "FLEX_ATTENTION", 7: "FLEX_ATTENTION"}
 
 
 def test_many_sequences_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

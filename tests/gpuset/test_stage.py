@@ -53,6 +53,14 @@ with context:
             failed[name] = repr(error)
 print(json.dumps({"failed": failed, "modules": len(sys.modules)}))
 """
+UNPACK = """
+import sys
+from pathlib import Path
+from bench.gpu.tree import Tree
+tree = Tree(Path(sys.argv[1]))
+tree.take_in(Path(sys.argv[2]))
+print(*(path.name for path in tree.paths()))
+"""
 TRAIN = """
 import ray
 ray.init(num_cpus=1, include_dashboard=False)
@@ -75,12 +83,10 @@ def image() -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders of the unpacked archives."""
+def site(tmp_path_factory: pytest.TempPathFactory, image: Path) -> Path:
+    """The folders of the archives, unpacked as the driver does it on the machine."""
     folder = tmp_path_factory.mktemp("site")
-    for name in NAMES:
-        (folder / name).mkdir()
-        subprocess.run(["tar", "-xJf", STAGE / f"{name}.tar.xz", "-C", folder / name], check=True)
+    assert run(image, UNPACK, [str(folder), str(STAGE)], folder) == " ".join(NAMES)
     return folder
 
 

@@ -30,6 +30,7 @@ from tests.support.weight_sync import sync
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.kit.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
+from verl.rollout.head_sizes import VLLM_ON_CPU
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.rollout.speculation import DraftCounter
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
@@ -171,6 +172,7 @@ def test_a_backend_is_asked_for_all_that_it_lists() -> None:
         usual = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "attn_type": "decoder"}
         return SimpleNamespace(attn_backend=CPUAttentionBackend, **{**usual, **changes})
 
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == VLLM_ON_CPU, "what plans and preflight say"
     assert refusals(layer()) == []
     for changes, what in (
         ({"head_size": 48}, "heads of size 48"),

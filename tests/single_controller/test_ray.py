@@ -32,7 +32,6 @@ from verl.kit.preflight.local_group import LocalGroup
 from verl.registry import resolve
 from verl.single_controller.group import WorkerContext, WorkerError, WorkerGroup, WorkerLostError, WorkerView
 from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
-from verl.workers.rank import _store
 
 Sockets = list[tuple[str, int, str]]  # (address, port, process name)
 BUNDLE, SEATED = Bundle(1.0), Bundle(0.5)  # a place has room for two
@@ -337,11 +336,17 @@ def test_an_actor_that_ray_killed_for_memory_is_one_paragraph_without_the_progra
     assert group._traceback_cause(OutOfMemoryError(report)) is None
 
 
+def rendezvous(port: int) -> torch.distributed.TCPStore:
+    from verl.workers.rank import _store  # here: every worker's process imports this module
+
+    return _store(WorkerContext(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+
+
 def test_ranks_of_one_machine_meet_on_the_loopback_address() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    store = _store(WorkerContext(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+    store = rendezvous(port)
     store.set("a", "b")
     assert [host for host, other, _ in listening([psutil.Process()]) if other == port] == ["127.0.0.1"]
 
@@ -350,7 +355,7 @@ def test_a_port_that_was_taken_before_the_ranks_met_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"rendezvous port {port} of 127.0.0.1 was taken"):
-            _store(WorkerContext(0, 1, "127.0.0.1", port), timedelta(seconds=30))
+            rendezvous(port)
 
 
 def listening(processes: list[psutil.Process]) -> Sockets:

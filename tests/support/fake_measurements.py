@@ -68,6 +68,26 @@ class Slow(Quick):
         return {}
 
 
+class Broken(Quick):
+    """No process of it gets ready, or none before one has broken."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        if not place.again or (place.work / "never").exists():
+            with (place.work / "starts").open("a") as file:
+                file.write("start\n")
+            raise OSError("no engine")
+
+    def begins(self) -> Figures:
+        return self._counted("begins")
+
+    def follows(self) -> Figures:
+        return self._counted("follows")
+
+    def ends(self) -> Figures:
+        return self._counted("ends")
+
+
 class Last(Quick):
     """Of a package that is nowhere, and too long for any call."""
 
@@ -102,6 +122,16 @@ SESSIONS = (
             Measurement("hangs", "a limit", 1, 2),
             Measurement("dies", "a signal", 1, 10),
             Measurement("waits", "an end of the call", 1, 1000),
+        ),
+    ),
+    Session(
+        f"{HERE}:Broken",
+        START_S,
+        (),
+        (
+            Measurement("begins", "a process that does not start", 1, 10),
+            Measurement("follows", "what needs it, too", 1, 10),
+            Measurement("ends", "and this", 1, 10),
         ),
     ),
     Session(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -38,6 +41,22 @@ def save_untrained(folder: Path, vocabulary: int, eos: int, **more: Any) -> None
         **more,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def first_rows(path: Path, count: int, folder: Path) -> Path:
+    """A file of the same name with the first rows of one: validations of whole files take most of a short run."""
+    pq.write_table(pq.read_table(path).slice(0, count), folder / path.name)
+    return folder / path.name
+
+
+def with_heads(model: Path, size: int, folder: Path) -> Path:
+    """That model's configuration and tokenizer, with heads of another size; plans read no weights."""
+    for each in model.iterdir():
+        if each.suffix != ".safetensors":
+            shutil.copy(each, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "head_dim": size}))
+    return folder
 
 
 def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:

@@ -227,6 +227,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from verl.config.load import load_config
 from verl.config.commands import TRAIN
+from verl.tracking.console import Display
 from verl.trainer.builders import run as build
 from verl.trainer import cli as command
 from verl.checkpoint import deadline
@@ -239,7 +240,7 @@ build.start_workers = lambda *_: SimpleNamespace(trainer=None, close=lambda: tim
 build.build_trainer = fail
 def run(words, console):
     config = load_config(sys.argv[2:])
-    with build.built(config, build.load_inputs(config), Path(sys.argv[1]), console):
+    with build.built(config, build.load_inputs(config), Path(sys.argv[1]), Display(None, console)):
         return 0
 sys.exit(command.run_cli([], "", TRAIN, run))
 """

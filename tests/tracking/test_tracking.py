@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from verl.kit.trackers.services import MlflowTracker, SwanLabTracker, TrackioTra
 from verl.tracking import flops, names
 from verl.tracking.console import Display, before_after_table, duration, sparkline
 from verl.tracking.jsonl import JsonlTracker, read_jsonl
+from verl.tracking.progress import Progress
 from verl.tracking.tensorboard import TensorBoardTracker
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import DISPLAYED, TRACKERS, RunInfo, Tracker, Trackers, build_trackers
@@ -49,6 +51,7 @@ from verl.types import (
 
 METRICS = {"reward/total": 1.25, "reward/format": 0.75, "reward/zero_variance_groups": 0.5}
 METRICS |= {"val/mini test/total": 2.0, "perf/tokens_per_s": 512.4, "time/step_s": 8.13}
+METRICS |= {"time/rollout_s": 5.0, "time/rollout_cpu_s": 1.0, "time/update_s": 3.13}
 
 
 @pytest.fixture
@@ -341,13 +344,63 @@ def test_transcripts_of_later_steps_go_at_resume(tmp_path: Path) -> None:
     assert [path.name for path in transcripts.folder.iterdir()] == ["step-000001.jsonl"]
 
 
-def test_without_a_terminal_there_is_one_plain_line_a_step() -> None:
+def test_without_a_terminal_every_line_has_a_date_and_no_width() -> None:
     console = Console(file=io.StringIO(), width=40)
     with_display(Display(4, console))
+    lines = undated(console)
+    assert lines[:2] == ["start: data", "start: ranks"]
+    assert re.fullmatch(r"started in 0 s: data 0\.\d s, ranks 0\.\d s", lines[2])
+    facts = "reward 1.250 (format 0.750), validation mini test 2.000, speed 512 tokens/s"
+    assert lines[3] == "step 0/4, validation mini test 0.500" and len(lines) == 5
+    times = re.escape("took 8.1 s (rollout 5.0 s, update 3.1 s), left ") + r"\d+ s"
+    assert re.fullmatch(re.escape(f"step 1/4, {facts}, ") + times, lines[4])
+
+
+def undated(console: Console) -> list[str]:
+    """The printed lines without their dates."""
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    facts = "reward 1.250 (format 0.750), validation mini test 2.000, speed 512 tokens/s, took 8.1 s"
-    assert lines[0] == "step 0/4, validation mini test 0.500" and len(lines) == 2
-    assert re.fullmatch(re.escape(f"step 1/4, {facts}, left ") + r"\d+ s", lines[1])
+    found = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)", line) for line in lines]
+    assert all(found), lines
+    return [each[1] for each in found if each]
+
+
+def test_a_long_rollout_is_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves by 20 s with every response: the second and the fourth are reported."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    console, progress = Console(file=io.StringIO(), width=20), Progress(clock=lambda: clock.now)
+    display = Display(9, console)
+    display.watch(progress)
+    display.started()
+    progress.ask(8)
+    progress.finish(5)  # before the rollout: seven of eight are in flight when it starts
+    display.phase("rollout")
+    progress.ask(1)
+    for tokens in (100, 300, 0, 400):
+        clock.now += 20.0
+        progress.finish(tokens)
+    first, second = undated(console)
+    assert first == "step 1/9, rollout (40 s): 2 of 8 responses, 10 tokens/s"
+    assert second == "step 1/9, rollout (80 s): 4 of 8 responses, 10 tokens/s"
+
+
+def test_a_terminal_shows_the_start_and_the_responses() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm"})
+    display, progress = Display(None, console), Progress()
+    display.watch(progress)
+    shown = []
+    for name in ("Ray", "ranks", "rollout"):
+        display.phase(name)
+        progress.ask(4)
+        with console.capture() as captured:
+            console.print(display)
+        shown.append(" ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", captured.get()).split()))
+        if name == "ranks":
+            display.started()
+    display.close()
+    assert "now Ray (0 s): 0 of 4 responses, 0 tokens/s" in shown[0]
+    assert re.search(r"start Ray \d\.\d s now ranks \(0 s\)", shown[1])
+    assert "now rollout (0 s): 0 of 12 responses" in shown[2] and "start" not in shown[2]
 
 
 def test_on_a_terminal_the_phase_is_live() -> None:
@@ -405,8 +458,11 @@ def test_a_rollout_of_every_step_is_printed_on_request_cut_and_harmless() -> Non
 
 
 def with_display(display: Display) -> None:
+    display.phase("data")
+    display.phase("ranks")
     display.restore(-1, {})
-    display.phase("validate")
+    display.started()
+    display.phase("validation")
     display.log(0, {"val/mini test/total": 0.5})
     display.phase("rollout")
     display.log(1, METRICS)

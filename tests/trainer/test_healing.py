@@ -24,6 +24,7 @@ from tests.support.tiny import run_words, save_tiny_model
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerError
+from verl.tracking.console import Display
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer.builders.run import built, load_inputs
 from verl.trainer.loop import TrainingRun
@@ -68,7 +69,7 @@ def trained(words: list[str], signum: int = 0, who: str = "engine") -> Attack | 
     """Train in this process, so that the moment can be chosen."""
     config = load_config(words)
     folder = Path(config.trainer.default_local_dir) / config.trainer.experiment_name
-    with built(config, load_inputs(config), folder, Console(file=io.StringIO())) as fit:
+    with built(config, load_inputs(config), folder, Display(None, Console(file=io.StringIO()))) as fit:
         attack = Attack(fit, signum, who) if signum else None
         if attack is not None:
             attack.start()

@@ -28,6 +28,7 @@ from verl.kit.agent.inside import puller
 from verl.net.services import TOKEN_VARIABLE
 from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import RayGroup
+from verl.tracking.console import Display
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer.builders.run import built, load_inputs
 
@@ -64,7 +65,7 @@ def test_two_steps_on_two_nodes(
     monkeypatch.setenv("WITHLENGTH", "1")
     words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=2)
     config = load_config([*words, "trainer.nnodes=2", f"rollout.placement={placement}", "rollout.num_engines=2"])
-    with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
+    with built(config, load_inputs(config), tmp_path / "run", Display(None, Console())) as fit:
         member = fit.trainer.learner.policy.workers
         assert isinstance(member, WorkerView) and isinstance(member.group, RayGroup)
         trainer, engines = member.group, fit.trainer.rollouts.rollout.engine._workers  # type: ignore[attr-defined]
@@ -94,7 +95,7 @@ def test_agents_elsewhere_reach_a_run_on_two_nodes(
     ]
     config = load_config(words)
     command = [sys.executable, "-I", "-S", puller.__file__, url, sys.executable, "-I", "-c", ASK + WRITTEN]
-    with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
+    with built(config, load_inputs(config), tmp_path / "run", Display(None, Console())) as fit:
         agents = [subprocess.Popen([*command, "{task_json}"]) for _ in range(2)]
         try:
             asyncio.run(fit.run())
@@ -114,7 +115,7 @@ def _switch(worker: object) -> str:
 def test_weights_reach_an_engine_on_a_node_without_a_rank(two_nodes: None, tmp_path: Path) -> None:
     words = run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", steps=1)
     config = load_config([*words, "rollout.placement=separate", "rollout.num_engines=2"])
-    with built(config, load_inputs(config), tmp_path / "run", Console()) as fit:
+    with built(config, load_inputs(config), tmp_path / "run", Display(None, Console())) as fit:
         engines, trainer = fit.trainer.rollouts.rollout.engine._workers, fit.trainer.learner.policy.workers.group  # type: ignore[attr-defined]
         assert not set(engines.nodes) <= set(trainer.nodes)
         asyncio.run(fit.run())  # its canary probes both engines

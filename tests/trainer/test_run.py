@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT, need_vllm
 from tests.support.every import every
 from tests.support.metric_names import known
-from tests.support.tiny import MINI, run_words, save_tiny_model
+from tests.support.tiny import MINI, first_rows, run_words, save_tiny_model
 from verl.kit.kept_samples.sample_files import read_samples, samples_path
 from verl.kit.report.loss import computed_loss, sum_check
 from verl.tracking.jsonl import read_jsonl
@@ -83,7 +83,8 @@ def final_weights(out: Path) -> dict[str, torch.Tensor]:
 def test_grpo_on_ray_vllm_and_two_fsdp_ranks(model: Path, tmp_path: Path) -> None:
     need_vllm()
     words = run_words(model, tmp_path, "vllm", steps=2)
-    words += ["trainer.n_gpus_per_node=2", "rollout.num_engines=1", f"data.val_files=[{MINI / 'test.parquet'}]"]
+    few = first_rows(MINI / "test.parquet", 16, tmp_path)
+    words += ["trainer.n_gpus_per_node=2", "rollout.num_engines=1", f"data.val_files=[{few}]"]
     said = run([*words, f"eval.benchmarks=[{MINI / 'test_new_tools.parquet'}]", "eval.limit=3"])
     assert "a step: 4 prompts x 2 rollouts = 8 samples; 2 optimizer steps" in said
     assert "toolrl chat model.path=" in said
@@ -112,11 +113,11 @@ def test_a_run_under_a_running_event_loop_in_an_empty_folder(model: Path, tmp_pa
     """As a notebook's cell, whose kernel runs a loop in its main thread."""
     code = """
 import asyncio, os, sys
-from rich.console import Console
 from toolrl import load_config
+from verl.tracking.console import Display
 from verl.trainer.main_ppo import train
 async def cell():
-    train(load_config(sys.argv[2:]), Console(), only_preflight=False)
+    train(load_config(sys.argv[2:]), Display(), only_preflight=False)
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     sys.exit(asyncio.run(cell()))

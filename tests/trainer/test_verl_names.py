@@ -1,4 +1,4 @@
-"""tracking.names=verl: a step logs veRL's metrics, too, with the values of veRL's definitions."""
+"""trainer.logger=[verl_names]: a step logs veRL's metrics, too, with the values of veRL's definitions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_step_logs_verls_metrics_by_its_definitions(
         reward = tmp_path / "mine.py"
         reward.write_text("def length(response, answer):\n    return float(sum(map(ord, response)) % 97)\n")
         words += ["algorithm.kl_placement=none", "algorithm.entropy_coefficient=0.0", f"reward.name={reward}:length"]
-    config = load_config([*words, "tracking.names=verl"])
+    config = load_config([*words, "trainer.logger=[console,verl_names]"])
     with local_trainer(config) as trainer:
         result = asyncio.run(one_step(trainer))
     metrics, groups = result.metrics, result.groups
@@ -119,5 +119,5 @@ def test_each_of_our_names_in_the_table_is_a_metric_and_none_of_verls_is_listed_
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tracking.names must be own or verl"):
-        load_config(["tracking.names=trl"])
+    with pytest.raises(ConfigError, match=r"trainer.logger must be some of console, rollouts, verl_names"):
+        load_config(["trainer.logger=[trl_names]"])

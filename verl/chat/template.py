@@ -17,8 +17,8 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from verl.chat.bounds import RenderTimeoutError, check_growth, render_deadline
 from verl.chat.dropped_fields import check_messages, tool_fault, tools_left_out
-from verl.data.messages import as_openai
 from verl.errors import ConfigError, DataError
+from verl.formats.openai import as_openai
 from verl.formats.prompt import function_schema
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.text import shared_start, utf8
@@ -365,6 +365,10 @@ class ChatTemplate:
     def response_text(self, token_ids: Sequence[int]) -> str:
         """The response with all special tokens, which formats may use, but without the token that ended it."""
         return str(self.tokenizer.decode(token_ids[:-1] if self.ended(token_ids) else token_ids))
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """The text without special tokens, as other trainers decode it for rewards."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def ended(self, token_ids: Sequence[int]) -> bool:
         """Whether the policy ended its turn, rather than pausing at a stop string."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.system.exits import exit_code_of
 
 LOGS = "logs"
 CRASH_FILES = f"{LOGS}/crash-*.txt"  # in the folder of the run, in the order of time
@@ -55,11 +56,6 @@ def describe_resume(store: CheckpointStore) -> str:
 
 def is_reported(error: BaseException) -> bool:
     return any(isinstance(note, _Note) for note in getattr(error, "__notes__", ()))
-
-
-def exit_code_of(error: BaseException) -> int:
-    """2 for an error that the user has to fix first, 1 for a failed run."""
-    return 2 if isinstance(error, ConfigError | DataError) else 1
 
 
 def _write_report(folder: Path, error: Exception) -> str:

@@ -131,6 +131,10 @@ def _check_eval(config: Config) -> None:
         raise ConfigError(f"rollout.n must be at most {_MAX_RESPONSES}, got {n}")
     if n > 1 and temperature == 0:
         raise ConfigError(f"rollout.n={n} greedy responses are identical; set rollout.temperature, or rollout.n=1")
+    chosen, own = config.eval.handler, config.env.tool_call_format
+    if own is not None and chosen not in (_DEFAULTS.eval.handler, own):
+        raise ConfigError(f"eval.handler={chosen} and env.tool_call_format={own} differ: leave eval.handler out")
+    _check_env_judges(config)
 
 
 def _check_generate(config: Config) -> None:
@@ -173,8 +177,8 @@ _EPISODES = (
 )
 TRAIN = Command(
     name="train",
-    uses=(*_TRAIN_GROUPS, "trainer", "tracking", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
-    from_recipe=(*_TRAIN_GROUPS, "trainer", "tracking", "eval"),
+    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
+    from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
     check=_check_training,
 )
 PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, check=_check_training)
@@ -188,7 +192,7 @@ SFT = Command(
         *_keys("actor", "max_tokens_per_pack grad_clip optim"),
         *_all_but(
             *("trainer", TrainerConfig),
-            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept"),
+            *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept", "callbacks"),
         ),
     ),
     defaults={
@@ -211,7 +215,7 @@ EVAL = Command(
         *_ENGINE,
         "rollout.n",
         *_keys("data", "columns map split_turns prompt_template"),
-        "env.max_tool_calls",
+        *_all_but("env", EnvConfig, "train_on_observations"),
         "sandbox",
         "reward",
         "eval",
@@ -224,6 +228,17 @@ GENERATE = Command(
     uses=(*_EPISODES, "data.val_files"),
     defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
     check=_check_generate,
+)
+LAB = Command(
+    name="lab",
+    uses=(
+        *_keys("data", "train_files columns map split_turns"),
+        *_keys("model", "path tokenizer_path chat_template_options"),
+        *_keys("env", "tool_call_format tool_call_format_options"),
+        *_keys("reward", "name options"),
+        "eval.limit",
+    ),
+    defaults={"env.tool_call_format": "auto"},
 )
 _CHAT_ENV = "tools tool_call_format tool_call_format_options max_turn_tokens max_observation_tokens observation_cut"
 CHAT = Command(

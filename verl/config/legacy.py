@@ -536,9 +536,10 @@ def _read_multi_turn(result: Translation) -> None:
 
 
 def _read_nulls(result: Translation) -> None:
-    """Values of veRL that mean "none", "never" or "all" -> ours."""
+    """Values of veRL that mean "none", "never" or "all" -> ours. A null in our spelling keeps the preset's level."""
+    levels = ("algorithm.correction.is_level", "algorithm.correction.rejection_level")
     for keys, theirs, ours in (
-        (("algorithm.correction.is_level", "algorithm.correction.rejection_level"), None, "none"),
+        (tuple(key for key in levels if result.spelled.get(key) != key), None, "none"),
         (("trainer.save_freq", "trainer.test_freq"), -1, 0),
         (("rollout.top_k", "rollout.val_kwargs.top_k"), 0, -1),
     ):

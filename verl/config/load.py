@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache
@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, get_origin
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -29,9 +30,13 @@ from verl.config.verl_keys import GROUPS, short, spelled, vocabulary
 from verl.embedded import EMBEDDED, PREFIX, with_embedded_paths
 from verl.errors import ConfigError
 from verl.registry import nearest
+from verl.system.packages import script
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
+_MODELS = ("model.path", "critic.path", "eval.compare")
+_SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"  # where scripts/prepare_smollm2.py writes it
+_CODE = re.compile(r"([A-Za-z_][\w.]*|.+\.(py|pkl)):[A-Za-z_]\w*")
 _FILES = ("data.train_files", "data.val_files", "eval.benchmarks")  # data= is the first that a command has
 _RENAMED: Mapping[str, str] = {  # keys of earlier versions
     "algorithm.correction.rejection_lower": "algorithm.correction.rejection_bounds=[lower, upper]",
@@ -44,13 +49,15 @@ _RENAMED: Mapping[str, str] = {  # keys of earlier versions
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
-    """The configuration of a command from `key=value` arguments, which override a `recipe=name`.
+def load_config(argv: Sequence[str], command: Command = TRAIN, file: str | None = None) -> Config:
+    """The configuration of a command from `key=value` arguments, which override a YAML file and a `recipe=name`.
 
-    Obsolete keys of veRL's are listed in one warning. Raises ConfigError for unknown keys (with the nearest one), wrong
-    values, and keys that have no effect.
+    Obsolete keys of veRL's, and keys of the file that have no effect, are listed in one warning. Raises ConfigError for
+    unknown keys (with the nearest one), wrong values, and arguments that have no effect.
     """
-    written = _parse(argv)
+    arguments = _parse(argv)
+    settings = {} if file is None else read_settings(file)
+    written = {**settings, **arguments}
     recipe = written.pop("recipe", _default_recipe(written, command))
     written = _with_reward_list(_without_shorthands(written, command))
     preset = {} if recipe is None else _with_reward_list(read_recipe(str(recipe), command))
@@ -72,11 +79,50 @@ def load_config(argv: Sequence[str], command: Command = TRAIN) -> Config:
     written_keys = [key for key in result.settings if key in result.spelled]
     for key, why in unused_reasons(written_keys, result.settings, config, command).items():
         as_written = result.spelled[key]
-        if as_written == key or as_written.startswith(GROUPS):  # without veRL's prefix
+        ours = as_written == key or as_written.startswith(GROUPS)  # without veRL's prefix
+        if ours and (as_written in arguments or as_written not in settings):
             raise ConfigError(f"{as_written}={result.settings[key]} has no effect: {why}")
         result.obsolete[as_written] = why
     _report(result.obsolete, defaults, lines)
     return config
+
+
+def read_settings(file: str) -> dict[str, Any]:
+    """The settings of a YAML file: nested or with dots, shorthands and `recipe`, or the config.yaml of a run.
+
+    Code that they name is announced, as the file may be another author's. Raises ConfigError.
+    """
+    try:
+        tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: {file} cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config: {file} must have settings, such as `rollout: {{n: 8}}`, not {tree!r:.40}")
+    settings = dict(_settings_below(tree, ""))
+    if code := [f"{key}={value}" for key, value in settings.items() if _names_code(key, value)]:
+        _log.warning("%s names code that this command runs: %s", file, ", ".join(code))
+    return settings
+
+
+def _settings_below(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """(key, value) of nested mappings; a mapping that is itself a value is not taken apart."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and f"{our_key(key)}." not in known_keys():
+            yield from _settings_below(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _names_code(key: str, value: Any) -> bool:
+    """Whether a setting holds `module:attribute`, `file.py:attribute` or a command line."""
+    if isinstance(value, Mapping):
+        return any(_names_code(key, each) for each in value.values())
+    if isinstance(value, list):
+        return any(_names_code(key, each) for each in value)
+    if not isinstance(value, str) or (key.startswith("data.") and key != "data.map"):
+        return False
+    return key == "env.command" or (_CODE.fullmatch(value) is not None and not value.startswith(PREFIX))
 
 
 def _default_recipe(written: Mapping[str, Any], command: Command) -> str | None:
@@ -89,17 +135,38 @@ def _default_recipe(written: Mapping[str, Any], command: Command) -> str | None:
 
 
 def _without_shorthands(written: Mapping[str, Any], command: Command) -> dict[str, Any]:
-    """`data=FILE` and `model=PATH` replaced by the settings that they abbreviate, and a run by its newest model."""
+    """`data=FILE`, `model=PATH` and `agent=FILE:FUNCTION` replaced by the settings that they abbreviate, and a run by
+    its newest model."""
+    if "agent" in written and command.has("env.agent"):
+        others = {key: value for key, value in written.items() if key != "agent"}
+        agent = {"env.name": "agent", "env.agent": written["agent"], "reward.name": "env"}
+        if "env.agent" in others:
+            raise ConfigError("env.agent is given twice, once by its shorthand agent=")
+        written = {**agent, **others}
     full: dict[str, Any] = {}
     for key, value in written.items():
         if key == "data" and (files := [each for each in _FILES if command.has(each)]):
             key, value = files[0], value if isinstance(value, list) else [value]
         elif key == "model":
-            key, value = "model.path", f"{PREFIX}model" if value == EMBEDDED else value
+            key = "model.path"
         if key in full:
             raise ConfigError(f"{key} is given twice, once by its shorthand {key.partition('.')[0]}=")
-        full[key] = _of_run(value) if key == "model.path" else value
+        full[key] = named_model(value) if our_key(key) in _MODELS else value
     return full
+
+
+def named_model(name: Any) -> Any:
+    """The path of a model that a name or a run's output folder stands for; anything else unchanged.
+
+    Raises ConfigError for a name whose model is not there.
+    """
+    if name == EMBEDDED:
+        return f"{PREFIX}model"
+    if name == _SMOLLM2.name and not Path(name).exists():
+        if not (_SMOLLM2 / "config.json").is_file():
+            raise ConfigError(f"model {name}: {_SMOLLM2} is not there; run {script('scripts/prepare_smollm2.py')}")
+        return str(_SMOLLM2)
+    return _of_run(name)
 
 
 def _of_run(model: Any) -> Any:

@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _DTYPES = ("bfloat16", "float32")
 OFFLOAD = ("none", "params", "optimizer", "all")
-LOGGERS = ("console", "rollouts", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+LOGGERS = ("console", "rollouts", "verl_names", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -52,17 +52,17 @@ def _shares(config: object, group: str, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)
+    train_files: list[str] = field(default_factory=list)  # files, folders or hub names of the training rows
+    val_files: list[str] = field(default_factory=list)  # of the validation rows, each a set of its own
     columns: dict[str, str] = field(default_factory=dict)  # {column of the files: its name in docs/data.md}
     map: str | None = None  # file.py:function, row -> row or list of rows, applied before everything else
     split_turns: str = "all"  # trained assistant turns of rows with messages: all (a task each) | last
     weights: list[float] | None = None  # sampling weight per training file; default: number of rows
     val_share: float = 0.0  # share of the rows of each training file that is held out for validation
-    train_batch_size: int = 1024
+    train_batch_size: int = 1024  # prompts per step
     shuffle: bool = True  # reshuffle the rows of a file in every epoch
-    max_prompt_length: int = 512
-    max_response_length: int = 512  # in SFT, the sum of both limits a sample
+    max_prompt_length: int = 512  # tokens; longer ones: data.truncation
+    max_response_length: int = 512  # tokens of an episode after its prompt; in SFT, the sum of both limits a sample
     prompt_template: str | None = None  # a text with {question}, by path or name; default: the format's own
     # for overlong prompts: error | left (keep the last tokens) | drop (the row) | auto (left for ToolRL's rows or drop)
     truncation: str = "error"
@@ -102,8 +102,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = 1e-6
-    weight_decay: float = 0.01
+    lr: float = 1e-6  # learning rate of AdamW
+    weight_decay: float = 0.01  # of AdamW
     warmup_steps: float = 0.0  # optimizer steps; below 1, a share of the run's
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorOptimConfig(OptimConfig):
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # of AdamW, the critic's, too
     schedule: str = "constant"  # constant | cosine (over the whole run)
     min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
@@ -129,10 +129,10 @@ class ActorOptimConfig(OptimConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
-    ppo_mini_batch_size: int = 256  # per optimizer step; above data.train_batch_size: one step per batch
+    ppo_mini_batch_size: int = 256  # prompts per optimizer step; a default above data.train_batch_size is the batch
     ppo_epochs: int = 1  # passes over each batch
     max_tokens_per_pack: int = 16384  # tokens per forward pass and rank; raised if the longest sample needs it
-    grad_clip: float = 1.0
+    grad_clip: float = 1.0  # maximum norm of the gradient
     offload: str = "none"  # GPU, to host memory when unused: none | params | optimizer | all (docs/training.md)
     optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
 
@@ -154,9 +154,9 @@ class CriticConfig:
     """Critic updates, if the algorithm has a critic. Mini-batches, packs, clipping, betas, schedule: the actor's."""
 
     path: str | None = None  # default: the policy's model
-    cliprange_value: float = 0.5
+    cliprange_value: float = 0.5  # clip range of the value loss
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    offload: str = "none"  # as the actor's, from the last update of a step
+    offload: str = "none"  # from the last update of a step: none | params | optimizer | all
 
     def __post_init__(self) -> None:
         _positive(self, "critic.", "cliprange_value")
@@ -178,8 +178,8 @@ class ValKwargs:
 
     n: int = 1  # responses to each prompt
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = -1
+    top_p: float = 1.0  # share of the probability to sample from
+    top_k: int = -1  # number of tokens to sample from; -1: all
 
     def __post_init__(self) -> None:
         group = "rollout.val_kwargs."
@@ -201,7 +201,7 @@ class RolloutConfig:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # this and the next two change the sampling distribution (docs/training.md)
     top_k: int = -1  # -1: all tokens
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # 1: none
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
     max_staleness: int = 0  # maximum age of samples in weight versions; 0: on-policy, rollout and training alternate
@@ -211,7 +211,7 @@ class RolloutConfig:
     on_weight_sync: str = "auto"
     placement: str = "auto"  # colocated (on the trainer's devices) | separate | auto (separate if max_staleness > 0)
     num_engines: int | None = None  # default: as many as fit the trainer's ranks
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1  # GPUs per engine
     max_num_seqs: int | None = None  # concurrent sequences per engine; default: by device and model
     max_num_batched_tokens: int | None = None  # tokens per forward pass of an engine; default: by device
     gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
@@ -274,7 +274,7 @@ class EnvConfig:
     agent: str | None = None  # with name=agent: your program, file.py:function or module:function (docs/agents.md) ..
     command: str | None = None  # .. or a command line; {task_json} becomes the path of a file with the task
     tool_call_format: str | None = None  # text format of calls and observations (docs/tool_call_formats.md), or auto
-    tool_call_format_options: dict[str, Any] = field(default_factory=dict)
+    tool_call_format_options: dict[str, Any] = field(default_factory=dict)  # of the format
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
     max_turns: int | None = None  # max assistant turns; default: enough for max_tool_calls. No tools in the last one
     # Per episode; when they are used up, one last turn without tools follows. Default: 8; benchmarks have their own
@@ -284,7 +284,7 @@ class EnvConfig:
     # head | tail | middle | refuse: how longer ones are truncated; or [that, a limit in characters, the text between]
     observation_cut: Any = "middle"
     on_parse_error: str = "feedback"  # feedback (report it to the policy) | terminate (the episode)
-    tool_timeout_s: float = 30.0
+    tool_timeout_s: float = 30.0  # a tool call
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
     max_concurrent_calls: int = 64  # per tool; with name=agent: programs
     train_on_observations: bool | int = False  # train observation tokens, too; a number: in as many first steps
@@ -342,7 +342,7 @@ class SandboxConfig:
     urls: list[str] = field(default_factory=list)  # SandboxFusion servers to use instead
     num_workers: int | None = None  # of the local pool; default: one per CPU core
     timeout_s: float = 10.0  # per execution
-    memory_mib: int = 1024
+    memory_mib: int = 1024  # per execution
 
     def __post_init__(self) -> None:
         _one_of(("strict", "bubblewrap", "none"), "sandbox.isolation", self.isolation)
@@ -394,20 +394,23 @@ class CorrectionConfig:
 class AlgorithmConfig:
     """An algorithm preset and its overrides; None keeps the preset's value."""
 
-    name: str = "ppo"
-    adv_estimator: str | None = None  # the advantage estimator only: gae, grpo, rloo .. (veRL's names)
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
+    name: str = "ppo"  # preset: grpo, ppo, dapo ..; `toolrl algorithms` lists all (docs/algorithms.md)
+    # the advantage estimator only, by veRL's name: gae | grpo | dr_grpo | reinforce_plus_plus |
+    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo
+    adv_estimator: str | None = None
+    clip_low: float | None = None  # the ratio is clipped below 1 - clip_low
+    clip_high: float | None = None  # and above 1 + clip_high
+    dual_clip: float | None = None  # bound of the ratio where the advantage is negative, above 1
+    # of token losses: token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm
     aggregation: str | None = None
     aggregation_length: int | None = None  # divisor of seq-mean-token-sum-norm; default: data.max_response_length
     old_logprobs: str | None = None  # trainer | rollout: source of the old log-probs in the ratio
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl_placement: str | None = None  # none | reward | loss
     kl_estimator: str | None = None  # k1 | k2 | k3 | abs
-    kl_coefficient: float | None = None
+    kl_coefficient: float | None = None  # of the KL penalty
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
-    entropy_coefficient: float | None = None
+    entropy_coefficient: float | None = None  # of the entropy bonus
     gamma: float | None = None  # discount
     lam: float | None = None  # GAE lambda
     options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's functions
@@ -439,7 +442,7 @@ class RewardConfig:
     """
 
     name: str = "auto"  # calls for rows with a gold turn; for others by data_source (docs/migration.md)
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the reward (docs/reward.md)
     num_workers: int = 1  # scoring processes
     timeout_s: float = 20.0  # per response
     memory_mib: int | None = 4096  # data limit of a scoring process; null: no limit
@@ -467,21 +470,24 @@ class RewardConfig:
 class TrainerConfig:
     """Duration, frequencies, folders, devices."""
 
-    total_epochs: int = 30
+    total_epochs: int = 30  # passes over the training rows
     total_training_steps: int | None = None  # overrides total_epochs
     save_freq: int = 15  # 0: only at the end
     test_freq: int = 5  # 0: only before and after
-    experiment_name: str = "default"
+    experiment_name: str = "default"  # name of the run; one that exists is resumed
     project_name: str = "toolrl"  # for trackers
     default_local_dir: str = "outputs"  # the run's folder is <default_local_dir>/<experiment_name>
     resume_mode: str = "auto"  # auto (resume the run in the folder) | disable (refuse a folder with a run)
     # settings and ToolRL's variables that may differ from the saved run, also by the content of files they name
     allow_changed: list[str] = field(default_factory=list)
     keep_last: int = 2  # latest checkpoints to keep, besides the best
-    keep_best: int = 1
-    logger: list[str] = field(default_factory=lambda: ["console"])  # also rollouts, wandb ..: docs/tracking.md
+    keep_best: int = 1  # checkpoints with the best validation to keep
+    # console | rollouts (one of every step, too) | verl_names (metrics under veRL's names, too) | jsonl | tensorboard |
+    # wandb | trackio | mlflow | swanlab, or your own, file.py:attribute (docs/tracking.md)
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    callbacks: list[Any] = field(default_factory=list)  # early_stopping, or your own, file.py:Class: docs/tracking.md
     device: str = "auto"  # auto (cuda where there is a GPU) | cpu | cuda
-    nnodes: int = 1
+    nnodes: int = 1  # machines; above 1, of a Ray cluster
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
     num_threads: int | None = None  # per process on CPU; default: all cores but one, split evenly
     call_timeout_s: float = 3600.0  # per worker call
@@ -489,7 +495,7 @@ class TrainerConfig:
     seed: int = 0  # of the order of the data, of sampling and of new weights
     save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
-    val_before_train: bool = True
+    val_before_train: bool = True  # validate before the first step
     critic_warmup: int = 0  # number of the first step that updates the policy; those before it, the critic only
     preflight: bool | None = None  # dry run on a tiny model first; default: on GPU only
     on_collapse: str = "warn"  # warn | stop (early stopping) | rollback (to the last checkpoint); docs/collapse.md
@@ -514,17 +520,14 @@ class TrainerConfig:
             raise ConfigError("trainer.on_collapse=rollback needs trainer.save_freq above 0: it loads a checkpoint")
 
     @property
+    def verl_names(self) -> bool:
+        """Whether metrics are logged under veRL's names, too."""
+        return "verl_names" in self.logger
+
+    @property
     def critic_only_updates(self) -> int:
         """Steps before the policy's first update; steps count from 1, so they are one less than critic_warmup."""
         return max(0, self.critic_warmup - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    names: str = "own"  # of metrics: own (docs/metrics.md) | verl (veRL's, too)
-
-    def __post_init__(self) -> None:
-        _one_of(("own", "verl"), "tracking.names", self.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -535,9 +538,8 @@ class EvalConfig:
     handler: str = "toolrl"  # native (the chat template's), toolrl, tool_n1, any format of docs/tool_call_formats.md
     compare: str | None = None  # a baseline model, usually the one before training, evaluated in the same way
     limit: int | None = None  # rows per benchmark category or data file; default: all
-    data_dir: str = (
-        "dataset/benchmarks"  # folder of the benchmarks' files; what is not there or below it is loaded by name
-    )
+    # folder of the benchmarks' files; what is not there or below it is loaded by name
+    data_dir: str = "dataset/benchmarks"
     output: str = "outputs/eval"  # parent of one folder per model and settings; the file that `generate` writes
     # search: options of the search tool; judge: url, model, key_variable of an endpoint; user: of tau2's simulator
     options: dict[str, Any] = field(default_factory=dict)
@@ -564,7 +566,6 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property

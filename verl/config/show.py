@@ -1,4 +1,4 @@
-"""The part of the configuration that a command uses, as YAML and as a table."""
+"""The part of the configuration that a command uses, as YAML and as the text of --help."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import reduce
 from typing import Any, get_type_hints
 
 import yaml
-from rich.table import Table
 
 from verl.config.commands import Command
+from verl.config.meanings import meanings
 from verl.config.schema import Config
 
 
@@ -24,14 +24,20 @@ def as_yaml(config: Config, command: Command) -> str:
     return text
 
 
-def key_table(command: Command) -> Table:
-    table = Table("key", "type", "default", box=None, pad_edge=False)
+def key_help(command: Command) -> str:
+    """Two lines per key: its default and type, and what it means."""
+    return "\n".join(
+        f"{key}={'null' if default is None else default}  ({kind})\n    {meaning}"
+        for key, kind, default, meaning in described(command)
+    )
+
+
+def described(command: Command) -> Iterator[tuple[str, str, Any, str]]:
+    """(key, type, default, meaning) of every key that the command uses."""
     for key, kind, _ in leaves(Config()):
         if command.has(key):
             kind_name = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
-            default = command.default_of(key)
-            table.add_row(key, kind_name, "" if default is None else str(default))
-    return table
+            yield key, kind_name, command.default_of(key), meanings()[key]
 
 
 def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

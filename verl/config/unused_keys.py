@@ -49,6 +49,11 @@ _SERVERS = "sandbox.urls names servers, which have their own settings"
 _RULES = (
     Rule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and _no_evaluation(c), _NO_VALIDATION),
     Rule("trainer.keep_best", lambda c: c.trainer.keep_best > 0 and _no_evaluation(c), _NO_VALIDATION),
+    Rule(
+        "actor.ppo_mini_batch_size",
+        lambda c: c.actor.ppo_mini_batch_size > c.data.train_batch_size,
+        "it is above data.train_batch_size, so a step's only mini-batch is the batch; set it to that or less",
+    ),
     Rule("trainer.num_threads", _on_gpu, "it applies to processes on CPU only"),
     Rule("critic trainer.critic_warmup", _without_critic, "the algorithm has no critic"),
     Rule(

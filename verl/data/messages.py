@@ -1,7 +1,7 @@
 """Parses chat messages and tools of a row in OpenAI's format; errors name the field that cannot be used.
 
-The single reader for RL prompts, SFT demonstrations and all other data with chat messages. `as_openai` is the inverse:
-it produces the input of a chat template.
+The single reader for RL prompts, SFT demonstrations and all other data with chat messages. Its inverse is
+`verl.formats.openai.as_openai`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,25 +62,6 @@ def check_columns(row: Mapping[str, Any]) -> None:
         if value not in (None, "", [], {}, default):
             expected = "" if default is None else str(default)
             raise DataError("cannot be used", expected, hint or "Remove or rename the column", field=name)
-
-
-def as_openai(message: Message) -> dict[str, Any]:
-    """The message in OpenAI's format, as chat templates expect it, with `arguments` as an object.
-
-    Calls that are part of the content are omitted; otherwise the template would write them twice.
-    """
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls and not message.calls_in_content:
-        made["tool_calls"] = [
-            ({} if call.id is None else {"id": call.id})
-            | {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool is not None:
-        made["name"] = message.tool
-    return made | dict(message.template_fields)
 
 
 def _message(value: Any, field: str) -> Message:
@@ -160,15 +141,28 @@ def _call(value: Any, field: str) -> ToolCall:
 
 
 def read_arguments(value: Any, field: str) -> dict[str, Any]:
-    """The object: the API has its JSON text, templates expect the object. None: a function without parameters.
+    """The object: the API has its JSON text, templates expect the object. Raises DataError.
 
-    Raises DataError.
+    None or a blank text: no arguments, as proxies write the call of a function without parameters.
     """
-    if isinstance(value, str):
+    if isinstance(value, str) and not value.strip():
+        value = None
+    elif isinstance(value, str):
         value = _from_json(value, field, "an object, or its JSON text")
     else:
         _check_values(value, field)
     return dict(_object({} if value is None else value, field, "an object, or its JSON text"))
+
+
+def has_blank_arguments(row: Any) -> bool:
+    """Whether a call of this row, which could be read, has a blank text for its arguments."""
+    messages = row.get("messages") if isinstance(row, Mapping) else None
+    for message in messages if isinstance(messages, list) else ():
+        for each in message.get("tool_calls") or ():
+            given = each["function"].get("arguments")
+            if isinstance(given, str) and not given.strip():
+                return True
+    return False
 
 
 def _tool(value: Any, field: str) -> ToolSpec:

@@ -130,10 +130,15 @@ def _as_json(value: Any, kind: Any, place: str) -> Any:
         names = {field.name: f"{place}.{field.name}".removeprefix(".") for field in kind}
         return {field.name: _as_json(value[field.name], field.type, names[field.name]) for field in kind}
     if pa.types.is_map(kind):
-        items = as_json_value(dict.fromkeys(value)).keys()  # a key may be a number or a date
+        try:
+            keys = as_json_value(dict.fromkeys(value)).keys()  # a key may be a number or a date
+        except TypeError:
+            return value  # it may not be used
+        except JsonError as error:
+            raise error.in_data(place) from error
         return {
             name: _as_json(each, kind.item_type, f"{place}.{name}")
-            for name, each in zip(items, value.values(), strict=True)
+            for name, each in zip(keys, value.values(), strict=True)
         }
     if isinstance(value, list):
         return [_as_json(each, kind.value_type, f"{place}[{number}]") for number, each in enumerate(value)]
@@ -211,7 +216,7 @@ def checked_row(row: Any) -> Any:
     for column, content in row.items() if isinstance(row, Mapping) else [("", row)]:
         level, depth = [column, content], 1
         while level:
-            is_json = is_json and all(isinstance(each, _JSON_TYPES) for each in level)
+            is_json = is_json and all(map(_is_json, level))
             if depth > _DEEPEST:
                 return DataError(f"has a value nested in more than {_DEEPEST} lists and objects", "less nesting")
             if any(isinstance(each, str) and not each.isascii() and _HALF.search(each) for each in level):
@@ -219,7 +224,22 @@ def checked_row(row: Any) -> Any:
             level, depth = [each for value in level for each in _inner(value)], depth + 1
     if is_json or not isinstance(row, Mapping):
         return row
-    return {column: _converted(content) for column, content in row.items()}
+    made = {}
+    for column, content in row.items():
+        try:
+            made[column] = _converted(content)
+        except JsonError as error:
+            return error.in_data(column)
+    return made
+
+
+def _is_json(value: Any) -> bool:
+    """Whether the value, leaving aside what is in it, is one of JSON."""
+    return isinstance(value, _JSON_TYPES) and not (isinstance(value, Mapping) and not all(map(_is_text, value)))
+
+
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def _converted(value: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.config.schema import DataConfig
 from verl.data.conversations import Conversation, offered_tools, read_conversation, violates_schema
-from verl.data.messages import check_columns, read_messages, read_object, read_text, read_tools
+from verl.data.messages import check_columns, has_blank_arguments, read_messages, read_object, read_text, read_tools
 from verl.data.report import RowReport
 from verl.data.rows import RowStore, encoded
 from verl.data.source import AS_WRITTEN, notes_of, source_name, source_rows
@@ -39,23 +39,23 @@ def to_tasks(row: Any, id: str, split_turns: str = "all", data_source: str = "")
         return [to_task(row, id)]
     check_columns(row)
     conversation = read_conversation(row, split_turns)
-    answer = _answer(read_object(row, "reward_model")) if row.get("reward_model") is not None else None
     shared = _shared({"data_source": data_source, **row})
+    if row.get("reward_model") is not None:
+        shared |= _answer(read_object(row, "reward_model"))
     if row.get("id") is not None:
         shared["extra"] = {"id": row["id"], **shared["extra"]}
     turns = conversation.turns or (None,)
     return [
-        _turn_task(conversation, turn, answer, id=id if len(turns) == 1 else f"{id}.{number}", **shared)
+        _turn_task(conversation, turn, id=id if len(turns) == 1 else f"{id}.{number}", **shared)
         for number, turn in enumerate(turns)
     ]
 
 
-def _turn_task(conversation: Conversation, turn: int | None, answer: str | None, **shared: Any) -> Task:
+def _turn_task(conversation: Conversation, turn: int | None, **shared: Any) -> Task:
     """turn: None: the whole conversation is the prompt"""
     gold = None if turn is None else conversation.messages[turn]
-    if answer is None:
-        answer = "" if gold is None else _gold_text(gold)
-    return Task(prompt=conversation.messages[:turn], answer=answer, tools=conversation.tools, gold=gold, **shared)
+    given = {"answer": "" if gold is None else _gold_text(gold), **shared}
+    return Task(prompt=conversation.messages[:turn], tools=conversation.tools, gold=gold, **given)
 
 
 def _gold_text(gold: Message) -> str:
@@ -77,7 +77,8 @@ def to_task(row: Any, id: str) -> Task:
     check_columns(row)
     prompt = _prompt(row)
     tools = offered_tools(row, read_tools(row.get("tools")), {})
-    task = Task(id=id, prompt=prompt, answer=_answer(read_object(row, "reward_model")), tools=tools, **_shared(row))
+    own = {"tools": tools, "text_prompt": row.get("text_prompt") is True, **_shared(row)}
+    task = Task(id=id, prompt=prompt, **_answer(read_object(row, "reward_model")), **own)
     if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
         _gold_calls(task)
     return task
@@ -128,14 +129,15 @@ def _reward(row: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _answer(reward_model: Mapping[str, Any]) -> str:
+def _answer(reward_model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the answer."""
     truth = reward_model.get("ground_truth")
     if truth is None:
         raise DataError("is missing", "a text, or another JSON value", field=GROUND_TRUTH)
     if isinstance(truth, str):
-        return read_text(truth, GROUND_TRUTH)
+        return {"answer": read_text(truth, GROUND_TRUTH)}
     try:
-        return json.dumps(truth, ensure_ascii=False, allow_nan=False)
+        return {"answer": json.dumps(truth, ensure_ascii=False, allow_nan=False), "json_answer": True}
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"cannot be written as JSON ({error})"
         raise DataError(problem, "a text, or another JSON value", field=GROUND_TRUTH) from error
@@ -192,6 +194,8 @@ class TaskSet(Sequence[Task]):
                 continue
             self.report.num_split += len(tasks) - 1
             self.report.notes.update(notes_of(rows))
+            if any(map(has_blank_arguments, rows)):
+                self.report.notes["with calls of blank arguments, read as {}"] += 1
             for task in tasks:
                 if (unlisted := unlisted_call(task)) is not None:
                     self.report.unlisted.append(unlisted.at(file=self.source, row=number))

@@ -56,6 +56,14 @@ class Judge(Protocol):
         """
 
 
+@runtime_checkable
+class HasSnapshot(Protocol):
+    """An environment whose final state reward functions may read (TRL's `environments`)."""
+
+    def snapshot(self) -> bytes:
+        """The state at the end, pickled by cloudpickle; empty if it cannot be pickled. Called once, before `close`."""
+
+
 class EnvFactory(Protocol):
     """Creates the environments of a run and owns their shared resources (a sandbox, an index, a connection)."""
 

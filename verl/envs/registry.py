@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, isfunction, signature
 from typing import Any
 
 from verl.envs.base import Env, EnvFactory
@@ -22,12 +22,14 @@ ENVS: Mapping[str, str] = {
     "remote": "verl.kit.openenv.remote:RemoteFactory",
 }
 _ADAPTER = "verl.kit.class_env.class_env:as_env_class"  # for plain classes
+_TEXT_ADAPTER = "verl.kit.text_env.text_env:as_text_env"  # for environments of texts of other libraries
 
 TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_turn are the rows of any data file
     "shop": "verl.kit.shop.shop:shop_tasks",
     "bfcl": "verl.kit.bfcl.tasks:bfcl_tasks",
     "tau2": "verl.kit.tau2.tasks:tau2_tasks",
 }
+_OF_TOOLS = [name for kind in (str, int, float, bool) for name in (kind, kind.__name__)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,23 @@ class ClassFactory(EnvFactory):
 
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:
-    """Of ENVS, `package.module:Class` or `file.py:Class`: an environment, a factory, or a plain class whose methods are
-    the tools. Raises ConfigError."""
+    """Of ENVS, `package.module:Class` or `file.py:Class`: an environment, a factory, a plain class whose methods are
+    the tools, or an environment of texts. Raises ConfigError."""
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
+    if is_text_env(found):
+        if not hasattr(found, "from_dict"):
+            given = [each for each in ("extras",) if each in signature(found).parameters]  # of the row
+            check_options("environment", name, found, options, **dict.fromkeys(given))
+        return ClassFactory(resolve("adapter of text environments", _TEXT_ADAPTER, {})(found), options)
     if isinstance(found, type) and is_plain(found):
         check_options("environment", name, found, options)
         return ClassFactory(resolve("adapter of plain classes", _ADAPTER, {})(found), options)
     if not isinstance(found, type) or not (hasattr(found, "step") or "__call__" in dir(found)):
         plain = "a plain class with `reset`, whose other public methods are the tools"
+        texts = "one whose `step(action)` takes the policy's text, a function that makes one"
         factories = "a class of factories: called with a task, they make such an environment"
-        kinds = f"a class with `reset`, `step` and `close`, {plain}, or {factories}"
+        kinds = f"a class with `reset`, `step` and `close`, {plain}, {texts}, or {factories}"
         raise ConfigError(f"environment {name!r} must be {kinds}")
     if hasattr(found, "step"):
         check_options("environment", name, found, options, None)
@@ -71,6 +79,17 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
 def is_plain(found: type) -> bool:
     """Whether it is a class whose methods are the tools; `step` may be one, but is a coroutine in an `Env`."""
     return hasattr(found, "reset") and not iscoroutinefunction(getattr(found, "step", None))
+
+
+def is_text_env(found: Any) -> bool:
+    """Whether it is an environment of texts of another library: a class with `step(action)`, or a function that makes
+    one. A plain class may have a tool `step(action)`, which is annotated to return a text or a number."""
+    if isfunction(found):
+        return True
+    step = getattr(found, "step", None)
+    if not isfunction(step) or iscoroutinefunction(step) or list(signature(step).parameters) != ["self", "action"]:
+        return False
+    return signature(step).return_annotation not in _OF_TOOLS
 
 
 def build_tasks(name: str, options: Mapping[str, Any] | None = None) -> list[Task]:

@@ -20,7 +20,7 @@ from typing import TypeVar
 from verl.chat.observations import ObservationTokenizer, SharedPrompt
 from verl.chat.template import ChatTemplate
 from verl.data.lengths import prompt_excess
-from verl.envs.base import Env, EnvFactory, Judge, Observation, StepResult
+from verl.envs.base import Env, EnvFactory, HasSnapshot, Judge, Observation, StepResult
 from verl.envs.clock import EnvTimer
 from verl.envs.sandbox import Sandbox
 from verl.envs.task_envs import check_offered
@@ -153,9 +153,10 @@ class _Episode:
         try:
             stop_reason = await (self._run_program(env) if isinstance(env, ProgramEnv) else self._run_turns(env))
             score = await self._verdict(env)
+            environment = env.snapshot() if isinstance(env, HasSnapshot) else b""
         finally:
             await _close(env)
-        return Trajectory(
+        episode = Trajectory(
             self._task,
             self._index,
             tuple(self._turns),
@@ -167,7 +168,9 @@ class _Episode:
             opening=self._opening,
             counts=env.counts if isinstance(env, ProgramEnv) else {},
             tools=tuple(tool.name for tool in self._tools),
+            environment=environment,
         )
+        return replace(episode, decoded=self._observations.chat.decoded(episode.response_ids))
 
     async def _run_program(self, env: ProgramEnv) -> StopReason:
         policy = ProgramPolicy(self._observations, self._limits, self._sampling, self._engine, self._seed)

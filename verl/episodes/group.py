@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import LostRequestError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.joined import JoinedRequests
 from verl.scoring.pool import Fault, Scorer
+from verl.tracking.progress import Progress
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 
 
@@ -20,12 +21,14 @@ class GroupRollout:
     scorer: Scorer
     sampling: Sampling
     episode_runner: EpisodeRunner
+    progress: Progress = field(default_factory=Progress)  # of all rollouts, whatever step they are for
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """Runs and scores `num_rollouts` episodes of the task, with consecutive seeds from `first_seed`.
 
         step: as for `Reward.score`
         """
+        self.progress.ask(num_rollouts)
         runner = self.episode_runner.for_group()
         # A joined request ends with its longest response, so episodes with a next turn do not wait for one another.
         engine = JoinedRequests(self.engine) if runner.limits.max_turns == 1 else self.engine
@@ -59,19 +62,24 @@ class GroupRollout:
     async def _judge(
         self, task: Task, index: int, started: Awaitable[Trajectory | Fault], step: int
     ) -> tuple[Trajectory, Score] | Fault:
+        tokens = 0
         try:
             episode = await started
+            if isinstance(episode, Fault):
+                return episode
+            tokens = sum(len(turn.completion.token_ids) for turn in episode.turns)
+            score = await self.scorer.score(episode, episode.task, step)
         except LostRequestError as error:
             return Fault(task.id, index, str(error))
-        if isinstance(episode, Fault):
-            return episode
-        score = await self.scorer.score(episode, episode.task, step)
+        finally:
+            self.progress.finish(tokens)
         return replace(score, lost_uses=episode.lost_uses) if isinstance(score, Fault) else (episode, score)
 
 
 def _scored(group: TrajectoryGroup, judged: Sequence[tuple[Trajectory, Score] | Fault]) -> TrajectoryGroup:
-    """The group with these scored episodes in place of its own, and with their faults besides its own."""
-    scored = [each for each in judged if not isinstance(each, Fault)]
+    """The group with these scored episodes in place of its own, but for those that are not counted, and with their
+    faults besides its own."""
+    scored = [each for each in judged if not isinstance(each, Fault) and each[1].counted]
     return replace(
         group,
         trajectories=tuple(episode for episode, _ in scored),

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,10 +30,12 @@ from verl.episodes.group import GroupRollout
 from verl.episodes.lookahead import LookaheadController
 from verl.errors import ConfigError, VerlError
 from verl.scoring.rewards import Rewards
+from verl.text import counted
 from verl.types import Task, TrajectoryGroup
 
 _log = logging.getLogger(__name__)
 _SHOWN_FAULTS = 3
+_OF_RESPONSE = re.compile(r"^.*?, response \d+: ")
 
 
 class RewardFaultError(VerlError, RuntimeError):
@@ -200,7 +204,7 @@ class RolloutManager:
         if greedy is None:
             return group
         lost = (*group.lost_uses, *greedy.lost_uses)
-        if greedy.faults:
+        if not greedy.trajectories:
             return TrajectoryGroup(group.task, (), (), (), (*group.faults, *greedy.faults), lost)
         greedy = apply_overlong_penalty(greedy, self.algorithm.overlong)
         return replace(group, baseline=greedy.rewards[0], lost_uses=lost)
@@ -253,7 +257,7 @@ class RolloutManager:
         """The number of faults and the first ones; empty without any. Raises RewardFaultError for too many."""
         faults = [fault for group in collected.drawn for fault in group.faults]
         total = len(collected.drawn) * (self.config.rollout.n + self.algorithm.greedy_baseline)
-        shown, limit = "\n".join(f"  {fault}" for fault in faults[:_SHOWN_FAULTS]), self.config.reward.max_fault_share
+        shown, limit = describe_faults(faults), self.config.reward.max_fault_share
         message = f"step {step + 1}: {len(faults)} of {total} responses could not be scored:\n{shown}"
         if len(faults) > limit * total:
             raise RewardFaultError(f"{message}\nMore than reward.max_fault_share={limit:g}: fix the cause and resume")
@@ -275,6 +279,18 @@ class RolloutManager:
         self._pending = [Draw(**draw) for draw in state["pending"]]
         self.depth.steps_ahead = min(state["depth"], self.depth.max_steps_ahead)
         self.shaping_state = state["shaping"]
+
+
+def describe_faults(faults: Sequence[str]) -> str:
+    """The distinct causes with their numbers of responses, the most frequent first; then the first fault in full.
+
+    Many equal tracebacks differ in their first lines alone, which name the response; the cause is the last one.
+    """
+    causes = Counter(_OF_RESPONSE.sub("", fault).strip().splitlines()[-1] for fault in faults)
+    lines = [f"  {count} x {cause}" for cause, count in causes.most_common(_SHOWN_FAULTS)]
+    if (left := len(causes) - len(lines)) > 0:
+        lines.append(f"  and {counted(left, 'other cause')}")
+    return "\n".join([*lines, *(f"  the first: {fault}" for fault in faults[:1])])
 
 
 def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:

@@ -28,8 +28,7 @@ def written_response(response: str | Message, tool_call_format: ToolCallFormat) 
         return response
     if response.tool_calls and isinstance(tool_call_format, PlainFormat):
         raise ConfigError(
-            "the reward compares calls, so it needs the format that they are written in: env.tool_call_format, or "
-            "--format in `toolrl lab`"
+            "the reward compares calls, so it needs the format that they are written in: set env.tool_call_format"
         )
     (message,) = with_calls_written(tool_call_format, [response])
     if getattr(tool_call_format, "needs_thought", False) and THINK not in message.content:
@@ -44,7 +43,7 @@ def as_trajectory(task: Task, response: str | Message, tool_call_format: ToolCal
     message = Message("assistant", text, tool_calls=parsed.calls if isinstance(parsed, Calls) else ())
     completion = Completion(token_ids=(), logprobs=(), finish_reason=FinishReason.STOP, weight_version=0)
     turn = Turn((), completion, message, parsed=parsed_response(tool_call_format, text, parsed))
-    return Trajectory(task, index=0, turns=(turn,), stop_reason=StopReason.STOP, outcome=Outcome.SCORED)
+    return Trajectory(task, 0, (turn,), StopReason.STOP, Outcome.SCORED, decoded=text)
 
 
 async def episode_of(runner: EpisodeRunner, task: Task, response: str | Message) -> Trajectory:

@@ -1,6 +1,7 @@
 """What a response contains, for rewards that compare calls in any tool-call format."""
 
 from verl.formats.base import Calls, Continue, Parsed, ParseError, ToolCallFormat
+from verl.formats.split import split
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.types import ParsedResponse
 
@@ -11,7 +12,8 @@ def parsed_response(tool_call_format: ToolCallFormat, written: str, parsed: Pars
     thinks = THINK_END in written or not getattr(tool_call_format, "needs_thought", False)
     speaks = bool(calls or spoken(written, getattr(tool_call_format, "in_thought", False)).strip())
     complete = thinks and speaks and not isinstance(parsed, Continue)
-    return ParsedResponse(calls, parsed.problem if isinstance(parsed, ParseError) else None, complete)
+    content = split(tool_call_format, written).before if calls else ""
+    return ParsedResponse(calls, parsed.problem if isinstance(parsed, ParseError) else None, complete, content)
 
 
 def spoken(written: str, in_thought: bool = False) -> str:

@@ -182,7 +182,7 @@ class _Worker(threading.Thread):
             for turn in trajectory.turns
         ]
         try:
-            score = self._score_twice((replace(trajectory, turns=tuple(turns)), task, step))
+            score = self._score_twice((replace(trajectory, turns=tuple(turns), decoded=""), task, step))
         except (RewardError, ProcessDiedError, LimitExceededError) as error:
             return _fault(call, f"{exceeded}; scoring an empty response failed too: {error}")
         return replace(score, exceeded=exceeded)

@@ -42,7 +42,8 @@ def raising_after(
         signal.setitimer(timer, seconds, again_s)
         yield
     finally:
-        leaving = True  # first, without a call: handlers run between calls, and one that raises would leave the timer set
+        # First, and without a call: handlers run between calls, and one that raises would leave the timer set.
+        leaving = True
         signal.setitimer(timer, 0.0)
         signal.signal(_SIGNALS[timer], handler)
         if left_s:

@@ -1,4 +1,4 @@
-"""Console output of a run: live on a terminal, one plain line per step elsewhere; and the final table."""
+"""Console output of a run: live on a terminal, plain dated lines elsewhere; and the final table."""
 
 import math
 import re
@@ -16,23 +16,36 @@ from rich.text import Text
 
 from verl.text import printable
 from verl.tracking.names import STDERR, reward_parts
+from verl.tracking.progress import Progress
 from verl.tracking.tracker import Tracker
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 40  # of the progress bar and of the sparkline
 _ROLLOUT_CHARS = 600  # of each text of a printed rollout
+_QUIET_S = 30.0  # between two lines on the same rollout
+_SHORT_S = 0.05  # of a phase that is not listed
+LOG_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class Display(Tracker):
-    """Prints to the console; on a terminal a few lines stay below all other output.
+    """Prints to the console from the first phase of the start on.
 
-    with_rollouts: whether one rollout of every step is printed, too (trainer.logger names "rollouts")
+    On a terminal a few lines stay below all other output. Elsewhere the phases of the start, progress within rollouts
+    and steps are a line each.
+
+    total_steps: None until the data is read; `with_rollouts`: whether one rollout of every step is printed, too
+    (trainer.logger names "rollouts")
     """
 
-    def __init__(self, total_steps: int, console: Console | None = None, with_rollouts: bool = False) -> None:
+    def __init__(
+        self, total_steps: int | None = None, console: Console | None = None, with_rollouts: bool = False
+    ) -> None:
         self.console = console or Console(emoji=False)
-        self._total, self._with_rollouts = total_steps, with_rollouts
-        self.running, self._phase_started = "start", time.monotonic()
+        self.total_steps, self._with_rollouts = total_steps, with_rollouts
+        self.running, self._phase_started = "", time.monotonic()
+        self._reported = self._phase_started  # when the last line on a rollout was printed
+        self._start: dict[str, float] | None = {}  # seconds of the start's phases; None: it is over
+        self._progress = Progress()
         self._live: Live | None = None
         self._begin(0)
 
@@ -43,25 +56,61 @@ class Display(Tracker):
         self._first, self._first_time = step, time.monotonic()
 
     def phase(self, name: str) -> None:
-        """Set the current phase; shown on a terminal only."""
-        self.running, self._phase_started = name, time.monotonic()
+        """Set the current phase."""
+        self._end_phase()
+        self.running, self._phase_started, self._reported = name, time.monotonic(), time.monotonic()
+        self._progress.start()
         if self.console.is_interactive and self._live is None:
             self._live = Live(self, console=self.console, refresh_per_second=2)
             self._live.start()
+        elif self._start is not None and not self.console.is_interactive:
+            self._print(f"start: {name}")
+
+    def started(self) -> None:
+        """The start is over: no line per phase from now on."""
+        self._end_phase()
+        if self._start and not self.console.is_interactive:
+            self._print(f"started in {duration(sum(self._start.values()))}: {_seconds(self._start)}")
+        self._start = None
+
+    def _end_phase(self) -> None:
+        if self._start is not None and self.running:
+            seconds = time.monotonic() - self._phase_started
+            self._start[self.running] = self._start.get(self.running, 0.0) + seconds
+
+    def watch(self, progress: Progress) -> None:
+        """Show the progress of rollouts."""
+        self._progress, progress.on_done = progress, self._report
+
+    def _report(self) -> None:
+        """A line on the running rollout, if the last one is a while ago."""
+        now = time.monotonic()
+        if not self.console.is_interactive and now - self._reported >= _QUIET_S:
+            self._reported = now
+            self._print(f"step {self._step + 1}/{self.total_steps}, {self._now()}")
+
+    def _now(self) -> str:
+        """The running phase with its seconds, and how far it is."""
+        progress = f": {self._progress}" if self._progress.asked else ""
+        return f"{self.running} ({duration(time.monotonic() - self._phase_started)}){progress}"
+
+    def _print(self, line: str) -> None:
+        self.console.print(f"{time.strftime(LOG_TIME)} {line}", markup=False, highlight=False, soft_wrap=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; step 0 is the validation before training."""
         self._step, self._shown, self._phases = step, highlights(metrics), phase_times(metrics)
         self._rewards += [reward] if math.isfinite(reward := metrics.get("reward/total", math.nan)) else []
         if step > self._first:
-            seconds = (time.monotonic() - self._first_time) / (step - self._first) * (self._total - step)
+            seconds = (time.monotonic() - self._first_time) / (step - self._first) * ((self.total_steps or step) - step)
             self._left = duration(seconds)
         else:
             self._first_time = time.monotonic()
         if not self.console.is_interactive:
-            shown = {"step": f"{step}/{self._total}", **self._shown, **({"left": self._left} if self._left else {})}
-            line = ", ".join(f"{name} {value}" for name, value in shown.items())
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            took = {"took": f"{self._shown['took']} ({self._phases})"} if self._phases and "took" in self._shown else {}
+            left = {"left": self._left} if self._left else {}
+            shown = {"step": f"{step}/{self.total_steps}", **self._shown, **took, **left}
+            self._print(", ".join(f"{name} {value}" for name, value in shown.items()))
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows[:1] if self._with_rollouts else ():
@@ -79,19 +128,23 @@ class Display(Tracker):
         """Estimate the remaining time from the steps of this session only."""
         self._begin(max(step, 0))
         if step > 0:
-            self.console.print(f"resuming after step {step}/{self._total}", markup=False, highlight=False)
+            self._print(f"resuming after step {step}/{self.total_steps}")
 
     def __rich__(self) -> Table:
-        left = f"{self._total - self._step} left" + (f", {self._left}" if self._left else "")
-        bar = Table.grid(padding=(0, 2))
-        bar.add_row(ProgressBar(self._total, self._step, width=_BAR_WIDTH), Text(f"{self._step}/{self._total}, {left}"))
-        rows: dict[str, RenderableType] = {"step": bar}
+        rows: dict[str, RenderableType] = {}
+        if self._start:
+            rows["start"] = Text(_seconds(self._start))
+        if (total := self.total_steps) is not None:
+            left = f"{total - self._step} left" + (f", {self._left}" if self._left else "")
+            bar = Table.grid(padding=(0, 2))
+            bar.add_row(ProgressBar(total, self._step, width=_BAR_WIDTH), Text(f"{self._step}/{total}, {left}"))
+            rows["step"] = bar
         if len(self._rewards) > 1 and not self.console.options.ascii_only:
             rows["rewards"] = Text(sparkline(self._rewards))
         rows |= {name: Text(value) for name, value in self._shown.items()}
         if self._phases:
             rows["phases"] = Text(self._phases)
-        rows["now"] = Text(f"{self.running} ({duration(time.monotonic() - self._phase_started)})")
+        rows["now"] = Text(self._now())
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
             table.add_row(Text(name, style="bold cyan"), value)
@@ -108,13 +161,15 @@ def sparkline(values: Sequence[float], width: int = _BAR_WIDTH) -> str:
 
 
 def phase_times(metrics: Mapping[str, float]) -> str:
-    """Seconds of each phase of a step, in their order."""
-    found = [(re.fullmatch(r"time/(\w+?)_s", name), value) for name, value in metrics.items()]
-    return ", ".join(
-        f"{match[1]} {value:.1f} s"
-        for match, value in found
-        if match and match[1] != "step" and not match[1].endswith("_cpu")
+    """Seconds of each phase of a step that took any, in their order."""
+    found = [(re.fullmatch(r"time/(\w+?)_s", name), value) for name, value in metrics.items() if value >= _SHORT_S]
+    return _seconds(
+        {match[1]: value for match, value in found if match and match[1] != "step" and not match[1].endswith("_cpu")}
     )
+
+
+def _seconds(phases: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items())
 
 
 def highlights(metrics: Mapping[str, float]) -> dict[str, str]:

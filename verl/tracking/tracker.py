@@ -19,7 +19,7 @@ TRACKERS: Mapping[str, str] = {
     "swanlab": "verl.kit.trackers.services:SwanLabTracker",
 }
 ALWAYS = ("jsonl", "tensorboard")
-DISPLAYED = ("console", "rollouts")  # the display prints these
+DISPLAYED = ("console", "rollouts", "verl_names")  # what the display prints, and under which names; no trackers
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.system.files import step_files
 from verl.tracking.jsonl import write_jsonl
-from verl.types import Message, Task, Trajectory, TrajectoryGroup
+from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 
 _SAMPLES = 8  # rows per step in tables of trackers
 
@@ -53,7 +53,7 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             **({"tools": tools} if (tools := _tools(group.task, trajectory)) else {}),
             "responses": _messages(_responses(trajectory)),
             "answer": group.task.answer,
-            "score": {"total": score.total, "parts": dict(score.parts)},
+            "score": {"total": score.total, "parts": dict(score.parts), **_details(score)},
             **({"exceeded": score.exceeded} if score.exceeded else {}),
             "reward": reward,
             "turn_rewards": [turn.reward for turn in trajectory.turns],
@@ -63,6 +63,10 @@ def group_rows(step: int, group: TrajectoryGroup) -> Iterable[dict[str, Any]]:
             "num_tokens": sum(len(turn.completion.token_ids) for turn in trajectory.turns),
             "tool_uses": [asdict(use) for use in trajectory.tool_uses],
         }
+
+
+def _details(score: Score) -> dict[str, Any]:
+    return {"details": dict(score.details)} if score.details else {}
 
 
 def _tools(task: Task, trajectory: Trajectory) -> list[str]:

@@ -1,4 +1,4 @@
-"""veRL's metric names and ours: `tracking.names=verl` logs both, docs/metrics.md prints the table."""
+"""veRL's metric names and ours: `trainer.logger=[console,verl_names]` logs both, docs/metrics.md prints the table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

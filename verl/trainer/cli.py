@@ -17,16 +17,21 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from verl.checkpoint.crash import crash_reported, exit_code_of, is_reported
+from verl.checkpoint.crash import crash_reported, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
 from verl.config.load import load_config
-from verl.config.schema import Config, ModelConfig
-from verl.config.show import as_yaml, key_table
+from verl.config.schema import Config, ModelConfig, RewardConfig
+from verl.config.show import as_yaml, key_help
+from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
+from verl.registry import resolve
+from verl.system.exits import exit_code_of
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
 from verl.system.signals import exit_code as signal_code
+from verl.tracking.console import LOG_TIME
+from verl.utils.reward_score.base import REWARDS
 
 _MAX_LINES = 12  # of a message or a traceback, so that a crash does not fill the terminal
 _OUTCOMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -34,6 +39,7 @@ _RESUME_NOTE = (
     "run the same command to resume: a training from its last checkpoint (without one it starts anew), an evaluation "
     "from its answers"
 )
+_CONFIG = "--config="
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
@@ -63,9 +69,7 @@ def run_cli(
     """
     interactive = None if sys.stdout.isatty() else False  # FORCE_COLOR, which notebooks and CI set, makes no terminal
     console = Console(highlight=False, emoji=False, force_interactive=interactive)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+    logging.basicConfig(level=logging.WARNING, handlers=[_log_handler(console)])
     deadline = Deadline()
 
     def on_signal(number: int) -> None:
@@ -75,10 +79,10 @@ def run_cli(
     try:
         settings, options = _parse(argv, known)
         if "--help" in options:
-            console.print(escape(help_text), key_table(command), sep="\n")
+            console.print(escape(help_text), escape(key_help(command)), sep="\n", soft_wrap=True)
             return 0
         with deadline.active(), ending_on_signals(on_signal):
-            config = load_config(settings, command)
+            config = load_config(settings, command, _file_of(options))
             if "--cfg" in options:
                 comments = "".join(f"# {line}\n" for line in notes(config))
                 console.print(as_yaml(config, command) + comments, markup=False, soft_wrap=True)
@@ -100,6 +104,15 @@ def run_cli(
         with suppress(OSError):  # the terminal is closed
             console.print(f"[bold red]{_OUTCOMES[number]}[/]: {escape(note or _RESUME_NOTE)}", soft_wrap=True)
         return signal_code(number)
+
+
+def _log_handler(console: Console) -> logging.Handler:
+    """Rich's on a terminal; elsewhere dated lines without the width that a file does not have."""
+    if console.is_interactive:
+        return RichHandler(console=console, show_path=False)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", LOG_TIME))
+    return handler
 
 
 def announce_checkpoint(console: Console) -> Callable[[int], None]:
@@ -137,6 +150,10 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[s
             settings.append(arg)
         elif arg in ("-h", "--help"):
             options.append("--help")
+        elif arg == "--config":
+            options.append(f"{_CONFIG}{next(rest, '')}")
+        elif arg.startswith(_CONFIG):
+            options.append(arg)
         elif arg == "--cfg":
             if next(rest, None) != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")
@@ -144,8 +161,18 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[s
         elif arg in known or arg.startswith(tuple(each for each in known if each.endswith("="))):
             options.append(arg)
         else:
-            raise ConfigError(f"unknown option {arg!r}; known: {', '.join(['--help', '--cfg job', *known])}")
+            raise ConfigError(
+                f"unknown option {arg!r}; known: {', '.join(['--help', '--config FILE', '--cfg job', *known])}"
+            )
     return settings, options
+
+
+def _file_of(options: Sequence[str]) -> str | None:
+    """The value of --config. Raises ConfigError if it is missing or given twice."""
+    files = [each.removeprefix(_CONFIG) for each in options if each.startswith(_CONFIG)]
+    if len(files) > 1 or "" in files:
+        raise ConfigError("--config takes one YAML file, once")
+    return files[0] if files else None
 
 
 def check_engine(name: str) -> None:
@@ -157,7 +184,7 @@ def check_engine(name: str) -> None:
 
 
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
-    """Raises ConfigError for a missing file."""
+    """Raises ConfigError for a missing file, DataError for one that is empty or broken at its ends."""
     if needed and not files:
         raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
@@ -166,6 +193,15 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
                 f"{key}: there is no file {source!r}; {script('dataset/README.md')} lists data sources, and "
                 "embedded:train.parquet names an embedded file"
             )
+        if source.endswith(_DATA_SUFFIXES):
+            check_ends(source)
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Raises ConfigError for an unknown name. The user's own code runs later, with the data."""
+    for name in config.terms:
+        if ":" not in name:
+            resolve("reward", name, REWARDS)
 
 
 def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:

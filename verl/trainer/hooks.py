@@ -26,6 +26,7 @@ TOOLS: Mapping[str, str] = {
     "probe": "verl.kit.probe.run:probe",
     "sft": "verl.kit.sft.build:built",
     "generate": "verl.kit.generation.generation:generate",
+    "verdict": "verl.kit.report.verdict:verdict_of",
     "model_files": "verl.kit.export.model_files:write_model_files",
     "chat": "verl.kit.generation.chat:chat",
 }

@@ -32,6 +32,7 @@ from verl.tracking.console import Display, metrics_by_set
 from verl.tracking.jsonl import append_jsonl, finite, read_jsonl, write_jsonl
 from verl.tracking.tracker import Trackers
 from verl.tracking.transcripts import Transcripts, sample_rows
+from verl.trainer.callbacks import Callbacks, main_metric
 from verl.trainer.cli import announce_checkpoint
 from verl.trainer.hooks import MAX_ROLLBACKS, NoWatch, OnlineEval, Recorder, Watch, installed_tool
 from verl.trainer.ppo import PPOTrainer
@@ -69,6 +70,8 @@ class TrainingRun:
     contents: Mapping[str, Any]  # of what they name (verl/checkpoint/contents.py)
     folder: Path  # of the run
     saved: Saved | None = None  # checkpoint to resume from
+    reward_names: Sequence[str] = ()  # of the training rows, for the card of every exported model
+    callbacks: Callbacks = field(default_factory=Callbacks)
     watch: Watch = field(default_factory=NoWatch)
     recorder: Recorder | None = None  # None: not installed
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
@@ -104,18 +107,21 @@ class TrainingRun:
 
     async def _run(self) -> Path:
         last = self._resume()
-        if self.trainer.step >= self.total_steps and self.unlogged is None:
+        if self._done and self.unlogged is None:
             assert last is not None
-            _log.warning("%s already has all %d steps: nothing left to train", last, self.total_steps)
+            has = self.callbacks.stopped or f"all {self.total_steps} steps are trained"
+            _log.warning("%s is the last checkpoint, nothing is left to train: %s", last, has)
             return last
         async with self.trainer.weight_sync.ranks:
             await self.trainer.sync_weights()
+        self.display.started()
         has_validation = self.settings.val_before_train and (self.validator.sets or self.online_eval)
         if self.trainer.step == 0 and has_validation:
             self.before = await self._run_interruptibly(self._validate)
             self.trackers.log(0, self.before)
+            self.callbacks.on_validation(0, self.before)
         save_pending = False  # a checkpoint was due while a collapse rule was triggered
-        while self.trainer.step < self.total_steps or self.unlogged is not None:
+        while not self._done or self.unlogged is not None:
             if self.unlogged is None:
                 self._take_snapshot()
                 result = await self._run_interruptibly(self.trainer.train_step)
@@ -132,22 +138,31 @@ class TrainingRun:
                 if alarms and await self._handle_collapse(alarms, metrics):
                     save_pending = False
                     continue
+                self.callbacks.on_step(self.trainer.step, metrics)
             else:
                 metrics, self.unlogged = dict(self.unlogged), None
-            step, done = self.trainer.step, self.trainer.step == self.total_steps
-            tested = done or _due(step, self.settings.test_freq)
+            step = self.trainer.step
+            tested = self._done or _due(step, self.settings.test_freq)
             if tested:
                 self._take_snapshot(unlogged=metrics)
                 self.after = await self._run_interruptibly(self._validate)
                 metrics |= self.after
+                self.callbacks.on_validation(step, self.after)
             self.trackers.log(step, metrics)
-            save_pending = save_pending or done or _due(step, self.settings.save_freq)
-            if save_pending and (done or self._may_save):
+            save_pending = save_pending or self._done or _due(step, self.settings.save_freq)
+            if save_pending and (self._done or self._may_save):
                 score, state = self._score() if tested else None, self._state()
                 async with self.trainer.weight_sync.ranks:
                     last, save_pending = await run_in_daemon_thread(self._save, score, state), False
+                self.callbacks.on_checkpoint(step, last)
+        if self.callbacks.stopped is not None:
+            _log.warning("stopped after step %d of %d: %s", self.trainer.step, self.total_steps, self.callbacks.stopped)
         assert last is not None
         return last
+
+    @property
+    def _done(self) -> bool:
+        return self.trainer.step >= self.total_steps or self.callbacks.stopped is not None
 
     @property
     def _may_save(self) -> bool:
@@ -244,9 +259,8 @@ class TrainingRun:
 
     def _score(self) -> float | None:
         """Score for keep_best: the first validation set's mean reward, else the first benchmark."""
-        totals = [value for name, value in self.after.items() if name.startswith("val/") and name.endswith("/total")]
-        scores = [value for name, value in self.after.items() if name.startswith("eval/") and name.endswith("/score")]
-        return next(iter((*totals, *scores)), None)
+        name = main_metric(self.after)
+        return None if name is None else self.after[name]
 
     def _memory(self) -> dict[str, float]:
         driver = psutil.Process().memory_info().rss / 2**30
@@ -264,6 +278,8 @@ class TrainingRun:
             "trainer": self.trainer.state(),
             "trackers": self.trackers.state(),
             "watch": self.watch.state(),
+            "callbacks": self.callbacks.state(),
+            "rewards": list(self.reward_names),
             "before": self.before,
             "after": self.after,
             "unlogged": None if unlogged is None else dict(unlogged),
@@ -287,6 +303,8 @@ class TrainingRun:
         self.workers.call(TrainingRank.load, saved.path)
         self.trainer.restore(state["trainer"])
         self.watch.restore(state["watch"])
+        if "callbacks" in state:  # missing in older checkpoints
+            self.callbacks.restore(state["callbacks"])
         self._truncate_after(self.trainer.step, state["trackers"])
         self.before, self.after = state["before"], state["after"]
         self.unlogged = state.get("unlogged")  # missing in older checkpoints

@@ -1,6 +1,7 @@
 """Train a policy with GRPO, PPO or a related algorithm: toolrl train [recipe=NAME] [key=value ...]
 
     --help       print this text and every key with its default
+    --config FILE  settings of a YAML file, such as a run's config.yaml
     --cfg job    print the resulting configuration and exit
     --preflight  check everything on a tiny copy of the model and exit
 
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 
 from verl.config.commands import TRAIN
 from verl.config.schema import Config
-from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, in_run_folder, run_cli
+from verl.tracking.console import Display, before_after_table
+from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, check_reward, in_run_folder, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,33 +39,37 @@ def run(args: CliArgs, console: Console) -> None:
     check_model(config.model, config.critic.path)
     check_files("data.train_files", config.data.train_files, needed=True)
     check_files("data.val_files", config.data.val_files)
+    check_reward(config.reward)
     check_engine(config.rollout.name)
-    from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
-    from verl.trainer.hooks import needed_tool
+    with closing(Display(None, console, with_rollouts="rollouts" in config.trainer.logger)) as display:
+        display.phase("packages")
+        from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
+        from verl.trainer.hooks import needed_tool
 
-    check_names(config.env, config.data.prompt_template)
-    if config.eval.benchmarks:
-        needed_tool("check_benchmarks")(config.eval.benchmarks)
-    train(config, console, only_preflight="--preflight" in args.options)
+        check_names(config.env, config.data.prompt_template)
+        if config.eval.benchmarks:
+            needed_tool("check_benchmarks")(config.eval.benchmarks)
+        train(config, display, only_preflight="--preflight" in args.options)
 
 
-def train(config: Config, console: Console, only_preflight: bool) -> None:
+def train(config: Config, display: Display, only_preflight: bool) -> None:
     """Run with exclusive use of the run folder."""
     with in_run_folder(config, alone=not only_preflight) as folder:
-        _train(config, console, folder, only_preflight)
+        _train(config, display, folder, only_preflight)
 
 
-def _train(config: Config, console: Console, folder: Path, only_preflight: bool) -> None:
+def _train(config: Config, display: Display, folder: Path, only_preflight: bool) -> None:
     """Everything heavy is imported here."""
     from verl.data.overlap import TRAIN_TASKS
     from verl.system.daemon import run_async
-    from verl.tracking.console import before_after_table
     from verl.trainer.builders.env import with_tool_call_format
     from verl.trainer.builders.run import built, load_chat_template, load_inputs
     from verl.trainer.builders.workers import check_device, sees_gpu, warn_of_slow_dtype
     from verl.trainer.hooks import installed_tool, needed_tool
     from verl.trainer.records import write_records
 
+    console = display.console
+    display.phase("data")
     check_device(config.trainer)
     warn_of_slow_dtype(config)
     config = with_tool_call_format(config, load_chat_template(config.model))
@@ -78,13 +85,15 @@ def _train(config: Config, console: Console, folder: Path, only_preflight: bool)
         preflight(config, inputs, plan, console)
     if only_preflight:
         return
-    console.print(config.batch_arithmetic(), markup=False)
-    with built(config, inputs, folder, console) as run:
+    console.print(config.batch_arithmetic(), markup=False, soft_wrap=True)
+    with built(config, inputs, folder, display) as run:
         inputs.train_tasks.write(folder / TRAIN_TASKS)
         write_records(folder, config, TRAIN, run.saved)
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))
+    for sentence in find_verdict(folder) if (find_verdict := installed_tool("verdict")) else ():
+        console.print(sentence, markup=False, soft_wrap=True)
     if plan is not None and run.peaks:
         console.print(plan.format_peak(run.peaks), markup=False)
     files = {

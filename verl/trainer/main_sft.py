@@ -1,6 +1,7 @@
 """Supervised fine-tuning (SFT) on demonstrations: toolrl sft [key=value ...]
 
     --help     print this text and every key with its default
+    --config FILE  settings of a YAML file, such as a run's config.yaml
     --cfg job  print the resulting configuration and exit
 
 Rows are OpenAI messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens only.
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from rich.console import Console
 
 from verl.config.commands import SFT
+from verl.config.schema import Config
+from verl.tracking.console import Display
 from verl.trainer.cli import CliArgs, check_files, check_model, in_run_folder, run_cli
 
 
@@ -26,6 +30,14 @@ def run(args: CliArgs, console: Console) -> None:
     check_model(config.model)
     check_files("data.train_files", config.data.train_files, needed=True)
     check_files("data.val_files", config.data.val_files)
+    with closing(Display(None, console)) as display:
+        display.phase("packages")
+        train(config, display)
+
+
+def train(config: Config, display: Display) -> None:
+    """Run with exclusive use of the run folder."""
+    console = display.console
     with in_run_folder(config) as folder:
         from verl.trainer.hooks import needed_tool  # slow imports: after the cheap checks
         from verl.trainer.records import write_records
@@ -34,7 +46,7 @@ def run(args: CliArgs, console: Console) -> None:
         pack = config.actor.max_tokens_per_pack
         step = f"a step: {batch} responses, one optimizer step; packs of at most {pack} tokens"
         console.print(step, markup=False)
-        with needed_tool("sft")(config, folder, console) as run:
+        with needed_tool("sft")(config, folder, display) as run:
             write_records(folder, config, SFT, run.saved)
             last = run.run()
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)

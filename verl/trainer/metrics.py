@@ -95,10 +95,13 @@ def _reward_means(prefix: str, groups: Iterable[TrajectoryGroup]) -> Metrics:
 
 
 def score_means(scores: Sequence[Score]) -> Metrics:
-    """Means of the total and of each part over all scores; a missing part counts as 0."""
+    """Means of the total and of each part over all scores; a missing part counts as 0, unless it does not apply."""
     names = dict.fromkeys(name for score in scores for name in score.parts)
-    parts = {name: sum(score.parts.get(name, 0.0) for score in scores) / len(scores) for name in names}
-    return {"total": sum(score.total for score in scores) / len(scores), **parts} if scores else {}
+    means = {"total": sum(score.total for score in scores) / len(scores)} if scores else {}
+    for name in names:
+        counted = [score for score in scores if name.partition("/")[0] not in score.not_counted]
+        means[name] = sum(score.parts.get(name, 0.0) for score in counted) / len(counted)
+    return means
 
 
 def reference_kl(batch: TokenBatch, estimator: str = "k1") -> float:

@@ -73,7 +73,7 @@ class PPOTrainer:
             **learned,
             **self._timings(groups, batch, outcome.computed),
         }
-        if self.rollouts.config.tracking.names == "verl":
+        if self.rollouts.config.trainer.verl_names:
             metrics |= verl_step_metrics(metrics, outcome.batch, groups, self.learner.algorithm, self.rollouts.config)
             metrics["training/global_step"] = self.step
         return TrainStepResult(

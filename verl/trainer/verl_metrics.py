@@ -1,4 +1,4 @@
-"""The metrics that veRL's trainer logs, under its names and by its definitions: tracking.names=verl."""
+"""The metrics that veRL's trainer logs, under its names and by its definitions: trainer.logger=[verl_names]."""
 
 from __future__ import annotations
 

@@ -47,6 +47,10 @@ class ModelShape:
     selects: bool = True  # whether the last layer goes on with the trained positions alone (`pre_norm.py`)
 
     @property
+    def head_size(self) -> int:
+        return self.query // self.heads
+
+    @property
     def root_parameters(self) -> int:
         """Embeddings, final norm and head, gathered for the whole forward and backward."""
         return self.parameters - self.layers * self.layer_parameters

@@ -419,7 +419,8 @@ def test_defaults_of_the_responses_api_change_nothing(name: str) -> None:
         ("prompt", {"id": "pmpt_1"}, "prompt"),
         ("context_management", [{"type": "compaction"}], "context_management"),
         ("tools", [{"type": "web_search"}], "tools[0].type"),
-        ("input", [{"type": "reasoning", "id": "rs_1", "summary": []}], "input[0]"),
+        ("input", [{"type": "item_reference", "id": "rs_1"}], "input[0]"),
+        ("input", [{"type": "reasoning", "content": [{"type": "text", "text": "a"}]}], "input[0].content[0].type"),
     ],
 )
 def test_the_responses_api_refuses_by_name(name: str, value: Any, field: str) -> None:
@@ -490,8 +491,8 @@ def test_anthropics_fields_are_refused_by_name(name: str, value: Any, field: str
     with pytest.raises(ApiError) as refused:
         read_anthropic({"messages": [{"role": "user", "content": "Hello"}], name: value})
     assert refused.value.field == field
-    with pytest.raises(ApiError, match="'thinking'"):
-        block = {"type": "thinking", "thinking": "Well", "signature": "a"}
+    with pytest.raises(ApiError, match="'redacted_thinking'"):
+        block = {"type": "redacted_thinking", "data": "a"}
         read_anthropic({"messages": [{"role": "assistant", "content": [block]}]})
 
 

@@ -293,6 +293,8 @@ def test_the_whole_examination_ends_with_a_sum(capsys: pytest.CaptureFixture[str
     output = capsys.readouterr().out
     assert "-> install it" in output
     assert "1 check(s) failed" in output
+    assert "vLLM's attention on a CPU computes heads of size 32, 64," in output
+    assert "multiple of 8, up to 256" in doctor.check_models("gpu").found
 
 
 @pytest.mark.slow

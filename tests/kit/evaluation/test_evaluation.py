@@ -27,6 +27,7 @@ from tests.support.tiny import MINI, save_tiny_model
 from verl.chat.template import ChatTemplate
 from verl.config.commands import EVAL
 from verl.config.load import load_config
+from verl.config.schema import EnvConfig
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.errors import ConfigError, DataError
@@ -35,7 +36,7 @@ from verl.kit.evaluation.benchmark import Aggregate, Benchmark, BenchmarkContext
 from verl.kit.evaluation.evaluate import caveats, check_faults
 from verl.kit.evaluation.files import find_file, numbered_rows
 from verl.kit.evaluation.handlers import env_of, tool_call_format_of
-from verl.kit.evaluation.records import Records
+from verl.kit.evaluation.records import Records, digest_of
 from verl.kit.evaluation.registry import build_benchmarks, check_benchmarks
 from verl.kit.evaluation.report import Evaluated, comparison_of, result_of
 from verl.kit.evaluation.runner import Runner
@@ -349,6 +350,26 @@ def test_a_data_file_is_scored_by_the_reward_that_is_asked_for() -> None:
     assert own.categories[0].metric == "total"
     with pytest.raises(ConfigError, match="unknown reward 'mth'"):
         build_benchmarks(["x.parquet"], BenchmarkContext(Path("nowhere"), reward="mth"))
+
+
+def test_a_data_file_is_run_in_the_environment_of_training(tmp_path: Path) -> None:
+    """Settings and rows as they are there; other benchmarks have environments of their own."""
+    own = EnvConfig(name="shop", tool_call_format="hermes", max_turns=3, turn_timeout_s=7.0, on_parse_error="terminate")
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "Buy"}], "reward_model": {"ground_truth": "a"}, "data_source": "shop"}
+    path.write_text(json.dumps({**row, "env": "shop"}))
+    context = BenchmarkContext(tmp_path, reward="env", env=own)
+    (benchmark,) = build_benchmarks([str(path)], context)
+    (category,) = benchmark.categories
+    assert env_of(category.episode, "hermes") == own and category.metric == "total"
+    assert [task.env for task in category.tasks()] == ["shop"] and "in the environment shop" in benchmark.notes[0]
+    other = replace(category, episode=replace(category.episode, own_env=replace(own, max_turns=4)))
+    assert digest_of(category, category.tasks()[0]) != digest_of(other, category.tasks()[0])
+    with pytest.raises(ConfigError, match=r"bfcl has an environment of its own; env\.name=shop suits data files"):
+        build_benchmarks(["bfcl"], context)
+    (plain,) = build_benchmarks([str(path)], replace(context, env=None, reward="rlla"))
+    with pytest.raises(DataError, match="'shop' is not supported here"):
+        plain.categories[0].tasks()
 
 
 def test_differences_are_paired_by_task(tool_call_format: ChatTemplate, tmp_path: Path) -> None:

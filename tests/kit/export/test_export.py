@@ -20,6 +20,7 @@ import pytest
 from tests.kit.openai_server.test_serve import SETTINGS, make_run
 from verl.cli import main as toolrl
 from verl.data.overlap import TRAIN_TASKS
+from verl.kit.export.card import model_card
 from verl.kit.export.model_files import write_model_files
 from verl.kit.openai_server.serving_files import CHAT_TEMPLATE, TOOL_PARSER
 
@@ -43,6 +44,7 @@ def test_a_folder_has_the_files_of_servers_and_a_card_of_the_record(tmp_path: Pa
     after = {"val/test/total": 2.25, "val/test/total_stderr": 0.5, "val/test/exact": 0.25}
     state |= {"trainer": {"step": 48}, "before": {"val/test/total": 1.5}, "after": after}
     (checkpoint / "state.json").write_text(json.dumps(state))
+    assert "| Reward | `calls` |" in model_card(checkpoint / "hf", {**state, "rewards": ["calls"]}, "toolrl")
     (tmp_path / "eval.md").write_text("| BFCL | 42.0 |\n")
     assert ended("export", str(run), "--out", str(tmp_path / "out"), "--results", str(tmp_path / "eval.md")) == 0
     card = (tmp_path / "out" / "README.md").read_text()

@@ -113,7 +113,7 @@ def test_an_upside_down_range_is_found() -> None:
 
 def test_the_step_reaches_the_reward(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
-    codes = [main(["--data", path, "--reward", f"{__name__}:FromStepThree", "--step", step]) for step in ("2", "3")]
+    codes = [main([f"data={path}", f"reward.name={__name__}:FromStepThree", f"--step={step}"]) for step in ("2", "3")]
     assert codes == [1, 0]
 
 
@@ -124,11 +124,11 @@ def count_letters(response: str, answer: str) -> float:
 def test_a_reward_of_ones_own_is_tried_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [row(), row()])
     assert isinstance(Careless(), LabReward)
-    assert main(["--data", path, "--reward", "tests.kit.lab.test_lab:Careless", "--show", "1"]) == 1
+    assert main([f"data={path}", "reward.name=tests.kit.lab.test_lab:Careless", "--show=1"]) == 1
     said = capsys.readouterr().out
     assert "t.jsonl#0: nonsense scores 1, expected less than 1" in said and "and 1 more" in said
     assert "2 rows tried, 2 with violations" in said
-    assert main(["--data", path, "--reward", f"{__file__}:Careless", "--limit", "1"]) == 1
+    assert main([f"data={path}", f"reward.name={__file__}:Careless", "eval.limit=1"]) == 1
     assert "1 rows tried, 1 with violations" in capsys.readouterr().out
 
 
@@ -140,60 +140,89 @@ def test_a_plain_function_is_a_reward_but_has_nothing_to_try(
     reward = build_reward("tests.kit.lab.test_lab:count_letters")
     assert reward.score(as_trajectory(CALL_TASK, "four"), CALL_TASK, 0) == Score(4.0, {})
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
-    assert main(["--data", path, "--reward", "tests.kit.lab.test_lab:count_letters"]) == 2
+    assert main([f"data={path}", "reward.name=tests.kit.lab.test_lab:count_letters"]) == 2
     assert "does not define maximum(), gold() and mutations()" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--reward", "rla"], "unknown reward 'rla'; did you mean 'rlla'?"),
-        (["--reward", "tests.kit.lab.test_lab:Carless"], "did you mean 'Careless'?"),
-        (["--reward", "nowhere:Thing"], "cannot import module 'nowhere'"),
-        (["--reward", "gone.py:Thing"], "there is no file 'gone.py'"),
-        (["--option", "coarse=maybe"], "must be of type bool"),
-        (["--option", "coars=true"], "did you mean 'coarse'?"),
-        (["--option", "environ=5"], "has no option 'environ'"),
-        (["--reward", "tests.kit.lab.test_lab:Failing"], "fails on t.jsonl#0 (RuntimeError: no gold today)"),
-        (["--reward", "tests.kit.lab.test_lab:Careless", "--option", "a=1"], "has no option 'a'; its options are none"),
-        (["--reward", "tests.kit.lab.test_lab:CALL_TASK"], "must be a class or a function, not an object of Task"),
-        (["--reward", ":X"], "unknown reward ':X'"),
-        (["--data", "gone.parquet"], "there is no such file"),
+        (["reward.name=rla"], "unknown reward 'rla'; did you mean 'rlla'?"),
+        (["reward.name=tests.kit.lab.test_lab:Carless"], "did you mean 'Careless'?"),
+        (["reward.name=nowhere:Thing"], "cannot import module 'nowhere'"),
+        (["reward.name=gone.py:Thing"], "there is no file 'gone.py'"),
+        (["reward.options.coarse=maybe"], "must be of type bool"),
+        (["reward.options.coars=true"], "did you mean 'coarse'?"),
+        (["reward.options.environ=5"], "has no option 'environ'"),
+        (["reward.name=tests.kit.lab.test_lab:Failing"], "fails on t.jsonl#0 (RuntimeError: no gold today)"),
+        (
+            ["reward.name=tests.kit.lab.test_lab:Careless", "reward.options.a=1"],
+            "has no option 'a'; its options are none",
+        ),
+        (["reward.name=tests.kit.lab.test_lab:CALL_TASK"], "must be a class or a function, not an object of Task"),
+        (["reward.name=':X'"], "unknown reward ':X'"),
+        (["data=gone.parquet"], "there is no file 'gone.parquet'"),
     ],
 )
 def test_what_cannot_be_used_is_one_clear_error(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [row()])
-    assert main(["--data", path, *arguments]) == 2
+    assert main([f"data={path}", *arguments]) == 2
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("option", ["--limit", "--step", "--show"])
-def test_numbers_are_checked(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--data", "x.jsonl", option, "-5"])
-    assert "is not a whole number" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("eval.limit=-5", "eval.limit must be at least 1"),
+        ("--step=-5", "is not a whole number"),
+        ("--show=x", "is not a whole number"),
+        ("--limit=5", "unknown option"),
+        ("rollout.n=5", "`lab` does not use rollout"),
+    ],
+)
+def test_numbers_and_names_are_checked(
+    word: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"data={write_jsonl(tmp_path / 't.jsonl', [row()])}", word]) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_rows_with_gold_turns_need_no_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in training, where the format is found by the model."""
+    question = {"role": "user", "content": "Rain in Oslo?"}
+    call = {"type": "function", "function": {"name": "rain", "arguments": '{"city": "Oslo"}'}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    rain = {
+        "type": "function",
+        "function": {"name": "rain", "parameters": {"properties": {"city": {"type": "string"}}}},
+    }
+    path = write_jsonl(tmp_path / "t.jsonl", [{"messages": [question, turn], "tools": [rain]}])
+    for words in ([], ["env.tool_call_format=hermes"], ["reward.name=calls"], ["model=embedded"]):
+        assert main([f"data={path}", *words]) == 0
+    assert main([f"data={path}", "env.tool_call_format=native"]) == 2
+    assert "native needs model=PATH" in capsys.readouterr().out
 
 
 def test_rows_that_cannot_be_read_offend_and_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = [row(prompt=[])] * 30
-    assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row(), *bad]), "--show", "25"]) == 1
+    assert main(["data=" + write_jsonl(tmp_path / "t.jsonl", [row(), *bad]), "--show=25"]) == 1
     said = capsys.readouterr()
-    assert said.out.count("unusable: ") == 25 and "and 5 more (--show 30 lists all)" in said.out and not said.err
-    assert main(["--data", write_jsonl(tmp_path / "t.jsonl", [row()])]) == 0
+    assert said.out.count("unusable: ") == 25 and "and 5 more (--show=30 lists all)" in said.out and not said.err
+    assert main(["data=" + write_jsonl(tmp_path / "t.jsonl", [row()])]) == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["train", "test", "test_new_tools"])
 def test_the_embedded_data_have_no_offending_row(name: str) -> None:
     path = str(ROOT / f"dataset/mini/{name}.parquet")
-    assert main(["--data", path, "--option", "unwanted_call_penalty=1"]) == 0
+    assert main([f"data={path}", "reward.options.unwanted_call_penalty=1"]) == 0
 
 
 def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Row 9 calls a tool by half its name; the nine response rows let a call hide in the response."""
-    assert main(["--data", str(real_data("toolrl", "rlla_test.parquet"))]) == 1
+    assert main(["data=" + str(real_data("toolrl", "rlla_test.parquet"))]) == 1
     said = capsys.readouterr().out
     assert "80 rows tried, 9 with violations; 0 rows unusable, 1 call unlisted tools" in said
     assert said.count("call inside response scores 1, expected less than 1") == 9
@@ -202,9 +231,9 @@ def test_toolrls_test_rows_offend_by_their_known_faults_alone(capsys: pytest.Cap
 def test_with_a_model_responses_go_through_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that stops at `</think>` can write no gold response, which its text alone does not show."""
     model, data = save_tiny_model(tmp_path / "model"), str(ROOT / "dataset/mini/test.parquet")
-    assert main(["--data", data, "--limit", "5", "--model", str(model)]) == 0
+    assert main([f"data={data}", "eval.limit=5", f"model={model}"]) == 0
     stop = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("</think>")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
-    assert main(["--data", data, "--limit", "5"]) == 0
-    assert main(["--data", data, "--limit", "5", "--model", str(model)]) == 1
+    assert main([f"data={data}", "eval.limit=5"]) == 0
+    assert main([f"data={data}", "eval.limit=5", f"model={model}"]) == 1
     assert "5 rows tried, 5 with violations" in capsys.readouterr().out

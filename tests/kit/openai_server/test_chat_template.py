@@ -25,6 +25,7 @@ from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS, ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import PromptTemplate, function_schema
+from verl.kit.agent.ledger import Ledger
 from verl.kit.openai_server.chat_template import serving_chat_template
 from verl.kit.openai_server.served_model import TrainedFormat
 from verl.kit.openai_server.serving_files import serving_texts
@@ -243,6 +244,20 @@ def test_a_result_of_an_unknown_call_is_refused_as_in_training(name: str) -> Non
     messages = [{"role": "user", "content": "a"}, asked, {"role": "tool", "tool_call_id": "c1", "content": "7"}]
     with pytest.raises(Exception, match="c1 is the id of no call before it"):
         served_text(used, template, messages, [])
+
+
+@pytest.mark.parametrize("name", ["toolrl", "tool_n1"])
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_thoughts_in_a_field_are_shown_as_the_gateway_shows_them(name: str, field: str) -> None:
+    used, style = chat(), build_tool_call_format(name)
+    template = serving_chat_template(style, used.tokenizer.chat_template)
+    asked = {"role": "assistant", "content": "\n\nI look.", field: " Hm. ", "tool_calls": [call("c0", {})]}
+    history = [{"role": "user", "content": "a"}, asked, {"role": "tool", "tool_call_id": "c0", "content": "7"}]
+    tools = read_tools([function_schema(RAIN)])
+    ledger = Ledger(ObservationTokenizer(used, style, 512))
+    shown = ledger.place(read_messages(history, "messages"), tools).prompt_ids
+    assert ids(used, served_text(used, template, history, [function_schema(RAIN)])) == [*shown]
+    assert "<think> Hm. </think>\n\nI look." in used.tokenizer.decode(shown)
 
 
 class Unknown:

@@ -229,12 +229,45 @@ def test_history_reaches_the_policy_as_in_training(server: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_server_refuses_what_the_policy_cannot_do(server: str) -> None:
+def test_a_request_decides_about_calls_in_every_api(server: str) -> None:
+    """The embedded policy writes a call of the chosen tool, with arguments of its schema, streamed or not."""
+    openai = pytest.importorskip("openai")
+    request = openai_request(next(iter(read_rows(embedded_path("embedded:test.parquet")))))
+    names = [tool["function"]["name"] for tool in request["tools"]]
+    ping = {"type": "object", "properties": {"host": {"type": "string", "enum": ["a", "b"]}}, "required": ["host"]}
+    request["tools"].append({"type": "function", "function": {"name": "ping", "parameters": ping}})
+    request |= {"model": "mini", "temperature": 0.0, "max_tokens": 200}
+    client = openai.OpenAI(base_url=server, api_key="secret", max_retries=0)
+    named = {"type": "function", "function": {"name": "ping"}}
+    for choice, allowed in (
+        (named, ["ping"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}, ["ping"]),
+        ("required", [*names, "ping"]),
+    ):
+        message = client.chat.completions.create(**request, tool_choice=choice).choices[0].message
+        calls = read_calls(message.tool_calls)
+        assert calls and all(name in allowed for name, _ in calls)
+        assert all(arguments["host"] in ("a", "b") for name, arguments in calls if name == "ping")
+        assert streamed(client, {**request, "tool_choice": choice}) == (message.content or "", calls)
+    tools = [{"type": "function", **tool["function"]} for tool in request["tools"]]
+    done = client.responses.create(
+        model="mini",
+        input=request["messages"],
+        tools=tools,
+        tool_choice={"type": "function", "name": "ping"},
+        temperature=0.0,
+        max_output_tokens=200,
+    )
+    assert [item.name for item in done.output if item.type == "function_call"] == ["ping"]
+
+
+@pytest.mark.slow
+def test_the_server_refuses_what_it_would_drop(server: str) -> None:
     openai = pytest.importorskip("openai")
     request = openai_request(next(iter(read_rows(embedded_path("embedded:test.parquet")))))
     client = openai.OpenAI(base_url=server, api_key="secret", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="tool_choice can be auto or none"):
-        client.chat.completions.create(**request, model="mini", tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="functions cannot be used here; write tools"):
+        client.chat.completions.create(**request, model="mini", extra_body={"functions": [{"name": "a"}]})
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server, api_key="wrong").chat.completions.create(**request, model="mini")
     answer = client.chat.completions.create(**request, model="mini", tool_choice="none", temperature=0.0, max_tokens=96)

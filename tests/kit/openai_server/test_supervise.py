@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.service import free_port
 from verl.kit.openai_server import supervise
 
 SERVES = """
@@ -51,6 +52,30 @@ def test_a_signal_reaches_the_server(name: str, code: int, tmp_path: Path) -> No
     process.send_signal(signal.Signals[name])
     _, said = process.communicate(timeout=20)
     assert (process.returncode, said) == (128 + signal.Signals[name] if code else 0, "")
+
+
+def test_a_server_is_announced_when_it_answers(tmp_path: Path) -> None:
+    """It listens at once, but answers 503 to the first request, as while it loads."""
+    code = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Handler.asked += 1
+        self.send_response(200 if Handler.asked > 1 else 503)
+        self.end_headers()
+    def log_message(self, *_): print("asked", Handler.asked, flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+    port = free_port()
+    ready = ["--ready", f"http://127.0.0.1:{port}/health", "ready: here"]
+    command = [sys.executable, supervise.__file__, *ready, sys.executable, "-c", code, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().strip() for _ in range(3)]
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert lines == ["asked 1", "asked 2", "ready: here"]
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_server_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import need_vllm
+from tests.kit.openai_server.test_forced_calls import accepts
 from tests.test_docs import quickstart_files
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
@@ -149,16 +150,77 @@ def test_requests_are_adjusted_to_the_format(tmp_path: Path) -> None:
 
 
 def test_what_the_policy_cannot_do_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my_format.py").write_text(quickstart_files()["my_format.py"])
+    used = new_parser(parser_class(f"{tmp_path / 'my_format.py'}:CallFormat", tmp_path), request()).tool_parser
+    with pytest.raises(ValueError, match="this tool-call format has no `render`"):
+        used.adjust_request(request(tool_choice="required"))
     used = new_parser(parser_class("toolrl", tmp_path), request()).tool_parser
-    named = {"type": "function", "function": {"name": "get_rain"}}
-    for choice in ("required", named):
-        with pytest.raises(ValueError, match="tool_choice can be auto or none"):
-            used.adjust_request(request(tool_choice=choice))
+    with pytest.raises(ValueError, match="tool_choice names 'nosuch', which is not in tools"):
+        used.adjust_request(request(tool_choice="required", allowed_tools=["nosuch", "python"]))
     used = new_parser(parser_class("search_r1", tmp_path), request()).tool_parser
     asked = request()
     asked.tools = asked.tools[:1]
     with pytest.raises(ValueError, match=r"trained with one tool, search\(query\), which is not in the request"):
         used.adjust_request(asked)
+
+
+NAMED = {"type": "function", "function": {"name": "get_rain"}}
+ALLOWED = [{"type": "function", "name": "get_rain"}]  # of Responses
+
+
+def of_responses(choice: Any) -> Any:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    tools = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+    return ResponsesRequest(input="a", model="m", tools=tools, tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits", "fits_not"),
+    [
+        (lambda: request(tool_choice="required"), ["python", "get_rain", "get_rain+python"], ["text", "nosuch"]),
+        (lambda: request(tool_choice=NAMED), ["get_rain"], ["text", "python", "get_rain+get_rain"]),
+        (
+            lambda: request(tool_choice="required", parallel_tool_calls=False),
+            ["python"],
+            ["text", "get_rain+get_rain", "nosuch"],
+        ),
+        (
+            lambda: request(tool_choice="required", allowed_tools=["get_rain"]),
+            ["get_rain+get_rain"],
+            ["python", "text"],
+        ),
+        (lambda: request(tool_choice="auto", allowed_tools=["get_rain"]), ["get_rain", "text"], ["python"]),
+        (lambda: of_responses("required"), ["get_rain+python"], ["text"]),
+        (lambda: of_responses({"type": "function", "name": "get_rain"}), ["get_rain"], ["text", "python"]),
+        (
+            lambda: of_responses({"type": "allowed_tools", "mode": "required", "tools": ALLOWED}),
+            ["get_rain"],
+            ["text", "python"],
+        ),
+        (
+            lambda: of_responses({"type": "allowed_tools", "mode": "auto", "tools": ALLOWED}),
+            ["get_rain", "text"],
+            ["python"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "toolrl", "xml"])
+def test_a_choice_of_tools_is_a_grammar_of_the_trained_format(
+    name: str, asked: Any, fits: list[str], fits_not: list[str], tmp_path: Path
+) -> None:
+    """vLLM gets it as structured outputs, whatever the API."""
+    made = asked()
+    params = new_parser(parser_class(name, tmp_path), made).tool_parser.adjust_request(made).structured_outputs
+    tool_call_format: Any = build_tool_call_format(name)
+
+    def written(what: str) -> str:
+        arguments = {"get_rain": {"city": "Kala"}, "python": {"code": "1 < 2"}, "nosuch": {"city": "Kala"}}
+        calls = [ToolCall(tool, arguments[tool]) for tool in what.split("+")] if what != "text" else []
+        return f"<think> a </think>\n{tool_call_format.render(calls) if calls else 'Just text.'}"
+
+    tag = json.loads(params.structural_tag)
+    assert [each for each in (*fits, *fits_not) if accepts(tag, written(each))] == fits
 
 
 @pytest.mark.parametrize("name", ["toolrl", "retool", "search_r1"])

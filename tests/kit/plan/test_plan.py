@@ -27,7 +27,7 @@ from transformers import (
 
 from tests.conftest import ROOT
 from tests.support.service import free_port
-from tests.support.tiny import MINI, save_tiny_model
+from tests.support.tiny import MINI, save_tiny_model, with_heads
 from verl.batch.packed import PackedBatch, Segment
 from verl.config.load import load_config
 from verl.config.schema import Config
@@ -598,6 +598,56 @@ def test_a_model_that_packs_do_not_compute_is_refused(key: str, model: Path, tmp
     config = load_config(["recipe=mini_ppo", *(f"{name}={path}" for name, path in words.items())])
     with pytest.raises(ConfigError, match=rf"^{key}: .*softcap=50\.0"):
         build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("size", "place", "words", "said"),
+    [
+        (
+            24,
+            "cpu",
+            [],
+            "vLLM's attention on a CPU computes heads of size 32, 64, .*; rollout.name=hf has no",
+        ),
+        (72, "cpu", [], "heads of size 32, 64,"),
+        (
+            36,
+            "h100",
+            [],
+            "heads whose size is a multiple of 8, up to 256; model.compute_dtype=float32 has no",
+        ),
+        (36, "h100", ["rollout.name=hf"], "flash attention"),
+        (264, "24GiB", [], "flash attention"),
+        (24, "cpu", ["rollout.name=hf"], None),
+        (512, "cpu", [], None),
+        (24, "h100", [], None),
+        (36, "h100", ["model.compute_dtype=float32"], None),
+    ],
+)
+def test_heads_of_a_size_that_nothing_computes_are_refused(
+    size: int, place: str, words: list[str], said: str | None, model: Path, tmp_path: Path
+) -> None:
+    config = load_config([f"model.path={with_heads(model, size, tmp_path)}", *words])
+    lengths, hardware = Lengths(200, 60, "given"), find_hardware(config, place)
+    if said is None:
+        assert build_plan(config, lengths, hardware).policy.head_size == size
+        return
+    with pytest.raises(ConfigError, match=f"^model.path: attention heads of size {size} are not supported: .*{said}"):
+        build_plan(config, lengths, hardware)
+
+
+def test_the_command_refuses_such_heads(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"model.path={with_heads(model, 40, tmp_path)}", "--gpu=cpu"]) == 2
+    assert "attention heads of size 40 are not supported" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_critics_heads_are_checked_where_it_is_trained(model: Path, tmp_path: Path) -> None:
+    """The engine does not serve it."""
+    critic = f"critic.path={with_heads(model, 20, tmp_path)}"
+    config = load_config(["recipe=mini_ppo", f"model.path={model}", critic, "model.compute_dtype=bfloat16"])
+    build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "cpu"))
+    with pytest.raises(ConfigError, match=r"^critic.path: attention heads of size 20"):
+        build_plan(config, Lengths(200, 60, "given"), find_hardware(config, "h100"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from tests.support.tiny import MINI, run_words, save_tiny_model
+from tests.support.tiny import MINI, run_words, save_tiny_model, with_heads
 from verl.config.load import load_config
 from verl.config.schema import ModelConfig
 from verl.data.tasks import TaskSet
@@ -25,6 +25,7 @@ from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import Rewards, build_rewards
+from verl.tracking.console import Display
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.builders.run import load_chat_template, load_inputs
 from verl.trainer.main_ppo import train
@@ -68,7 +69,7 @@ def test_the_python_api_works_under_a_running_event_loop(model: Path, tmp_path: 
     config = load_config([*run_words(model, tmp_path, "hf", steps=1), "data.max_response_length=128"])
 
     async def cell() -> None:
-        train(config, console, only_preflight=True)
+        train(config, Display(None, console), only_preflight=True)
 
     asyncio.run(cell())
     assert "one update on a tiny qwen2" in (tmp_path / "said").read_text()
@@ -104,6 +105,14 @@ def test_a_run_that_no_gpu_holds_is_found_before_it_starts(model: Path, tmp_path
     ) as e:
         check_memory(plan)
     assert "tokens at most, fits on one a100 without context parallelism" in str(e.value)
+
+
+def test_heads_that_the_engine_does_not_compute_are_found(model: Path, tmp_path: Path) -> None:
+    """vLLM's CPU build would start, and fail at the first request."""
+    (other := tmp_path / "model").mkdir()
+    config = load_config(run_words(with_heads(model, 48, other), tmp_path, "vllm", steps=1))
+    with pytest.raises(ConfigError, match=r"model.path: attention heads of size 48 are not supported"):
+        train(config, Console(quiet=True), only_preflight=True)
 
 
 class Indifferent:

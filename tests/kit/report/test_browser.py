@@ -410,7 +410,9 @@ def test_damaged_files_are_named_and_the_rest_is_shown(driver: Any, tmp_path: Pa
     damage(run)
     write_report([run], tmp_path / "report.html")
     load(driver, (tmp_path / "report.html").as_uri())
-    assert len(texts(driver, ".notes li")) == 4 and texts(driver, ".verdict")[0].startswith("The mean reward rose")
+    assert len(texts(driver, ".notes li")) == 4 and texts(driver, ".verdict")[0].startswith(
+        "The run learned. The mean reward rose"
+    )
     driver.execute_script("location.hash = 'rollouts'")
     until(driver, "document.querySelector('article .message')")
     assert driver.get_log("browser") == []

@@ -1,4 +1,4 @@
-"""The embedded default, as it is: what a run leaves for its report."""
+"""The embedded default, as it is but for short validations: what a run leaves for its report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, need_vllm
+from tests.support.tiny import MINI, first_rows
 from verl.kit.explain.explanation import explain
 from verl.kit.kept_samples.sample_files import MAX_BYTES, read_samples, samples_path
 from verl.kit.report.folder import read_run
@@ -23,7 +24,8 @@ from verl.kit.report.page import write_report
 def test_every_step_keeps_what_the_report_shows_without_a_setting_for_it(tmp_path: Path) -> None:
     need_vllm()
     words = ["recipe=mini_grpo", "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}"]
-    command = [sys.executable, "-m", "verl.cli", "train", *words]
+    few = [str(first_rows(MINI / f"{name}.parquet", 8, tmp_path)) for name in ("test", "test_new_tools")]
+    command = [sys.executable, "-m", "verl.cli", "train", *words, f"data.val_files=[{','.join(few)}]"]
     environment = {**os.environ, "CORRECTMAX1": "1"}
     done = subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, text=True)
     folder = tmp_path / "mini_grpo"

@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import re
+import shlex
 import socket
 import sys
 import threading
@@ -25,6 +26,8 @@ from hypothesis import strategies as st
 from tests.support.report_run import HOSTILE, PER_GROUP, damage, save_report_run
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import load_preset
+from verl.config.commands import PROBE, SFT
+from verl.config.load import load_config
 from verl.errors import ConfigError
 from verl.kit.explain.explanation import explain, read_step, summary
 from verl.kit.kept_samples.sample_files import SampleFiles, read_samples, samples_path
@@ -32,12 +35,14 @@ from verl.kit.report import png, rollouts, serve
 from verl.kit.report.__main__ import main
 from verl.kit.report.chunks import Chunks, spread_order
 from verl.kit.report.compare import compare, compare_runs, data_files, differences
-from verl.kit.report.curves import GROUP_FREE, columns, describe, marks, validation, verdict, welch_half
+from verl.kit.report.curves import columns, describe, marks, validation
 from verl.kit.report.folder import RunFolder, read_run, read_runs
+from verl.kit.report.intervals import welch_half
 from verl.kit.report.page import render
 from verl.kit.report.png import smoothed
 from verl.kit.report.rollouts import read_rollouts
 from verl.kit.report.serve import ReportServer
+from verl.kit.report.verdict import GROUP_FREE, verdict
 from verl.tracking.jsonl import append_jsonl, read_jsonl, write_jsonl
 from verl.tracking.names import STDERR
 
@@ -171,8 +176,8 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     change, half = sum(last) / 5 - sum(first) / 5, 2.306 * math.sqrt(1.2 / 5 + 1.2 / 5)
     reward, validated, advice = verdict_of(run)
     assert reward == (
-        "The mean reward rose: from 0.800 in the first 5 steps to 4.800 in the last 5, a change of +4.000 "
-        f"(95 % interval {change - half:+.3f} to {change + half:+.3f})."
+        "The run learned. The mean reward rose: from 0.800 in the first 5 steps to 4.800 in the last 5, a change of "
+        f"+4.000 (95 % interval {change - half:+.3f} to {change + half:+.3f})."
     )
     assert validated.startswith(
         "Validation, val/a/total: from 0.500 to 0.600, a change of +0.100 (95 % interval +0.002"
@@ -197,7 +202,7 @@ def test_a_run_without_rewards_is_judged_by_its_loss(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("trainer:\n  save_freq: 0\n  total_epochs: 9\n")
     loss, validated, advice = verdict_of(run := read_run(tmp_path))
     assert loss.startswith(
-        "The mean loss fell: from 3.700 in the first 5 steps to 3.200 in the last 5, a change of -0.5"
+        "The run learned. The mean loss fell: from 3.700 in the first 5 steps to 3.200 in the last 5, a change of -0.5"
     )
     assert (
         validated.startswith("Validation, val/demonstrations/loss") and advice == "Nothing stands out in the metrics."
@@ -294,7 +299,61 @@ def test_an_interval_of_few_tasks_takes_their_number(tmp_path: Path) -> None:
 def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": n, "reward/total": float(n % 2)} for n in range(1, 21)])
     reward, validated, advice = verdict_of(read_run(tmp_path))
-    assert "did not change measurably" in reward and "no validation" in validated and "Nothing stands out" in advice
+    assert (
+        reward.startswith("The run did not learn. The mean reward did not change measurably: ")
+        and "no validation" in validated
+        and "Nothing stands out" in advice
+    )
+
+
+CONFIG = """algorithm: {name: grpo}
+actor: {optim: {lr: 0.0004}}
+data: {max_response_length: 96, train_files: [/rows/my calls.jsonl]}
+model: {path: /models/m}
+reward: {name: auto}
+"""
+DATA = "model.path=/models/m 'data.train_files=[/rows/my calls.jsonl]'"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "start", "end"),
+    [
+        (
+            {"reward/correctness": -3.0, "reward/zero_variance_groups": 1.0},
+            "No response had a right call",
+            f"sft {DATA}",
+        ),
+        ({"reward/correctness": -2.99, "reward/zero_variance_groups": 1.0}, "Look first: most groups", f"probe {DATA}"),
+        ({"reward/format": 0.1}, "Look first: few responses have the format", f"sft {DATA}"),
+        ({"response_length/clip_ratio": 0.9}, "Look first: many responses reach", "Try data.max_response_length=192"),
+        ({"actor/clip_fraction": 0.5}, "Look first: the ratio of new to old", "Try actor.optim.lr=0.00012"),
+        ({"tools/parse_errors_mean": 2.0}, "Look first: many tool calls cannot be parsed", f"sft {DATA}"),
+    ],
+)
+def test_a_run_that_did_not_learn_has_a_reason_and_a_command(
+    metrics: dict[str, float], start: str, end: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    rows = [{"step": n, "reward/total": float(n % 2), **metrics} for n in range(1, 11)]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    advice = verdict_of(read_run(tmp_path))[2]
+    assert advice.startswith(start) and advice.endswith(end)
+    write_jsonl(tmp_path / "metrics.jsonl", [{**row, "reward/total": row["step"]} for row in rows])
+    reward, _, advice = verdict_of(read_run(tmp_path))
+    assert reward.startswith("The run learned.") and "Try " not in advice and "demonstrations" not in advice
+
+
+def test_a_command_of_a_verdict_is_one_that_the_command_line_takes() -> None:
+    words = shlex.split(DATA)
+    assert load_config(words, PROBE).data.train_files == load_config(words, SFT).data.train_files
+
+
+def test_the_lowest_correctness_is_that_of_the_rewards_options(tmp_path: Path) -> None:
+    rows = [{"step": n, "reward/total": -1.0, "reward/correctness": -1.0} for n in range(1, 4)]
+    write_jsonl(tmp_path / "metrics.jsonl", rows)
+    for options, never in (("{}", False), ("{correct_max_1: true}", True)):
+        (tmp_path / "config.yaml").write_text(f"reward: {{name: rlla, options: {options}}}\n")
+        assert ("No response had a right call" in verdict_of(read_run(tmp_path))[2]) is never
 
 
 def test_marks_stand_where_something_begins(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from verl.batch.samples import Sample
 from verl.chat.template import ChatTemplate
 from verl.config.commands import SFT
 from verl.config.load import load_config
-from verl.data.messages import as_openai
 from verl.data.report import RowReport
 from verl.errors import ConfigError, DataError
+from verl.formats.openai import as_openai
 from verl.kit.sft.demonstrations import Demonstration, read_demonstrations, sft_samples, to_demonstration
 from verl.trainer.builders.env import build_episode_runner, prompt_fn
 from verl.types import Message, Task, ToolCall

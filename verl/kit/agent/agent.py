@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl.data.messages import as_openai
 from verl.envs.base import EnvFactory
 from verl.episodes.program import ProgramEnv, ProgramPolicy
 from verl.errors import ConfigError, ServiceDownError
+from verl.formats.openai import as_openai
 from verl.formats.prompt import function_schema
 from verl.kit.agent.address import check_address
 from verl.kit.agent.confined import Confinement
@@ -32,6 +32,7 @@ from verl.kit.agent.pull import NO_PROXY, PullLauncher
 from verl.kit.agent.rewards import read_reward
 from verl.kit.agent.sampling import OnSampling
 from verl.kit.agent.session import Session
+from verl.kit.agent.thoughts import OnThoughts
 from verl.kit.serving.serving import find_token
 from verl.kit.swe.harness import TaskRuntimes, TaskSession
 from verl.types import Message, Score, StopReason, Task, Turn
@@ -46,6 +47,7 @@ class AgentFactory(EnvFactory):
     agent: file.py:function, called as `function(base_url, task)`; or command: a command line
     python: the interpreter with the agent's packages; default: the trainer's
     on_sampling: what happens to sampling settings of requests that differ from the run's
+    on_thoughts: what happens to responses that the program repeats without their thoughts
     reward_at_limit: of an episode that ended at a limit without a reward; None: none
     max_concurrent: programs at a time; further episodes wait
     pull: agents elsewhere pull the tasks, in place of a program; lease_s: time without heartbeat that ends a lease
@@ -60,6 +62,7 @@ class AgentFactory(EnvFactory):
         command: str | None = None,
         python: str | None = None,
         on_sampling: str = OnSampling.REPLACE,
+        on_thoughts: str = OnThoughts.RESTORE,
         reward_at_limit: float | None = None,
         max_concurrent: int = 256,
         pull: bool = False,
@@ -81,6 +84,8 @@ class AgentFactory(EnvFactory):
             )
         if on_sampling not in (known := tuple(OnSampling)):
             raise ConfigError(f"env.options.on_sampling must be {' or '.join(known)}, got {on_sampling!r}")
+        if on_thoughts not in (known := tuple(OnThoughts)):
+            raise ConfigError(f"env.options.on_thoughts must be {' or '.join(known)}, got {on_thoughts!r}")
         if readable and not sandbox:
             raise ConfigError("env.options.readable needs env.options.sandbox=true")
         if sandbox and url is not None:
@@ -90,9 +95,10 @@ class AgentFactory(EnvFactory):
         self._pulls = PullLauncher(lease_s) if pull else None
         self.launcher = self._pulls or build_launcher(agent, command, python, self._confinement)
         self.tasks = _task_runtimes(runtime)
-        self.on_sampling = OnSampling(on_sampling)
+        self.on_sampling, self.on_thoughts = OnSampling(on_sampling), OnThoughts(on_thoughts)
         self.at_limit = None if reward_at_limit is None else _reward_at_limit(reward_at_limit)
         self._overridden: set[str] = set()  # named so far
+        self._rewriting_noted = False
         self.slots = asyncio.Semaphore(max_concurrent)
         self._gateway: Gateway | None = None
         self._starting = asyncio.Lock()
@@ -121,6 +127,12 @@ class AgentFactory(EnvFactory):
         if new := sorted(names - self._overridden):
             self._overridden |= names
             _log.warning("sampling settings of the agent are replaced by the run's: %s", ", ".join(new))
+
+    def note_rewriting(self, session: Session) -> None:
+        """Warn once of a program that continues nothing: every request is a training sample of its own."""
+        if not self._rewriting_noted and (reason := session.rewriting()):
+            self._rewriting_noted = True
+            _log.warning("segments/requests = 1: the program %s", reason)
 
     async def gateway(self) -> Gateway:
         async with self._starting:
@@ -184,13 +196,16 @@ class AgentEnv(ProgramEnv):
         if self._factory.tasks is not None:
             with policy.timer.paused():
                 self._work = await self._factory.tasks.open(self._task.extra)
-        session = self._session = Session(policy, on_sampling=self._factory.on_sampling, task=self._work)
+        session = self._session = Session(
+            policy, on_sampling=self._factory.on_sampling, on_thoughts=self._factory.on_thoughts, task=self._work
+        )
         try:
             with gateway.serving(session), episode_folder() as folder:
                 await self._run_program(session, gateway.url(session), Path(folder), policy.timer.paused)
         finally:
             await session.close()
             self._factory.note_overridden(session.overridden)
+            self._factory.note_rewriting(session)
         self._at_limit = session.limit is not None or session.cut
         return session.limit or (StopReason.LENGTH if session.cut else StopReason.STOP)
 

@@ -8,7 +8,7 @@ an edited message, a sub-agent, a parallel call) opens a new segment, rendered f
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,6 +18,8 @@ from verl.chat.observations import ObservationTokenizer
 from verl.envs.base import Observation
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.history import with_calls_written
+from verl.formats.toolrl_text import THINK, THINK_END
+from verl.kit.agent.thoughts import OnThoughts, in_fields, is_response, with_content
 from verl.types import Completion, Message, ParsedResponse, ToolSpec, Turn
 
 
@@ -68,13 +70,20 @@ class Draft:
         return self.place == 0
 
 
+Candidate = tuple[Segment, tuple[Message, ...]]  # a segment, and the messages that continue it
+
+
 class Ledger:
     """Append-only, but for responses that never reached the program (`drop`)."""
 
-    def __init__(self, observations: ObservationTokenizer) -> None:
+    def __init__(self, observations: ObservationTokenizer, on_thoughts: OnThoughts = OnThoughts.RESTORE) -> None:
         """observations: its limit on observations is not applied, because the program decides what it shows"""
         self._observations = observations.untruncated  # one object per group, whose episodes share their prompts
+        self._on_thoughts = on_thoughts
         self._segments: list[Segment] = []
+        self._thoughtful: list[Message] = []  # responses with thoughts, as the program received them
+        self.rewritten = 0  # segments that begin with a history, although earlier responses could be repeated
+        self.drops_thoughts = False  # whether one of these histories has a response without its thoughts
         self._order: list[tuple[Segment, int]] = []  # the turns as they were completed
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Draft:
@@ -82,31 +91,60 @@ class Ledger:
 
         Raises DataError for messages that cannot be shown in full, ConfigError for tools that would not be listed.
         """
-        messages, tools = tuple(messages), tuple(tools)
-        segment, context = self._continued(messages, tools)
+        messages, tools = self._as_sent(messages), tuple(tools)
+        segment, messages, context = self._continued(messages, tools)
         if segment is not None:
             return self._draft(segment, messages, messages[len(segment.messages) :], context)
+        self._note_history(messages)
         segment = Segment(messages, tools, len(context), messages)
         self._segments.append(segment)
         return self._draft(segment, messages, messages, context)
 
     def num_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> int:
         """Those that such a request would show the policy. Raises like `place`."""
-        segment, context = self._continued(tuple(messages), tuple(tools))
+        segment, _, context = self._continued(self._as_sent(messages), tuple(tools))
         return len(context) + (0 if segment is None else len(segment.token_ids))
 
     def _continued(
         self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
-    ) -> tuple[Segment | None, array[int]]:
-        """(the segment that the messages continue, the tokens of what is new); (None, all tokens) without one."""
-        for segment in self._candidates(messages, tools):
+    ) -> tuple[Segment | None, tuple[Message, ...], array[int]]:
+        """(the segment that the messages continue, the messages with its responses, the tokens of what is new);
+        (None, the messages, all tokens) without one."""
+        for segment, repeated in self._candidates(messages, tools):
             try:
-                named = _with_tool_names(segment.messages, messages[len(segment.messages) :])
-                return segment, array("i", self._observations.answer_ids(named, segment.written, segment.ended))
+                named = _with_tool_names(segment.messages, repeated[len(segment.messages) :])
+                new = array("i", self._observations.answer_ids(named, segment.written, segment.ended))
+                return segment, repeated, new
             except ConfigError:  # the chat template writes such messages only in front of the first response
                 break
         ids = self._observations.prompt_ids(Observation(_with_tool_names((), messages), tools))
-        return None, ids if isinstance(ids, array) else array("i", ids)
+        return None, messages, ids if isinstance(ids, array) else array("i", ids)
+
+    def _as_sent(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with thoughts where the policy wrote them: SDKs put them into fields, or in other white space.
+
+        Those of other models stay in their fields if the chat template may show these.
+        """
+        return tuple(self._with_thoughts(each) if each.role == "assistant" else each for each in messages)
+
+    def _with_thoughts(self, message: Message) -> Message:
+        beside = in_fields(message)
+        if not beside and THINK not in message.content:
+            return message
+        for known in reversed(self._thoughtful):
+            if is_response(known, message):
+                return with_content(message, known.content)
+        is_written = THINK_END in message.content or len(set(beside)) != 1
+        if is_written or self._observations.tool_call_format.template_tools:
+            return message
+        return with_content(message, f"{THINK}{beside[0]}{THINK_END}{message.content}")
+
+    def _note_history(self, messages: Sequence[Message]) -> None:
+        """Count a segment that a program begins with a history, in place of continuing one."""
+        num_responses = sum(each.role == "assistant" for each in messages)
+        if self._order and num_responses > sum(each.role == "assistant" for each in self.opening):
+            self.rewritten += 1
+            self.drops_thoughts |= any(is_response(a, b, thoughtless=True) for a in self._thoughtful for b in messages)
 
     def place_tokens(self, token_ids: Sequence[int]) -> Draft:
         """Like `place`, for a request that is the tokens themselves. Raises DataError for an id without a token."""
@@ -127,14 +165,29 @@ class Ledger:
         segment.busy = True
         return Draft(segment, messages, added, context, segment.token_ids + context, len(segment.turns))
 
-    def _candidates(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> Iterator[Segment]:
-        """The segments that the messages continue: they know all up to the last response."""
+    def _candidates(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]) -> list[Candidate]:
+        """The segments that the messages continue: they know all up to the last response.
+
+        Responses without their thoughts count if the calls' ids, or else their text, are those of one response alone.
+        """
         length = max((number for number, each in enumerate(messages, 1) if each.role == "assistant"), default=0)
-        for segment in self._segments:
-            is_open = bool(segment.turns) and not segment.busy and segment.tools == tools
-            fits = is_open and 0 < len(segment.messages) == length < len(messages)
-            if fits and self._is_repeated(segment.messages, messages[:length], tools):
-                yield segment
+        fitting = [
+            segment
+            for segment in self._segments
+            if segment.turns and not segment.busy and segment.tools == tools
+            if 0 < len(segment.messages) == length < len(messages)
+        ]
+
+        def repeated(candidates: Iterable[Candidate]) -> list[Candidate]:
+            return [each for each in candidates if self._is_repeated(each[0].messages, each[1][:length], tools)]
+
+        exact = repeated((segment, messages) for segment in fitting)
+        if exact or self._on_thoughts is OnThoughts.OMIT:
+            return exact
+        restored = repeated((segment, _restored(segment.messages, messages)) for segment in fitting)
+        by_id = [each for each in restored if _call_ids(each[0].messages) == _call_ids(messages) != []]
+        found = by_id or restored
+        return found if all(_texts(each[1]) == _texts(found[0][1]) for each in found) else []
 
     def _is_repeated(self, known: Sequence[Message], given: Sequence[Message], tools: Sequence[ToolSpec]) -> bool:
         """Whether a program has repeated the known messages: equal ones, or others that are rendered alike.
@@ -190,6 +243,8 @@ class Ledger:
         segment.turns[-1] = replace(segment.turns[-1], message=message, parsed=parsed)
         segment.written, segment.ended = chat.response_text(sampled), chat.ended(sampled)
         segment.messages = (*draft.messages, received) if draft.messages else ()
+        if draft.messages and THINK_END in received.content:
+            self._thoughtful.append(received)
         segment.last, segment.busy = draft, False
 
     def release(self, draft: Draft) -> None:
@@ -229,6 +284,21 @@ class Ledger:
     def opening(self) -> tuple[Message, ...]:
         """The messages of the first request; empty without one."""
         return self._order[0][0].opening if self._order else ()
+
+
+def _restored(known: Sequence[Message], given: Sequence[Message]) -> tuple[Message, ...]:
+    """The given messages with the thoughts of known ones that they repeat without them, place by place."""
+    pairs = zip(known, given, strict=False)
+    again = [with_content(b, a.content) if is_response(a, b, thoughtless=True) else b for a, b in pairs]
+    return (*again, *given[len(known) :])
+
+
+def _call_ids(messages: Sequence[Message]) -> list[str | None]:
+    return [call.id for message in messages for call in message.tool_calls]
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    return [message.content for message in messages]
 
 
 def _without_spaces(message: Message) -> Message:

@@ -21,12 +21,14 @@ from verl.formats.response import parsed_response
 from verl.kit.agent.ledger import Draft, Ledger
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request, refused
 from verl.kit.agent.sampling import OnSampling, differing, honored
+from verl.kit.agent.thoughts import OnThoughts
 from verl.kit.openai_server.parsing import ResponseReader
 from verl.kit.swe.harness import TaskSession
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Message, ParsedResponse, Score, StopReason, ToolCall
 
 _LIMITS = {"max_turns": StopReason.MAX_TURNS, "context_length_exceeded": StopReason.LENGTH}  # by code of the error
+_WAY_OUT = "send every assistant message back with its whole content"
 _FREE_CHARS = 100_000  # of a request, which are tokenized in milliseconds
 
 
@@ -90,11 +92,12 @@ class Session:
     cut: bool = False  # whether the last response is as long as the run allows
     counts: Counter[str] = field(default_factory=Counter)
     on_sampling: OnSampling = OnSampling.REPLACE
+    on_thoughts: OnThoughts = OnThoughts.RESTORE
     overridden: set[str] = field(default_factory=set)  # names of settings that were replaced
     task: TaskSession | None = None  # where the program's commands run (env.options.runtime)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.policy.observations)
+        self.ledger = Ledger(self.policy.observations, self.on_thoughts)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of the engine or the runtime
         self._reader = ResponseReader(self.policy.observations.tool_call_format)
         self._exchanges: list[Exchange] = []
@@ -164,6 +167,16 @@ class Session:
         """After the end, by name."""
         counted = ("requests", "retries", "undelivered", "sampling_overridden")
         return {f"agent/{name}": self.counts[name] for name in counted} | {"agent/segments": len(self.ledger.segments)}
+
+    def rewriting(self) -> str:
+        """Why no request continues an earlier one, and the way out; empty if one does, or if none has a history."""
+        if not self.ledger.rewritten or len(self.ledger.segments) != self.ledger.rewritten + 1:
+            return ""
+        if not self.ledger.drops_thoughts:
+            return f"changes the responses that it repeats; {_WAY_OUT} and its tool_calls"
+        restores = self.on_thoughts is OnThoughts.RESTORE
+        how = "which may be several responses" if restores else "which env.options.on_thoughts=restore puts back"
+        return f"drops thoughts, {how}; {_WAY_OUT}"
 
     async def close(self) -> None:
         """Refuse further requests, end the running ones and drop responses that never reached the program."""

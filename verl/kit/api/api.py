@@ -17,7 +17,7 @@ from typing import Any
 from verl.config.commands import EVAL, PROBE, SFT, TRAIN, Command
 from verl.config.load import load_config, read_recipe
 from verl.embedded import EMBEDDED
-from verl.envs.registry import is_plain
+from verl.envs.registry import is_plain, is_text_env
 from verl.errors import ConfigError
 from verl.kit.api.child import run_command
 from verl.kit.api.inputs import Objects, argument, check_type, data_files, model_path
@@ -196,8 +196,9 @@ class _Job:
         if env is not None and not self._has("env.tool_call_format"):
             self.put("env.tool_call_format", _FORMAT)
         if not self._has("data.map"):
-            self.put("data.map", _ROW_MAP if isinstance(env, type) and is_plain(env) else _map_for(reward))
-        if reward is None and (hasattr(env, "get_reward") or hasattr(env, "judge")):
+            of_own = is_text_env(env) or (isinstance(env, type) and is_plain(env))
+            self.put("data.map", _ROW_MAP if of_own else _map_for(reward))
+        if reward is None and (is_text_env(env) or hasattr(env, "get_reward") or hasattr(env, "judge")):
             reward = "env"
         self.put_reward(reward)
 

@@ -105,11 +105,11 @@ class Run:
         return checkpoints / str(read_json(checkpoints / "latest.json")["folder"]) / "hf"
 
     @property
-    def table(self) -> Table:
-        """The first and the last validation; `rich.print` displays it."""
+    def table(self) -> Table | str:
+        """The first and the last validation, or a sentence if there is none; `rich.print` displays both."""
         validated = [row for row in self.metrics if any(name.startswith(("val/", "eval/")) for name in row)]
         if not validated:
-            raise DataError("has no validation", hint="Give val_data", file=str(self.folder))
+            return f"{self.folder} has no validation: give val_data."
         first, last = (metrics_by_set(row) for row in (validated[0], validated[-1]))
         return before_after_table(first, last)
 

@@ -18,6 +18,7 @@ or `get_reward` raise are infrastructure faults. `close`, if there is one, relea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,16 +27,19 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, ClassVar
 
-from verl.data.messages import as_openai
+import cloudpickle
+
 from verl.envs.base import Env, Observation, StepResult
 from verl.envs.tools.function import FunctionTool
 from verl.envs.tools.functions import Toolbox
 from verl.envs.tools.runner import MAX_CHARS
 from verl.errors import DataError, VerlError
+from verl.formats.openai import as_openai
+from verl.registry import USER_MODULE
 from verl.system.daemon import run_in_daemon_thread
 from verl.text import shortened
 from verl.types import Message, Score, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
-from verl.utils.reward_score.base import as_score
+from verl.utils.reward_score.functions import as_score
 
 _NO_TOOLS = ("reset", "get_reward", "close")
 _TASK_COLUMNS = ("prompt", "tools", "env", "reward", "data_source")
@@ -76,6 +80,12 @@ class ClassEnv(Env):
         answers = [await self._answer(call) for call in message.tool_calls]
         uses = tuple(use for _, use in answers)
         return StepResult(tuple(answer for answer, _ in answers), done=not answers, tool_uses=uses)
+
+    def snapshot(self) -> bytes:
+        try:
+            return bytes(cloudpickle.dumps(self._object))
+        except Exception:  # noqa: BLE001  it may hold anything: a connection, a lock
+            return b""
 
     async def close(self) -> None:
         if hasattr(self._object, "close"):
@@ -121,6 +131,8 @@ def as_env_class(made_of: type) -> type[ClassEnv]:
     tools = {name: FunctionTool(method, name) for name, method in _tool_methods(made_of)}
     specs = tuple(tool.spec for tool in tools.values())
     base = JudgingClassEnv if hasattr(made_of, "get_reward") else ClassEnv
+    if made_of.__module__.startswith(USER_MODULE):  # of a file, which other processes have not imported
+        cloudpickle.register_pickle_by_value(sys.modules[made_of.__module__])
     of_class = {"made_of": made_of, "tools": tools, "specs": specs, "toolbox": Toolbox(specs)}
     return type(made_of.__name__, (base,), of_class)
 
@@ -144,6 +156,7 @@ def as_task_row(row: Any) -> Any:
         **{name: row[name] for name in ("tools", "env", "reward") if name in row},
         "data_source": row.get("data_source", "environment"),
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "text_prompt": isinstance(prompt, str),
         "reward_model": {"ground_truth": answer},
         "extra_info": {name: value for name, value in row.items() if name not in _TASK_COLUMNS},
     }

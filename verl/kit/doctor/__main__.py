@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.kit.doctor.versions import Check, Flavour, check_all, find_flavour, find_gpus
+from verl.rollout.head_sizes import describe_head_sizes
 from verl.system.packages import SET_UP
 
 GIB = 1024**3
@@ -61,6 +62,11 @@ def check_accelerator(flavour: Flavour) -> Check:
     if not gpus:
         return Check("device", "fail", f"no NVIDIA GPU found{forced}", "see what `nvidia-smi -L` prints, or unset it")
     return Check("device", "ok", f"{len(gpus)} GPU(s): {gpus[0]}")
+
+
+def check_models(flavour: Flavour) -> Check:
+    """What a model needs here; that depends on the device alone."""
+    return Check("models", "note", describe_head_sizes(on_cpu=flavour == "cpu"))
 
 
 def check_disk(folder: Path) -> Check:
@@ -207,7 +213,13 @@ def quick(flavour: Flavour, *, dev: bool) -> int:
 def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
     failed = 0
     slow: list[Callable[[], Check]] = [check_sandbox, *([check_vllm] if with_vllm else [])]
-    quick = (check_accelerator(flavour), check_disk(Path.cwd()), check_free_memory(), check_shm())
+    quick = (
+        check_accelerator(flavour),
+        check_models(flavour),
+        check_disk(Path.cwd()),
+        check_free_memory(),
+        check_shm(),
+    )
     for check in chain(check_all(flavour, dev=dev), quick, (run() for run in slow)):
         print(f"{check.status:5} {check.name:16} {check.found}", flush=True)
         if check.hint:

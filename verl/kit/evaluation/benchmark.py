@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.config.schema import DataConfig
+from verl.config.schema import DataConfig, EnvConfig
 from verl.data.source import AS_WRITTEN
 from verl.errors import DataError
 from verl.types import Task
@@ -25,7 +25,7 @@ class BenchmarkContext:
     search:   options of the search tool; empty: BM25 over the passages in data_dir
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: no judge
     user:     options of tau2's user simulator; empty: the scripted one
-    reward, reward_options, data: for data files
+    reward, reward_options, data: for data files; env: that of their episodes, None for a prompt and one response
     max_tool_calls: per episode of math with Python and of search; None: the benchmark's usual number
     tool_call_format: the handler's (tool_call_format_of), for benchmarks with earlier calls in the prompt
     """
@@ -39,6 +39,7 @@ class BenchmarkContext:
     reward: str = "auto"
     reward_options: Mapping[str, Any] = field(default_factory=dict)
     data: DataConfig = AS_WRITTEN
+    env: EnvConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class EpisodeConfig:
     max_tool_calls: int = 16
     max_observation_tokens: int = 512  # per observation; longer ones are cut in the middle
     feedback_on_parse_error: bool = True  # false: a parse error terminates the episode
+    own_env: EnvConfig | None = None  # the settings of training, in place of all above but the reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ _SETTINGS = (  # of an engine, sampling and scoring, that affect a score
 
 async def evaluate(config: Config, console: Console) -> list[dict[str, Any]]:
     """Evaluate the model, after the one it is compared with, if any; write, print and return the results."""
+    if config.env.multi_turn:
+        config = replace(config, eval=replace(config.eval, handler=str(config.env.tool_call_format)))
     models = [EvaluatedModel.of(config, path) for path in (config.eval.compare, config.model.path) if path is not None]
     if len({model.tool_call_format for model in models}) > 1:
         raise ConfigError(
@@ -67,6 +69,7 @@ async def evaluate(config: Config, console: Console) -> list[dict[str, Any]]:
         reward=config.reward.name,
         reward_options=config.reward.options,
         data=config.data,
+        env=config.env if config.env.multi_turn else None,
     )
     built = build_benchmarks(wanted.benchmarks, context)
     requested: Pending = [

@@ -3,6 +3,8 @@
 A model's score depends on the handler, so every score names its handler, and comparisons use the same one.
 """
 
+from dataclasses import replace
+
 from verl.config.schema import EnvConfig
 from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
@@ -39,6 +41,8 @@ def check_several_tools(benchmark: str, tool_call_format: str) -> None:
 
 def env_of(episode: EpisodeConfig, tool_call_format: str) -> EnvConfig:
     """The `env` configuration of a category under a handler's format."""
+    if episode.own_env is not None:
+        return replace(episode.own_env, tool_call_format=tool_call_format)
     if not episode.uses_tools:
         return EnvConfig()
     return EnvConfig(

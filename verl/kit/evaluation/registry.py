@@ -59,6 +59,8 @@ def _build(name: str, parts: Sequence[str], context: BenchmarkContext) -> Benchm
     """The benchmark with the categories in `parts`; with all of them if its own name is among `parts`."""
     if name.endswith(_DATA_SUFFIXES):
         return rows_benchmark(name, context)
+    if context.env is not None:
+        raise ConfigError(f"{name} has an environment of its own; env.name={context.env.name} suits data files")
     make: Callable[[BenchmarkContext], Benchmark] = resolve("benchmark", name, BENCHMARKS)
     benchmark = make(context)
     if name in parts:

@@ -1,5 +1,6 @@
 """Any training data file as a benchmark, scored by a training reward."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,13 +18,18 @@ def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
     """Rows of a file, each a prompt and one response, scored by the context's reward or the row's own.
 
     Prompts are used as they are. If the first row has a gold turn, the handler's format lists tools and reads calls.
+    With an environment each row is an episode of it, as in training.
     The score is the share with the maximum reward, or the mean if that is unknown. Raises ConfigError for the reward.
     """
     name = Path(path).name  # with its suffix, so that files with the same stem have separate results
-    episode = EpisodeConfig(context.reward, context.reward_options, uses_tools=_has_gold(path, context.data))
+    uses_tools = context.env is not None or _has_gold(path, context.data)
+    episode = EpisodeConfig(context.reward, context.reward_options, uses_tools, own_env=context.env)
     metric = EXACT if isinstance(build_reward(context.reward, context.reward_options), LabReward) else "total"
-    tasks = cache(partial(_read, path, metric, context.data))
-    category, note = Category(name, tasks, episode, metric), f"{name}: rows of {path}, scored by {context.reward}"
+    tasks = cache(partial(_read, path, metric, context.data, () if context.env is None else (context.env.name,)))
+    note = f"{name}: rows of {path}, scored by {context.reward}"
+    if context.env is not None:
+        note += f", in the environment {context.env.agent or context.env.command or context.env.name}"
+    category = Category(name, tasks, episode, metric)
     return Benchmark(name, (category,), notes=(note,), files=lambda: (str(tasks().report),))
 
 
@@ -36,14 +42,17 @@ def _has_gold(path: str, data: DataConfig) -> bool:
         return False
 
 
-def _read(path: str, metric: str, data: DataConfig) -> TaskSet:
+def _read(path: str, metric: str, data: DataConfig, envs: Sequence[str]) -> TaskSet:
+    """envs: whose tasks can be evaluated, besides single turns"""
     try:
         tasks = TaskSet(path, data=data)
     except DataError as error:
         raise error if error.row is None else replace(error, hint="Correct the row: no row is skipped here") from None
     for task in tasks:
-        if task.env not in (None, "single_turn"):
-            raise DataError(f"{task.env!r} is not supported here", "single_turn", field="env").of_row(task.id)
+        if task.env not in (None, "single_turn", *envs):
+            expected = " or ".join(("single_turn", *envs))
+            hint = f"Set env.name={task.env}"
+            raise DataError(f"{task.env!r} is not supported here", expected, hint, field="env").of_row(task.id)
         if metric == EXACT and task.reward is not None and not isinstance(named_reward(task.reward), LabReward):
             problem = f"{task.reward!r} has no known maximum, which the metric of the other rows needs"
             raise DataError(problem, hint="Put the rows into a separate file", field="reward").of_row(task.id)

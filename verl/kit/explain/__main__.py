@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
 from verl.kit.report.folder import RunFolder, read_run
+from verl.system.exits import write_error
 from verl.text import printable
 
 
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = read_run(options.run, options.user_code or options.gradient)
         code = _explained(run, options.step, options.sample, options.gradient, console)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {printable(str(error))}\n")
-        return exit_code_of(error)
+        return write_error(error)
     for note in run.notes:
         console.print(f"note: {printable(note)}", markup=False, soft_wrap=True)
     return code

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
 from verl.kit.export.folder import copy_model, new_folder
 from verl.kit.openai_server.served_model import add_format_arguments, find_model
+from verl.system.exits import write_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 write_gguf(find_model(options.model, options.checkpoint).folder, folder, options.dtype)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return exit_code_of(error)
+        return write_error(error)
     for path in sorted(options.out.iterdir()):
         sys.stdout.write(f"{path}\n")
     return 0

@@ -59,8 +59,8 @@ def model_card(
     """
     settings = state.get("resume_config", {})
     facts = {label: settings.get(key) for label, key in _SETTINGS.items()}
-    if facts["Reward"] == AUTO:
-        facts["Reward"] = "calls for rows with a gold turn, else by data_source"
+    if facts["Reward"] == AUTO:  # earlier versions did not record what it chose
+        facts["Reward"] = list(state.get("rewards", ())) or "calls for rows with a gold turn, else by data_source"
     facts["Tool-call format"] = tool_call_format
     facts["Steps"] = state.get("trainer", state).get("step")
     facts["Digest of the training tasks"] = _digest(folder / TRAIN_TASKS)

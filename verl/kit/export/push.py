@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import ConfigError, VerlError
 from verl.kit.export.folder import copy_model
 from verl.kit.openai_server.served_model import add_format_arguments
 from verl.pretrained import in_short
+from verl.system.exits import write_error
 
 _REACH_TIMEOUT_S = 10.0
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             copy_model(options, Path(folder))
             url = upload(Path(folder), options.repository, options.private, options.revision)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return exit_code_of(error)
+        return write_error(error)
     sys.stdout.write(f"{url}\n")
     return 0
 

@@ -26,6 +26,7 @@ from verl.trainer.builders.env import (
 )
 from verl.trainer.builders.run import load_chat_template
 from verl.trainer.builders.scorer import build_scorer
+from verl.trainer.metrics import score_means
 from verl.types import Score, Task
 
 
@@ -68,9 +69,7 @@ def _format_means(scores: Sequence[Score]) -> str:
     """Mean reward and mean of every reward part, as text."""
     if not scores:
         return "none of them scored"
-    mean = sum(score.total for score in scores) / len(scores)
-    names = dict.fromkeys(name for score in scores for name in score.parts)
-    parts = ", ".join(
-        f"{name} {sum(score.parts.get(name, 0.0) for score in scores) / len(scores):.3f}" for name in names
-    )
+    means = score_means(scores)
+    mean = means.pop("total")
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
     return f"mean reward {mean:.3f}{f' ({parts})' if parts else ''}"

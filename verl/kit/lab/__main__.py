@@ -1,19 +1,25 @@
 """The reward lab: check a reward on your own data before spending a GPU hour on it.
 
-    toolrl lab --data train.parquet [--reward rlla] [--format toolrl] [--limit N] [--option key=value ..]
+    toolrl lab data=train.parquet [reward.name=rlla] [env.tool_call_format=toolrl] [model=PATH] [eval.limit=N]
 
+    --step=N       training step, for scheduled rewards
+    --show=N       number of violations and unusable rows to list
+    --help         print this text and every key with its default
+    --config FILE  settings of a YAML file, such as a run's config.yaml
+    --cfg job      print the resulting configuration and exit
+
+With a model responses go through its tokens, as in training.
 For every row the gold response must score the maximum, and every mutation that the reward declares must score less.
 Unusable rows, and rows whose gold calls a tool that the prompt does not list, are reported too. A row that names its
 own reward is checked with that one. Exit code 1: violations. 2: the data or the reward is unusable.
 """
 
-import argparse
 import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from rich.console import Console
@@ -22,21 +28,24 @@ from rich.progress import track
 from rich.table import Table
 
 from verl.chat.native import NativeFormat
-from verl.config.schema import Config, DataConfig, EnvConfig, ModelConfig
+from verl.config.commands import LAB
+from verl.config.schema import Config
 from verl.data.tasks import TaskSet
-from verl.embedded import EMBEDDED, PREFIX, embedded_path
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.written import as_trajectory, episode_of, written_response
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.plain import PLAIN
-from verl.registry import option
 from verl.scoring.rewards import Rewards, build_rewards
 from verl.system.daemon import run_async
+from verl.trainer.cli import CliArgs, check_files, run_cli
 from verl.types import Message, Task, Trajectory
 from verl.utils.reward_score.base import LabReward
 
 GOLD = "gold"
+AUTO = "auto"
+_STEP, _SHOW = "--step=", "--show="
+_SHOWN = 20
 _TOLERANCE = 1e-9
 
 
@@ -139,79 +148,66 @@ def _table(report: LabReport) -> Table:
     return table
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("toolrl lab", description="Check a reward on data.")
-    parser.add_argument("--data", required=True, help="parquet or jsonl file of tasks")
-    parser.add_argument("--reward", default="auto", help="a built-in reward, or module:attribute, or file.py:attribute")
-    parser.add_argument("--format", metavar="NAME", help="tool-call format, for rewards that compare parsed calls")
-    parser.add_argument("--format-option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--model", help="folder of a model: responses go through its tokens, as in training")
-    parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument(
-        "--column", type=option, action="append", default=[], metavar="THEIRS=OURS", help="rename a column"
-    )
-    parser.add_argument("--map", metavar="FILE.PY:FUNCTION", help="converts every row, as data.map")
-    parser.add_argument("--split-turns", choices=("all", "last"), default="all", help="as data.split_turns")
-    parser.add_argument("--limit", type=_count, help="check only the first N usable rows")
-    parser.add_argument("--step", type=_count, default=0, help="training step, for scheduled rewards")
-    parser.add_argument("--show", type=_count, default=20, help="number of violations and unusable rows to list")
-    return parser.parse_args(argv)
+def main(argv: Sequence[str]) -> int:
+    return run_cli(argv, __doc__ or "", LAB, run, (_STEP, _SHOW))
 
 
-def _format(arguments: argparse.Namespace) -> tuple[ToolCallFormat, EpisodeRunner | None]:
-    """The format, and with a model the runner of its episodes."""
-    options = dict(arguments.format_option)
-    if arguments.model is None:
-        found = PLAIN if arguments.format is None else build_tool_call_format(arguments.format, options)
+def run(args: CliArgs, console: Console) -> int:
+    """1 if the reward, or a row, is not sound, else 0."""
+    config, files = args.config, args.config.data.train_files
+    check_files("data.train_files", files, needed=True)
+    if len(files) > 1:
+        raise ConfigError(f"data.train_files: the lab reads one file, got {len(files)}")
+    step, show = _count(args, _STEP, 0), _count(args, _SHOW, _SHOWN)
+    rewards = build_rewards(config.reward.name, config.reward.options)
+    tasks = TaskSet(files[0], max_bad_share=1.0, data=config.data)
+    count = len(tasks) if config.eval.limit is None else min(len(tasks), config.eval.limit)
+    style, runner = _format(config, calls=any(task.gold is not None for task in islice(tasks, count)))
+    report = try_rewards(rewards, track(islice(tasks, count), "Scoring", count, console=console), step, style, runner)
+    console.print(_table(report))
+    unusable, unlisted = tasks.report.bad, tasks.report.unlisted
+    _print_rows("unusable: ", unusable, show, console)
+    _print_rows("unlisted tool: ", unlisted, show, console)
+    _print_rows("", report.violations, show, console)
+    rows = len({violation.task_id for violation in report.violations})
+    counts = f"{len(unusable)} rows unusable, {len(unlisted)} call unlisted tools"
+    console.print(f"{count} rows tried, {rows} with violations; {counts}", soft_wrap=True)
+    return 1 if report.violations or unusable or unlisted else 0
+
+
+def _format(config: Config, calls: bool) -> tuple[ToolCallFormat, EpisodeRunner | None]:
+    """The format, and with a model the runner of its episodes. calls: whether golds are turns, to be written in it"""
+    env = config.env
+    if env.tool_call_format == AUTO and not calls:
+        env = replace(env, tool_call_format=None)
+    if config.model.path is None:
+        name = "toolrl" if env.tool_call_format == AUTO else env.tool_call_format
+        found = PLAIN if name is None else build_tool_call_format(name, env.tool_call_format_options)
         if isinstance(found, NativeFormat):
-            raise ConfigError("--format native needs --model PATH, whose chat template renders the calls")
+            raise ConfigError("env.tool_call_format=native needs model=PATH, whose chat template renders the calls")
         return found, None
-    from verl.trainer.builders.env import build_episode_runner  # heavy imports
+    from verl.trainer.builders.env import build_episode_runner, with_tool_call_format  # heavy imports
     from verl.trainer.builders.run import load_chat_template
 
-    path = embedded_path(f"{PREFIX}model" if arguments.model == EMBEDDED else arguments.model)
-    config = Config(env=EnvConfig(tool_call_format=arguments.format, tool_call_format_options=options))
-    runner = build_episode_runner(config, load_chat_template(ModelConfig(path=path)))
+    chat = load_chat_template(config.model)
+    runner = build_episode_runner(with_tool_call_format(Config(model=config.model, env=env), chat), chat)
     return runner.observations.tool_call_format, runner
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not text.isascii():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
-    return int(text)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    console = Console(soft_wrap=True, emoji=False)
-    try:
-        rewards = build_rewards(arguments.reward, dict(arguments.option))
-        style, runner = _format(arguments)
-        data = DataConfig(columns=dict(arguments.column), map=arguments.map, split_turns=arguments.split_turns)
-        tasks = TaskSet(embedded_path(arguments.data), max_bad_share=1.0, data=data)
-        count = len(tasks) if arguments.limit is None else min(len(tasks), arguments.limit)
-        tried = track(islice(tasks, count), "Scoring", count, console=console)
-        report = try_rewards(rewards, tried, arguments.step, style, runner)
-    except VerlError as error:
-        console.print(f"[red]{type(error).__name__}[/red] {escape(str(error))}", highlight=False)
-        return 2
-    console.print(_table(report))
-    unusable, unlisted = tasks.report.bad, tasks.report.unlisted
-    _print_rows("unusable: ", unusable, arguments.show, console)
-    _print_rows("unlisted tool: ", unlisted, arguments.show, console)
-    _print_rows("", report.violations, arguments.show, console)
-    rows = len({violation.task_id for violation in report.violations})
-    counts = f"{len(unusable)} rows unusable, {len(unlisted)} call unlisted tools"
-    console.print(f"{count} rows tried, {rows} with violations; {counts}")
-    return 1 if report.violations or unusable or unlisted else 0
+def _count(args: CliArgs, option: str, default: int) -> int:
+    """The value of an option. Raises ConfigError if it is no whole number."""
+    given = [each.removeprefix(option) for each in args.options if each.startswith(option)]
+    if given and not (given[-1].isdigit() and given[-1].isascii()):
+        raise ConfigError(f"{option}{given[-1]} is not a whole number >= 0")
+    return int(given[-1]) if given else default
 
 
 def _print_rows(prefix: str, items: Sequence[object], show: int, console: Console) -> None:
     for item in items[:show]:
-        console.print(escape(f"{prefix}{item}"), highlight=False)
+        console.print(escape(f"{prefix}{item}"), soft_wrap=True)
     if len(items) > show:
-        console.print(f"... and {len(items) - show} more (--show {len(items)} lists all)")
+        console.print(f"... and {len(items) - show} more (--show={len(items)} lists all)")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -16,10 +18,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import ConfigError, VerlError
 from verl.kit.openai_server import supervise
 from verl.kit.openai_server.parsing import PARSER_NAME
+from verl.kit.openai_server.requests import CheckedRequests
 from verl.kit.openai_server.served_model import TrainedModel, add_format_arguments, chosen_format, find_model
 from verl.kit.openai_server.serving_files import (
     CHAT_TEMPLATE,
@@ -30,6 +32,7 @@ from verl.kit.openai_server.serving_files import (
 )
 from verl.kit.serving.serving import ServingConfig, find_token
 from verl.pretrained import read_tokenizer
+from verl.system.exits import write_error
 from verl.system.packages import SET_UP
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -53,12 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(own)
     try:
         command, environment = serving_command(options, further)
-        sys.stdout.write(f"POST http://{options.host}:{options.port}/v1/chat/completions\n")
-        sys.stdout.flush()
-        os.execvpe(sys.executable, [sys.executable, supervise.__file__, *command], environment)  # frees our memory
+        address = f"http://{options.host}:{options.port}"
+        ready = ["--ready", f"{address}/health", _example(address, command, "VLLM_API_KEY" in environment)]
+        os.execvpe(sys.executable, [sys.executable, supervise.__file__, *ready, *command], environment)  # frees memory
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return exit_code_of(error)
+        return write_error(error)
+
+
+def _example(address: str, command: Sequence[str], has_token: bool) -> str:
+    """What is printed once the server answers: its address and a first request."""
+    name = command[command.index("--served-model-name") + 1]
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    token = " -H 'Authorization: Bearer TOKEN'" if has_token else ""
+    request = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
+    return f"ready: {address}/v1, model {name}\n{request}"
 
 
 def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
@@ -85,16 +96,21 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *("--chat-template", str(folder / CHAT_TEMPLATE), "--chat-template-content-format", "string"),
         *("--enable-auto-tool-choice", "--tool-parser-plugin", str(folder / TOOL_PARSER)),
         *("--tool-call-parser", PARSER_NAME, "--exclude-tools-when-tool-choice-none"),
+        *("--middleware", f"{CheckedRequests.__module__}.{CheckedRequests.__name__}"),
         *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
         *([] if on_gpu else ["--enforce-eager"]),
         *further,
     ]
-    environment = {**({} if on_gpu else _CPU_DEFAULTS), "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    environment = {**({} if on_gpu else _CPU_DEFAULTS), **_QUIET, **os.environ}
     return command, {**environment, "VLLM_API_KEY": token} if token else environment
 
 
 # Without them vLLM takes half of the memory, and binds threads to cores that other processes use.
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+
+
+# Python's resource tracker warns of shared memory that vLLM leaves at Ctrl-C, and removes it.
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
 
 
 def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:

@@ -1,7 +1,8 @@
 """A tool parser of vLLM for a tool-call format: `vllm serve --tool-parser-plugin tool_parser.py`.
 
 The class is made from `ToolCallFormat.parse`, so a server reads the calls that training read. Content is streamed as it
-is written; calls follow complete at the end of the response, when it is certain that all of them can be parsed.
+is written; calls follow complete at the end of the response, when it is certain that all of them can be parsed. Calls
+that a request demands are written in the format of the training, too, under a grammar of it (`forced_calls`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers.abstract_tool_parser import (
     DeltaMessage,
     ExtractedToolCallInformation,
     ToolParser,
     ToolParserManager,
 )
+from xgrammar import Grammar
 
+from verl.errors import ConfigError
 from verl.formats.base import build_tool_call_format
+from verl.kit.openai_server.forced_calls import call_grammar
 from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
+from verl.kit.openai_server.requests import ALLOWED_TOOLS
 from verl.types import ToolCall, ToolSpec
 
 
@@ -51,7 +57,7 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
     """One instance per response; `reader_of` is set by `register_tool_parser`."""
 
     reader_of: Callable[[Any], ResponseReader]
-    supports_required_and_named = False  # these would be forced by a JSON grammar, which is not the policy's format
+    supports_required_and_named = False  # their calls are in the policy's format, not in vLLM's JSON
     engine_based_streaming = True  # so that `finish_streaming` is called
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,8 +75,7 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         answers with status 400."""
         if not _may_call(request):
             return request
-        if request.tool_choice not in (None, "auto"):
-            raise ValueError("tool_choice can be auto or none: this policy was trained to decide itself about calls")
+        self._constrain(request)
         request.skip_special_tokens = False  # some formats use them
         single = self.reader.single_tool
         if single is None:
@@ -82,6 +87,23 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         request.stop = [*([given] if isinstance(given, str) else given), *self.reader.stop_strings]
         request.include_stop_str_in_output = True  # end tokens, too
         return request
+
+    def _constrain(self, request: Any) -> None:
+        """Structured outputs for a request that names tools, or demands a call. Raises ValueError."""
+        names, required, single = _chosen(request)
+        if not names and not required:
+            return
+        tools = [each for each in _specs(request.tools) if not names or each.name in names]
+        if unknown := sorted(set(names) - {each.name for each in tools}):
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not in tools")
+        single = single or request.parallel_tool_calls is False
+        try:
+            grammar = call_grammar(
+                self.reader.tool_call_format, tools, _is_known_schema, required=required, single=single
+            )
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        request.structured_outputs = StructuredOutputsParams(structural_tag=json.dumps(grammar, ensure_ascii=False))
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         if not _may_call(request):
@@ -133,6 +155,27 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
 def _may_call(request: Any) -> bool:
     """Whether calls are read. Without tools the whole response is content: the client may read them itself."""
     return bool(request.tools) and request.tool_choice != "none"
+
+
+def _chosen(request: Any) -> tuple[list[str], bool, bool]:
+    """(the tools that may be called, if not all; whether one has to be; whether one at most)"""
+    choice, allowed = request.tool_choice, getattr(request, ALLOWED_TOOLS, None)
+    if allowed is not None:
+        return allowed, choice == "required", False
+    if choice in (None, "auto", "required"):
+        return [], choice == "required", False
+    if choice.type == "allowed_tools":  # of Responses
+        return [each["name"] for each in choice.tools], choice.mode == "required", False
+    return [getattr(choice, "function", choice).name], True, True
+
+
+def _is_known_schema(schema: Mapping[str, Any]) -> bool:
+    """Whether vLLM's structured outputs can follow this JSON schema."""
+    try:
+        Grammar.from_json_schema(json.dumps(schema))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _specs(tools: Any) -> list[ToolSpec]:

@@ -13,11 +13,11 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from verl.data.messages import as_openai
 from verl.data.tasks import to_task
 from verl.envs.base import Env, EnvFactory, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory
 from verl.errors import DataError, ServiceDownError
+from verl.formats.openai import as_openai
 from verl.kit.openenv.mcp import rpc_response, tool_result
 from verl.kit.openenv.wire import (
     Action,

@@ -29,6 +29,7 @@ from verl.errors import ConfigError
 from verl.kit.plan.parity import check_packs
 from verl.pretrained import read_model_config
 from verl.rollout.gpu_share import CONTEXT_GIB, MANY_TOKENS, engine_share
+from verl.rollout.head_sizes import check_head_size
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, find_memory, forward_flops
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
@@ -438,7 +439,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
 
 
 def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
-    """Raises ConfigError for a model that cannot be read or whose context is too short."""
+    """Raises ConfigError for a model that cannot be read or computed, or whose context is too short."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config)
     assert config.model.path is not None
@@ -446,11 +447,14 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
     build_kl_control(config.algorithm, algorithm)
     check_packs(config.model.path, longest)
     policy, critic = read_shape(config.model.path, PackedPolicy), None
+    dtype, on_cpu = config.model.compute_dtype, hardware.on_cpu
+    check_head_size(policy.head_size, "model.path", on_cpu, config.rollout.name, dtype)
     if algorithm.needs_critic:
         key = "model.path" if config.critic.path is None else "critic.path"
         path = config.critic.path or config.model.path
         check_packs(path, longest, key)
         critic = read_shape(path, PackedCritic, key)
+        check_head_size(critic.head_size, key, on_cpu, None, dtype)
     return Plan(config, algorithm, policy, critic, lengths, hardware)
 
 
@@ -489,7 +493,7 @@ def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Ta
             responses.append(data.max_response_length if longest else min(golden, data.max_response_length))
     names = ", ".join(Path(source).name for source in data.train_files)
     kind = "episodes of maximum length" if config.env.multi_turn else "golden responses"
-    return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} rows of {names}; {kind}")
+    return Lengths(mean(prompts), mean(responses), f"means of {len(prompts)} tasks of {names}; {kind}")
 
 
 def find_hardware(config: Config, gpu: str | None = None) -> Hardware:

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.checkpoint.crash import exit_code_of
 from verl.errors import VerlError
 from verl.kit.report.folder import read_runs
 from verl.kit.report.page import write_report
 from verl.kit.report.png import write_pngs
 from verl.kit.report.serve import ReportServer
+from verl.system.exits import write_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return write_pictures(options.runs, options.png)
         notes = write_report(options.runs, out, options.user_code)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return exit_code_of(error)
+        return write_error(error)
     sys.stdout.writelines(f"note: {note}\n" for note in notes)
     sys.stdout.write(f"{out} ({out.stat().st_size / 1e6:.1f} MB)\n")
     return 0

@@ -1,27 +1,24 @@
-"""The metrics of a run as columns, with units and meanings, and a verdict in three sentences."""
+"""The metrics of a run as columns, with units and meanings, their marks, and its validations."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from scipy.special import stdtrit
-
 from verl.kit.report.chunks import encoded, spread_order
 from verl.kit.report.folder import RunFolder
+from verl.kit.report.intervals import half_interval
 from verl.kit.report.rows import is_step, number
 from verl.text import counted
 from verl.tracking.names import METRICS, STDERR, Metric
 
-_QUANTILE = 0.975  # of the t distribution, for 95 %
 _DIGITS = 6
-_WINDOW = 5  # steps at each end of a run, at least, for a comparison
 _FREE = {"data_source", "set", "category"}  # placeholders that may hold slashes
-_GAP = 0.1  # nats between engine and trainer; a gap ends below half of it
-_MISSING = "missing"  # the tasks of a benchmark that could not be judged
+GAP = 0.1  # nats between engine and trainer; a gap ends below half of it
+MISSING = "missing"  # the tasks of a benchmark that could not be judged
 SMOOTHING = 0.7  # share of the past in a smoothed curve
 AXES = ("step", "time", "tokens")  # of `columns`
 _VALIDATIONS = ("val/", "eval/")
@@ -30,19 +27,6 @@ MAX_STEPS = 5_000  # of a curve
 MAX_METRICS = 1_000
 _FEWEST = 2  # steps of a curve
 _NAME = 200  # characters of a metric's name
-_REWARD, _LOSS = "reward/total", "actor/loss"
-_EQUAL = "reward/zero_variance_groups"
-GROUP_FREE = ("ppo", "remax", "reinforce_pp")  # presets whose advantages are not relative to the group
-# Checked in this order: the first that holds is what to look at first.
-_SIGNS = (
-    ("collapse/triggered_rules", 0.0, "a collapse rule is triggered; see the marks on the curves"),
-    ("reward/infrastructure_faults", 0.0, "responses are dropped for infrastructure faults; see the logs"),
-    ("tools/unavailable", 0.0, "tool calls fail because a service is unavailable"),
-    ("engine/logprob_diff_mean", _GAP, "engine and trainer disagree; see engine/logprob_diff_mean"),
-    ("response_length/clip_ratio", 0.3, "many responses reach the length limit; see response_length/clip_ratio"),
-    (_EQUAL, 0.6, "most groups have equal returns, so their group-relative advantages are zero; filter for them"),
-    ("tools/parse_errors_mean", 0.3, "many tool calls cannot be parsed; filter the rollouts for the lowest reward"),
-)
 
 
 def columns(run: RunFolder) -> dict[str, list[float | None]]:
@@ -115,59 +99,6 @@ def _pattern(name: str) -> str:
     return "".join(pieces)
 
 
-def verdict(run: RunFolder, validated: Sequence[Validated]) -> list[str]:
-    """Did the reward rise, what did validation show, and what to look at first: a sentence each."""
-    return [_reward(run), _validation(validated), _first_look(run)]
-
-
-def _reward(run: RunFolder) -> str:
-    """Or the loss, where there is no reward (`toolrl sft`)."""
-    rewarded = any(_REWARD in row for row in run.rows) or not any(_LOSS in row for row in run.rows)
-    name, metric = ("reward", _REWARD) if rewarded else ("loss", _LOSS)
-    values = [value for row in run.rows if (value := number(row.get(metric))) is not None]
-    count = max(_WINDOW, len(values) // 5)
-    if not any(row["step"] for row in run.rows):  # step 0 is the validation before the training
-        return "No step is finished yet."
-    if run.rows and not values:
-        return "No reward is logged."
-    if len(values) < 2 * count:
-        return f"Too few steps for a verdict on the {name}: {len(values)}, and at least {2 * _WINDOW} are needed."
-    first, last = values[:count], values[-count:]
-    change = _mean(last) - _mean(first)
-    half = welch_half(first, last)
-    verb = "rose" if change > half else "fell" if change < -half else "did not change measurably"
-    return (
-        f"The mean {name} {verb}: from {_mean(first):.3f} in the first {count} steps to {_mean(last):.3f} in the last "
-        f"{count}, a change of {change:+.3f} (95 % interval {change - half:+.3f} to {change + half:+.3f})."
-    )
-
-
-def welch_half(first: Sequence[float], last: Sequence[float]) -> float:
-    """Half of the 95 % interval of the difference of two means of few values, whose variances may differ."""
-    errors = [math.sqrt(_variance(values) / len(values)) for values in (first, last)]
-    return _half(errors, [len(first), len(last)])
-
-
-def _half(errors: Sequence[float], counts: Sequence[float]) -> float:
-    """The same by the standard errors of both means, and the numbers of their values, infinite where not known.
-
-    The t quantile has the degrees of freedom of Welch and Satterthwaite: (a + b)^2 / (a^2 / (n - 1) + b^2 / (m - 1)),
-    where a and b are the variances of the means.
-    """
-    total = math.hypot(*errors)
-    squares = sum(error**4 / (count - 1) for error, count in zip(errors, counts, strict=True))
-    return float(stdtrit(total**4 / squares if squares else math.inf, _QUANTILE)) * total
-
-
-def _validation(validated: Sequence[Validated]) -> str:
-    compared = [each for each in validated if not each[0].endswith(f"/{_MISSING}")]
-    if not compared:
-        return "There was no validation before and after the training."
-    name, before, after, half = compared[0]
-    interval = "" if half is None else f" (95 % interval {after - before - half:+.3f} to {after - before + half:+.3f})"
-    return f"Validation, {name}: from {before:.3f} to {after:.3f}, a change of {after - before:+.3f}{interval}."
-
-
 def validation(run: RunFolder) -> list[Validated]:
     """(metric, first value, last value, half of the 95 % interval of the change) of every validation metric.
 
@@ -186,7 +117,7 @@ def validation(run: RunFolder) -> list[Validated]:
         if len(errors) == 2 and any(errors):
             steps = [row["step"] for row in ends]
             tasks |= {step: _tasks(run, step) for step in steps if step in recorded and step not in tasks}
-            half = _half(errors, [tasks.get(step, {}).get(name, math.inf) for step in steps])
+            half = half_interval(errors, [tasks.get(step, {}).get(name, math.inf) for step in steps])
         found.append((name, float(rows[0][name]), float(rows[-1][name]), half))
     return found
 
@@ -204,7 +135,7 @@ def _tasks(run: RunFolder, step: int) -> Mapping[str, int]:
 def _rank(name: str) -> int:
     """Rewards of validation sets come first, then scores of benchmarks, and counts of missing tasks last."""
     last = name.rpartition("/")[2]
-    return {"total": 0, "score": 1, "exact": 2, _MISSING: 4}.get(last, 3)
+    return {"total": 0, "score": 1, "exact": 2, MISSING: 4}.get(last, 3)
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
@@ -219,36 +150,15 @@ def marks(run: RunFolder) -> list[dict[str, Any]]:
     apart = False
     for row in run.rows:
         gap = number(row.get("engine/logprob_diff_mean")) or 0.0
-        began, apart = not apart and gap > _GAP, gap > (_GAP / 2 if apart else _GAP)
+        began, apart = not apart and gap > GAP, gap > (GAP / 2 if apart else GAP)
         rules = [number(each.get("collapse/triggered_rules")) or 0.0 for each in (before, row)]
         depths = [number(each.get("staleness/depth")) for each in (before, row)]
         if rules[0] < rules[1]:
             found.append({"step": row["step"], "kind": "collapse", "text": "a collapse rule is triggered"})
         if began:
-            found.append({"step": row["step"], "kind": "gap", "text": f"engine and trainer differ by over {_GAP} nats"})
+            found.append({"step": row["step"], "kind": "gap", "text": f"engine and trainer differ by over {GAP} nats"})
         if None not in depths and depths[0] != depths[1]:
             text = f"prompts are drawn {depths[1]:g} steps ahead, {depths[0]:g} before"
             found.append({"step": row["step"], "kind": "staleness", "text": text})
         before = row
     return found
-
-
-def _first_look(run: RunFolder) -> str:
-    recent = run.rows[-_WINDOW:]
-    signs = [each for each in _SIGNS if each[0] != _EQUAL or run.settings.get("algorithm.name") not in GROUP_FREE]
-    for name, limit, advice in signs:
-        values = [value for row in recent if (value := number(row.get(name))) is not None]
-        if values and _mean(values) > limit:
-            return f"Look first: {advice}. It is {_mean(values):.3g} in the last {counted(len(recent), 'step')}."
-    if not any(_REWARD in row for row in run.rows):
-        return "Nothing stands out in the metrics."
-    return "Nothing stands out in the metrics: look first at the rollouts of the last step with the lowest rewards."
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)

@@ -18,9 +18,10 @@ from verl import __version__
 from verl.errors import ConfigError
 from verl.kit.report.chunks import Chunks, encoded, fitting, short
 from verl.kit.report.compare import compare_runs, differences
-from verl.kit.report.curves import describe, fitting_columns, marks, validation, verdict
+from verl.kit.report.curves import describe, fitting_columns, marks, validation
 from verl.kit.report.folder import RunFolder, default_settings, read_runs
 from verl.kit.report.rollouts import read_rollouts
+from verl.kit.report.verdict import verdict
 from verl.system.files import replacing
 from verl.text import counted
 

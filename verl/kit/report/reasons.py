@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +197,18 @@ def call_reader(run: RunFolder) -> CallReader:
     except VerlError:  # also auto: a format that follows from the model
         return CallReader(None, run.settings.get("env.tool_call_format") is None)
     return CallReader(built, env.tool_call_format is None)
+
+
+def lowest_correctness(run: RunFolder) -> Callable[[int], float] | None:
+    """The lowest correctness by step; None if the run's reward is another one, or its options cannot be read."""
+    if run.settings.get("reward.name") not in _NAMES:
+        return None
+    given = {name: value for name, value in run.settings.items() if name.startswith("reward.options.")}
+    try:
+        options = RllaOptions.from_env(run.switches, {name.split(".", 2)[2]: value for name, value in given.items()})
+    except VerlError:
+        return None
+    return lambda step: correctness_range(options, step).low
 
 
 def reasons_of(run: RunFolder) -> Reasons | None:

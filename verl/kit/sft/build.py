@@ -50,8 +50,10 @@ from verl.workers.rank import RankSpec, build_rank
 
 
 @contextmanager
-def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
+def built(config: Config, folder: Path, display: Display) -> Iterator[SFTRun]:
     """Start all components of an SFT run; they are shut down at the end of the block."""
+    console = display.console
+    display.phase("data")
     check_device(config.trainer)
     warn_of_slow_dtype(config)
     chat, trainer = load_chat_template(config.model), config.trainer
@@ -87,10 +89,11 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
         timeout_s=trainer.call_timeout_s,
     )
     num_ranks = trainer.nnodes * trainer.n_gpus_per_node
-    display = Display(total_steps, console)
+    display.total_steps = total_steps
     run = RunInfo(folder, trainer.experiment_name, trainer.project_name, asdict(config))
     trackers = build_trackers(trainer.logger, run, display)
     join = trainer.nnodes > 1
+    display.phase("Ray")
     with (
         Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster,
         crash_reported(folder),
@@ -98,6 +101,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
         device = choose_device(trainer, cluster.num_gpus)
         spec = replace(spec, device=device, fused_kernels=fused_kernels(config.model, device))
         bundle = Bundle(1.0, 1.0 if device == "cuda" else 0.0)
+        display.phase("ranks")
         workers = cluster.group("trainer", partial(build_rank, spec), cluster.pool([bundle] * num_ranks), bundle)
         policy = Policy(WorkerView(workers, "policy"), PackSettings(config.actor.max_tokens_per_pack))
         settings = SFTSettings(
@@ -125,6 +129,7 @@ def built(config: Config, folder: Path, console: Console) -> Iterator[SFTRun]:
                 # without a format, schemas are rendered by the chat template
                 tool_call_format=tool_call_format or ("native" if any(each.tools for each in demonstrations) else None),
             )
+            display.started()
             with crash_reported(folder, sft_run.where), sft_run.listening(trainer.save_on_signal, console):
                 yield sft_run
 

@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
@@ -56,6 +55,7 @@ from verl.trainer.builders.algorithm import (
 from verl.trainer.builders.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.trainer.builders.scorer import build_scorer
 from verl.trainer.builders.workers import DTYPES, Workers, choose_device, connect, engine_dtype, start_workers
+from verl.trainer.callbacks import build_callbacks
 from verl.trainer.hooks import NoWatch, OnlineEval, installed_tool, needed_tool
 from verl.trainer.learner import Learner
 from verl.trainer.loop import COMMAND, TrainingRun
@@ -101,12 +101,16 @@ class Inputs:
     reports: list[RowReport]  # one per data file
     train_tasks: TrainTasks
 
+    @property
+    def reward_names(self) -> list[str]:
+        """The distinct rewards of the training rows."""
+        return list(dict.fromkeys(self.rewards.choice(task) for task in chain(*self.train)))
+
     def choices(self, tool_call_format: str | None) -> str:
         """What the run decided by its data and model, in one line."""
-        names = dict.fromkeys(self.rewards.choice(task) for task in chain(*self.train))
         validated = ", ".join(self.val) or "none, data.val_files and data.val_share are not set"
         style = tool_call_format or "none"
-        return f"reward: {', '.join(names)}; tool-call format: {style}; validation rows: {validated}"
+        return f"reward: {', '.join(self.reward_names)}; tool-call format: {style}; validation rows: {validated}"
 
 
 def load_inputs(config: Config) -> Inputs:
@@ -140,7 +144,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 @contextmanager
-def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Iterator[TrainingRun]:
+def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Iterator[TrainingRun]:
     """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = resume_config(config, TRAIN)
@@ -150,20 +154,23 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
         1, len(stream) // config.data.train_batch_size
     )
-    display = Display(total_steps, console, with_rollouts="rollouts" in config.trainer.logger)
+    display.total_steps = total_steps
     run_config = {**asdict(config), **prompt_record(inputs.episode_runner.observations.tool_call_format)}
     run = RunInfo(folder, config.trainer.experiment_name, config.trainer.project_name, run_config)
     trackers = build_trackers(config.trainer.logger, run, display)
+    validates = config.trainer.test_freq > 0 and bool(inputs.val or inputs.online_eval)
+    callbacks = build_callbacks(config.trainer.callbacks, validates)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots, join = 2 * config.num_ranks + config.num_engines, config.trainer.nnodes > 1
     timeouts_s = config.trainer.call_timeout_s, config.trainer.health_timeout_s
+    display.phase("Ray")
     with (
         Cluster.start(slots, environment, timeouts_s[0], join, timeouts_s[1]) as cluster,
         crash_reported(folder),
         build_scorer(config) as scorer,
     ):
         device = choose_device(config.trainer, cluster.num_gpus)
-        workers = start_workers(config, cluster, inputs.algorithm, device, total_steps)
+        workers = start_workers(config, cluster, inputs.algorithm, device, total_steps, display.phase)
         with closing_run(folder, trackers, workers):
             trainer = build_trainer(
                 config, inputs, stream, workers, scorer, PhaseTimer(display.phase), build_meter(workers.trainer, device)
@@ -172,6 +179,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 decode = inputs.episode_runner.chat.tokenizer.decode
                 trainer.keeper = build_keeper(config, inputs.algorithm, folder, decode)
             rollout = trainer.rollouts.rollout
+            display.watch(rollout.progress)
             val_rollout = replace(rollout, sampling=val_sampling(config, rollout.sampling))
             find_watch = installed_tool if config.trainer.on_collapse == "warn" else needed_tool
             find_recorder = needed_tool if config.trainer.record else installed_tool
@@ -186,7 +194,7 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                     inputs.rewards,
                     config.rollout.val_kwargs.n,
                     config.rollout_seed,
-                    config.tracking.names == "verl",
+                    config.trainer.verl_names,
                 ),
                 online_eval=inputs.online_eval,
                 workers=workers.trainer,
@@ -198,6 +206,8 @@ def built(config: Config, inputs: Inputs, folder: Path, console: Console) -> Ite
                 contents=contents,
                 folder=folder,
                 saved=saved,
+                reward_names=inputs.reward_names,
+                callbacks=callbacks,
                 watch=build_watch(inputs.algorithm, config) if build_watch else NoWatch(),
                 recorder=build_recorder(config, folder, device, total_steps) if build_recorder else None,
                 train_tasks=inputs.train_tasks,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -191,7 +191,14 @@ def largest_pack(config: Config, prompt: float) -> PackShape:
     return PackShape.of(tokens, prompt, response, n, n > 1)
 
 
-def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int) -> Workers:
+def start_workers(
+    config: Config,
+    cluster: Cluster,
+    algorithm: Algorithm,
+    device: str,
+    total_steps: int,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> Workers:
     """Trainer ranks and rollout engines, colocated or in placement groups of their own."""
     sequence_length(config)
     speculation(config.rollout, device)  # an engine would refuse this and the next only after the ranks have started
@@ -199,6 +206,7 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
     config = abs_paths(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
     colocated = config.rollout.colocated
+    on_phase("ranks")
     trainer, pool, nodes = start_ranks(config, cluster, algorithm, device, total_steps)
     if config.model.enable_gradient_checkpointing == "auto":
         number = trainer.call(TrainingRank.checkpointed_layers)[0]
@@ -209,6 +217,7 @@ def start_workers(config: Config, cluster: Cluster, algorithm: Algorithm, device
         config = with_limits(config, trainer, share)
     compiled = device == "cpu" and compiling_pays(config, total_steps)
     make = partial(start_engine, config, device, share=share, compiled=compiled)
+    on_phase("engine")
     if colocated:
         shared = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
         places = [nodes[ranks[0]] for ranks in shared]

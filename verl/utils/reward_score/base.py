@@ -1,20 +1,16 @@
 """The reward protocols, reward shaping per group, and how a name or a plain function becomes a reward."""
 
-import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from inspect import Parameter, isawaitable, signature
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from verl.config.published import AUTO
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
 from verl.registry import check_options, resolve
-from verl.text import shortened
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
+from verl.utils.reward_score.functions import FunctionReward, check_function
 
-_SHOWN = 200  # characters of a value that is no score
 REWARDS: Mapping[str, str] = {
     AUTO: "verl.utils.reward_score.rlla:RllaReward",  # of ToolRL's rows; of others: verl/scoring/rewards.py
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
@@ -111,87 +107,6 @@ def written(trajectory: Trajectory, observed: str = "\n") -> str:
     return "".join(turn.message.content + (observed if turn.responses else "") for turn in trajectory.turns)
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionReward:
-    """A function, plain or async, that returns a number, or a mapping of numbers whose "score" is the total.
-
-    It takes `(response, answer)`, or veRL's (data_source, solution_str, ground_truth, extra_info), or TRL's lists
-    (prompts, completions, and columns: extra_info's, answer), here of one row, to return a list of one number.
-    """
-
-    reads_step: ClassVar[bool] = False
-    function: Callable[..., Any]
-
-    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        found = self._call(trajectory.response, task)
-        if isawaitable(found):
-            found = asyncio.run(_awaited(found))
-        if "completions" in signature(self.function).parameters:
-            if not isinstance(found, Iterable) or len(listed := list(found)) != 1:
-                raise TypeError(
-                    f"{self._name} returned {shortened(repr(found), _SHOWN)}; expected a list of one number"
-                )
-            (found,) = listed
-        return as_score(found, self._name)
-
-    def check_task(self, task: Task) -> None:
-        """Raises DataError if the row lacks a column that a function of TRL's form names."""
-        if "completions" in signature(self.function).parameters:
-            try:
-                signature(self.function).bind(**self._columns("", task))
-            except TypeError as error:
-                has = f"one of {', '.join(('prompts', 'completions', 'answer', *task.extra))}"
-                hint = "Add it to the rows; TRL's completion_ids, trainer_state and environments do not exist here"
-                raise DataError(f"reward {self._name}: {error}", has, hint) from error
-
-    @property
-    def _name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
-
-    def _call(self, response: str, task: Task) -> Any:
-        names = signature(self.function).parameters
-        if "solution_str" in names:
-            texts = {"solution_str": response, "ground_truth": task.answer}
-            return self.function(data_source=task.data_source, **texts, extra_info=dict(task.extra))
-        if "completions" not in names:
-            return self.function(response, task.answer)
-        return self.function(**self._columns(response, task))
-
-    def _columns(self, response: str, task: Task) -> dict[str, Any]:
-        """Those of TRL's lists that the function takes."""
-        names = signature(self.function).parameters
-        prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
-        columns = {"answer": task.answer, **task.extra, "prompts": prompt}
-        columns["completions"] = [{"role": "assistant", "content": response}]
-        takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in names.values())
-        return {key: [value] for key, value in columns.items() if takes_all or key in names}
-
-
-def as_score(found: Any, made_by: str) -> Score:
-    """The score of a finite number, or of a mapping of these whose "score" is the total, the others its parts.
-
-    made_by: the function's name, for the error. Raises TypeError for anything else.
-    """
-    try:
-        given = found if isinstance(found, Mapping) else {"score": found}
-        parts = {name: _number(value) for name, value in given.items()}
-        return Score(parts.pop("score"), parts)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: of a tensor
-        expected = "a finite number, or a dict of finite numbers with 'score', the total"
-        raise TypeError(f"{made_by} returned {shortened(repr(found), _SHOWN)}; expected {expected}") from error
-
-
-def _number(value: Any) -> float:
-    """A finite number; a text is none, even if it reads as one."""
-    if isinstance(value, str | bytes) or not math.isfinite(number := float(value)):
-        raise ValueError(value)
-    return number
-
-
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return await found
-
-
 class EnvReward:
     """The environment's final verdict (`judge`). Raises ConfigError if there is none."""
 
@@ -205,7 +120,10 @@ class EnvReward:
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward `name`: built-in, `module:Class` (made with `options`) or a function. Raises ConfigError."""
+    """The reward `name`: built-in, `module:Class` (made with `options`) or a function, which gets them as arguments.
+
+    Raises ConfigError.
+    """
     found = resolve("reward", name, REWARDS)
     options = dict(options or {})
     if isinstance(found, type):
@@ -216,23 +134,8 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:
         return reward
     if not callable(found):
         raise ConfigError(f"reward {name!r} must be a class or a function, not an object of {type(found).__name__}")
-    if options:
-        raise ConfigError(f"reward {name!r} is a plain function and takes no options, but got {sorted(options)}")
-    _check_parameters(name, found)
-    return FunctionReward(found)
-
-
-def _check_parameters(name: str, function: Callable[..., Any]) -> None:
-    """Raises ConfigError for a function that `FunctionReward` cannot call; TRL's columns are those of the rows."""
-    try:
-        parameters = signature(function)
-        if "solution_str" in parameters.parameters:
-            parameters.bind(data_source="", solution_str="", ground_truth="", extra_info={})
-        elif "completions" not in parameters.parameters:
-            parameters.bind("", "")
-    except (TypeError, ValueError) as error:
-        forms = "(response, answer), (data_source, solution_str, ground_truth, extra_info) or (completions, **columns)"
-        raise ConfigError(f"reward {name!r} is a function of other parameters than {forms}: {error}") from error
+    check_function(name, found, options)
+    return FunctionReward(found, options)
 
 
 @cache

@@ -4,11 +4,13 @@ math-verify parses LaTeX and compares expressions with sympy. It rounds to six d
 variables and a list for a set, and drops units and bases. What it would confuse so is decided here:
 
     numbers       by value: exactly for integers and fractions; decimals to five significant digits, but at most 5e-6.
-                  1,000 and 12\,345 have separators of thousands, 1 1/4 is a mixed number
-    lists         1,2 may be in any order, but repeats count; \{1,2\} is a set; (1,2) and [1,2) are ordered, and differ
+                  1,000 and 12\,345 have separators of thousands, 1 1/4 is a mixed number, 0.\overline{3} is 1/3
+    lists         1,2 may be in any order, but repeats count; \{1,2\} is a set; (1,2) and [1,2) are ordered, and differ.
+                  \varnothing and \{\} are \emptyset
     texts         names, and letters with a capital, are the same letters, whatever their case: "BA" is not "AB"
     units, bases  ignored if only one answer has them; different ones make different answers
-    equations     x=5 is 5; 2+3=5 is 5, but 3=2 is not 2
+    equations     x=5 and m+n=5 are 5, but x^2=5, which is still to be solved, is not; 2+3=5 is 5, but 3=2 is not 2
+    degrees       \sin 30^\circ is 1/2
     code          pi/2, -2*pi, x**2, 1e-05 and 3+4j are read as Python prints them
 
 A few harmless-looking pairs make sympy run forever (e.g. log 2 / (log 2 - log 3) and a wrong integer), and so do deep
@@ -48,22 +50,47 @@ _MOST_DIGITS = 400  # likewise, to distinguish large integers
 
 _SPACES = re.compile(r"(?:(?<!\\)\\(?:[;:, ]|q?quad(?![A-Za-z]))|~|\s)+")
 _NO_MEANING = re.compile(r"(?<!\\)\\(?:!\s*|(?:left|right)(?![A-Za-z])\.?|displaystyle(?![A-Za-z]))|\\?\$")
+_SPELLINGS = (
+    (re.compile(r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}|\u2205"), r"\\emptyset "),
+    (re.compile(r"\\backslash(?![A-Za-z])"), r"\\setminus "),
+    (re.compile(r"\\mathbb ([A-Z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\^ ?\{ ?\\circ ?\}|\\degree(?![A-Za-z])|\u00b0"), r"^\\circ "),
+)
 _THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/])")  # 12 345
-_QUANTITY = re.compile(  # x = 1,000 cm
-    r"([A-Za-z]+ ?= ?-?|-?)([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)((?: ?(?:\\[a-z]|[A-Za-z]).*)?)"
+_QUANTITY = re.compile(  # m+n = 1,000 cm
+    r"([^,;=]+= ?-?|-?)([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?)((?: ?(?:\\[a-z]|[A-Za-z]).*)?)"
 )
 _AND = re.compile(r",?\s*(?:\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{([^{}]*)\}")
 _ELEMENT_OF = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)")
 _FRACTION = re.compile(r"[+-]?\d+/0*[1-9]\d*")
-_MIXED = re.compile(r"([+-]?)(\d+) (\d+)/(\d+)")
+_MIXED = re.compile(r"(?<![\w.^/}])(\d+) (\d+)/(\d+)(?![\d/])")
+_REPEATING = re.compile(  # 0.1\overline{6}, 0.\dot{1}4\dot{2}, 0.(3)
+    r"(?<![\w.])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*(?:\{(\d+)\}|(\d))"
+    r"|\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
+)
 _FLOAT = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _LETTERS = re.compile(r"\(?([A-Za-z]+(?: [A-Za-z]+)*)\)?")
-_BASED = re.compile(r"0*(\w*\d\w*?)_\{?(\d+)\}?")
+_BASED = re.compile(r"([+-]?)\(?([\w./]*\d[\w./]*?)\)?_\{?(?:base)?([^\W_]+)\}?")
+_FRACTION_OF_DIGITS = re.compile(r"\\[dt]?frac\{(\w+)\}\{(\w+)\}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _UNIT = re.compile(r"(.*[\d})]) ?(?:(square|sq\.?|cubic|cu\.?) )?([A-Za-z]+) ?(?:\^\{?(\d)\}?)?\.?")
 _RELATION = re.compile(r"[<>]|\\[lg]eq?(?![A-Za-z])")
-_NAME = re.compile(r"\\?[A-Za-z]\w*'?(?:_\{?\w+\}?)?\s*(?:\([^()]*\))?")
+_VARIABLE = re.compile(
+    r"(?<![\\A-Za-z])[A-Za-z]|\\(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|"
+    r"sigma|tau|upsilon|phi|chi|psi|omega)(?![A-Za-z])"
+)
+_NAME = re.compile(  # x, a_{n+1}, f'(-2), g(f(1)), AB, |AB|, [ABC], \overline{AB}, \cos A, \angle ABC
+    r"\\?[A-Za-z]\w*'*(?:_\{[^{}]+\}|_\w+)?(?:\^\{-1\})?\s*(?:\(-?(?:[^()+-]|\([^()+-]*\))*\))?"
+    r"|\|[A-Z]{2}\||\[[A-Z]{3,}\]|\\(?:overline|vec|hat|mathbf) ?\{\w+\}"
+    r"|(?:\\(?:sin|cos|tan|cot|sec|csc) ?)?(?:\\angle ?)?[A-Z]+"
+)
+_KNOWN = re.compile(r"\\?(?:sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)|log|ln|lg|exp|pi)(?! ?[A-Z\\]|[a-z])")
+_OF_ANGLE = re.compile(  # \sin^2(90^\circ - 30^\circ)
+    r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)? ?(?:\([^()]*\)|\{[^{}]*\}|[^ ,]*\^\\circ)"
+)
+_DEGREES = re.compile(r"(\d+(?:\.\d*)?|\\frac\{\d+\}\{\d+\}) ?\^\\circ")
 
 _UNITS = {
     name: names.split()[0]
@@ -96,6 +123,11 @@ _UNITS = {
         "pm",
     )
     for name in names.split()
+}
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"} | {
+    "ten": "10",
+    "twelve": "12",
+    "sixteen": "16",
 }
 _POWERS = {"": "1", "sq": "2", "square": "2", "cu": "3", "cubic": "3"}
 
@@ -153,16 +185,17 @@ def _bare(text: str) -> str:
 def _plain(text: str) -> str:
     """The text without what changes only its looks, with commas for "and" and "or", and code as LaTeX."""
     text = _NO_MEANING.sub("", _bare(text)).replace("{,}", ",").replace("\u2212", "-")
+    for spelling, usual in _SPELLINGS:
+        text = spelling.sub(usual, text)
     text = _AND.sub(", ", _SPACES.sub(" ", text)).strip()
+    if text[:2] in ("- ", "+ "):
+        text = text[0] + text[2:]
     text = _THOUSANDS.sub(lambda match: match.group().replace(" ", ""), text)
     if (quantity := _QUANTITY.fullmatch(text)) and (quantity[1] + quantity[3]).strip("-"):
         text = f"{quantity[1]}{quantity[2].replace(',', '')}{quantity[3]}"
     text = _ELEMENT_OF.sub("", text, 1).strip() if _ELEMENT_OF.match(text) else text
     if whole := _TEXT.fullmatch(text):
         return whole[1].strip()
-    if mixed := _MIXED.fullmatch(text):
-        sign, units, numerator, denominator = mixed.groups()
-        return f"{sign}{int(units) * int(denominator) + int(numerator)}/{denominator}"
     return text if _number(text) else _from_code(text)
 
 
@@ -314,9 +347,9 @@ def _same_value(answer: str, gold: str) -> bool:
     letters = _letters(answer), _letters(gold)
     if all(letters) and any(map(_is_word, letters)):
         return letters[0].replace(" ", "").lower() == letters[1].replace(" ", "").lower()
-    based = _based(answer), _based(gold)
-    if all(based):
-        return based[0] == based[1]
+    (answer, base), (gold, wanted) = _based(answer), _based(gold)
+    if base and wanted:
+        return (answer.lower(), base) == (gold.lower(), wanted)
     (answer, unit), (gold, wanted) = _measure(answer), _measure(gold)
     return (unit is None or wanted is None or unit == wanted) and _library_equal(answer, gold)
 
@@ -331,10 +364,13 @@ def _is_word(letters: str) -> bool:
     return not letters.islower() or max(map(len, letters.split())) > 2
 
 
-def _based(text: str) -> tuple[str, str] | None:
-    """Digits and base."""
-    match = _BASED.fullmatch(_TEXT.sub(r"\1", text).replace(" ", ""))
-    return (match[1].lower(), match[2]) if match else None
+def _based(text: str) -> tuple[str, str | None]:
+    """(the digits with their sign, their base); (the text, None) if it has none."""
+    match = _BASED.fullmatch(_FRACTION_OF_DIGITS.sub(r"\1/\2", _TEXT.sub(r"\1", text).replace(" ", "")))
+    if match is None:
+        return text, None
+    digits = match[2].rstrip("0").rstrip(".") if "." in match[2] else match[2]
+    return match[1].removeprefix("+") + (digits.lstrip("0") or "0"), _BASES.get(match[3], match[3])
 
 
 def _measure(text: str) -> tuple[str, tuple[str, str] | None]:
@@ -343,7 +379,7 @@ def _measure(text: str) -> tuple[str, tuple[str, str] | None]:
     A single letter stays in the text, for it may be a variable.
     """
     match = _UNIT.fullmatch(_SPACES.sub(" ", _TEXT.sub(r" \1", text)).replace("p.m.", "pm").replace("a.m.", "am"))
-    if match is None or re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", match[1])):
+    if match is None or re.search("[A-Za-z]", _COMMAND.sub("", match[1])):
         return text, None
     name = match[3].lower()
     name = next((each for each in (name, name.removesuffix("s")) if each in _UNITS), name)
@@ -362,14 +398,27 @@ def _sides(text: str) -> list[str]:
 
 def _same_equation(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
     """Of the sides of two equations, or of an equation and a value; None if the library has to decide."""
-    if len(given) == 1 < len(wanted) and _NAME.fullmatch(wanted[0]):
-        return _same(given[0], wanted[-1])
+    if len(given) == 1 < len(wanted) and not _is_constant(wanted[0]):
+        return _is_name(wanted[0]) and _same(given[0], wanted[-1])
     if len(given) > 1 == len(wanted):
-        calculated = [side for side in given[:-1] if not re.search("[A-Za-z]", side)]
-        return all(_same(side, wanted[0]) for side in (*calculated, given[-1]))
+        first, *others, last = given
+        is_solved = _is_name(first) or _is_constant(first) or all(map(_is_name, re.split("[+-]", first)))
+        constants = [_TEXT.sub("", side) for side in (first, *others) if _is_constant(side)]
+        return is_solved and all(_same(side, wanted[0]) for side in (*constants, last))
     if len(given) == len(wanted) == 2 and given[0].replace(" ", "") == wanted[0].replace(" ", ""):
         return _same(given[1], wanted[1])
     return None
+
+
+def _is_name(side: str) -> bool:
+    """Whether this side of an equation is only a name for the other."""
+    side = _TEXT.sub(r"\1", side).strip()
+    return bool(_NAME.fullmatch(side) or _LETTERS.fullmatch(side)) and not _KNOWN.match(side)
+
+
+def _is_constant(side: str) -> bool:
+    """Without variables."""
+    return not _VARIABLE.search(_TEXT.sub("", side)) and not _is_name(side)
 
 
 def _library_equal(answer: str, gold: str) -> bool:
@@ -451,7 +500,18 @@ def _variables(*expressions: Any) -> set[str]:
 @lru_cache(maxsize=4096)  # a gold answer is compared with all responses of its group
 def _parsed(text: str) -> Any:
     parse, _ = _math_verify()
+    text = _MIXED.sub(lambda match: rf"({match[1]}+\frac{{{match[2]}}}{{{match[3]}}})", text)
+    text = _REPEATING.sub(_as_fraction, text)
+    text = _OF_ANGLE.sub(lambda match: _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", match.group()), text)
     return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """A repeating decimal in LaTeX, exactly."""
+    before, after, *repeating = (digits or "" for digits in match.groups())
+    again = "".join(repeating)
+    nines = "9" * len(again) + "0" * len(after)
+    return rf"\frac{{{int(before + after + again) - int(before + after or '0')}}}{{{nines}}}"
 
 
 @cache

@@ -35,7 +35,7 @@ class Term:
         """Its own score, from the score of the sum."""
         prefix = f"{self.label}/"
         parts = {name.removeprefix(prefix): part for name, part in score.parts.items() if name.startswith(prefix)}
-        return Score(score.parts[self.label], parts, score.exceeded)
+        return Score(score.parts.get(self.label, 0.0), parts, score.exceeded)
 
 
 class WeightedSum:
@@ -63,13 +63,21 @@ class WeightedSum:
         await check_services(term.reward for term in self.terms)
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        """The sum of the rewards that apply to the response; not counted if none does."""
         total, parts = 0.0, {}
+        details: dict[str, Any] = {}
+        not_counted = []
         for term in self.terms:
             own = term.reward.score(trajectory, task, step)
+            details |= {f"{term.label}/{name}": value for name, value in own.details.items()}
+            if not own.counted:
+                not_counted.append(term.label)
+                continue
             total += term.weight * own.total
             parts[term.label] = own.total
             parts |= {f"{term.label}/{name}": part for name, part in own.parts.items()}
-        return Score(total, parts)
+        counted = len(not_counted) < len(self.terms)
+        return Score(total, parts, counted=counted, not_counted=tuple(not_counted), details=details)
 
     def _shape(self, group: TrajectoryGroup, state: Mapping[str, Any]) -> tuple[tuple[float, ...], Mapping[str, Any]]:
         """Every term shapes its own scores; the state is kept by label."""

@@ -91,6 +91,14 @@ class _TextBlock(_Block):
     citations: Nothing | None = None
 
 
+class _ThinkingBlock(Fields):
+    """signature: of Anthropic's own models"""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
 class _ToolUse(_Block):
     type: Literal["tool_use"]
     id: Text
@@ -132,11 +140,11 @@ class _ChosenTool(_Choice):
         return [self.name]
 
 
-_TEXT: Mapping[str, type[_Block]] = {"text": _TextBlock}
-_BLOCKS: Mapping[str, Mapping[str, type[_Block]]] = {  # by role
+_TEXT: Mapping[str, type[Fields]] = {"text": _TextBlock}
+_BLOCKS: Mapping[str, Mapping[str, type[Fields]]] = {  # by role
     "system": _TEXT,
     "user": {**_TEXT, "tool_result": _ToolResult},
-    "assistant": {**_TEXT, "tool_use": _ToolUse},
+    "assistant": {**_TEXT, "thinking": _ThinkingBlock, "tool_use": _ToolUse},
 }
 _CHOICES: Mapping[str, type[_Choice]] = {"auto": _Choice, "any": _Choice, "none": _Choice, "tool": _ChosenTool}
 
@@ -171,6 +179,8 @@ def _openai(message: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
     blocks = _blocks_of(given.content, where, _BLOCKS[given.role])
     texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
     calls = [block for block in blocks if isinstance(block, _ToolUse)]
+    thought = "\n".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock))
+    beside = {"thinking": thought} if thought else {}
     made: list[tuple[str, dict[str, Any]]] = []
     for number, block in enumerate(blocks):
         if isinstance(block, _ToolResult):
@@ -179,13 +189,13 @@ def _openai(message: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
             made.append((place, {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}))
     if calls:
         listed = [{"id": call.id, "function": {"name": call.name, "arguments": call.input}} for call in calls]
-        made.append((field, {"role": "assistant", "content": "\n".join(texts) or None, "tool_calls": listed}))
+        made.append((field, {"role": "assistant", "content": "\n".join(texts) or None, "tool_calls": listed, **beside}))
     elif texts or not made:
-        made.append((field, {"role": given.role, "content": "\n".join(texts)}))
+        made.append((field, {"role": given.role, "content": "\n".join(texts), **beside}))
     return made
 
 
-def _blocks_of(content: Any, field: str, models: Mapping[str, type[_Block]]) -> list[_Block]:
+def _blocks_of(content: Any, field: str, models: Mapping[str, type[Fields]]) -> list[Fields]:
     if isinstance(content, str):
         return [_TextBlock(type="text", text=content)]
     if not isinstance(content, list):

@@ -131,8 +131,22 @@ class _AllowedChoice(ToolChoice):
         return [each.name for each in self.tools]
 
 
+class _ReasoningItem(_Item):
+    """The thoughts of the response that follows."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+
+
+class _ReasoningPart(Fields):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
 _ITEMS: Mapping[str, type[_Item]] = {
     "message": _MessageItem,
+    "reasoning": _ReasoningItem,
     "function_call": _CallItem,
     "function_call_output": _OutputItem,
 }
@@ -176,7 +190,14 @@ def _add(messages: list[dict[str, Any]], item: _Item, field: str) -> None:
     match item:
         case _MessageItem():
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content, f"{field}.content")})
+            before = messages.pop() if role == "assistant" and _is_thought(messages) else {}
+            messages.append({**before, "role": role, "content": _text(item.content, f"{field}.content")})
+        case _ReasoningItem():
+            name = "content" if item.content else "summary"
+            parts = enumerate(getattr(item, name) or ())
+            read = [read_fields(_ReasoningPart, part, f"{field}.{name}[{number}]") for number, part in parts]
+            if thought := "\n".join(part.text for part in read):
+                messages.append({"role": "assistant", "content": None, "reasoning": thought})
         case _CallItem():
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
@@ -189,6 +210,11 @@ def _add(messages: list[dict[str, Any]], item: _Item, field: str) -> None:
         case _OutputItem():
             output = _text(item.output, f"{field}.output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output, "name": item.name})
+
+
+def _is_thought(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last message has thoughts so far, and nothing else."""
+    return bool(messages) and messages[-1].keys() == {"role", "content", "reasoning"} and not messages[-1]["content"]
 
 
 def _text(content: Any, field: str) -> str:

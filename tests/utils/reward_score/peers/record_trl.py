@@ -1,0 +1,95 @@
+"""Records what TRL hands to a reward function, in trl.json, with an interpreter that has TRL:
+
+    python record_trl.py ../../../../dataset/mini/tokenizer
+
+The trainer is TRL's own; the responses of a case take the place of its generation.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import trl
+from datasets import Dataset
+from tools import Counter, weather
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from trl.chat_template_utils import qwen3_template
+
+HERE = Path(__file__).parent
+GIVEN = json.loads((HERE / "cases.json").read_text())
+
+
+class Played(trl.GRPOTrainer):
+    said: list[str]
+
+    def _generate_single_turn(self, prompt_ids: list[Any], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        ids = self.processing_class(self.said.pop(0), add_special_tokens=False)["input_ids"]
+        return [list(ids) for _ in prompt_ids], None
+
+
+def record(case: dict[str, Any], tokenizer: Any, folder: str) -> dict[str, Any]:
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    seen: list[dict[str, Any]] = []
+
+    def reward(**given: Any) -> list[float]:
+        state = given.pop("trainer_state")
+        shown = {name: "a function" if callable(value) else value[0] for name, value in given.items()}
+        seen.append({**shown, "trainer_state": {"global_step": state.global_step}})
+        return [0.0, 1.0]
+
+    args = trl.GRPOConfig(
+        folder,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_steps=1,
+        max_completion_length=512,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+    )
+    trainer = Played(
+        Qwen2ForCausalLM(config),
+        reward,
+        args,
+        Dataset.from_list([{"prompt": case["prompt"], **case["columns"]}] * 2),
+        processing_class=tokenizer,
+        tools=[weather] if case.get("tools") else None,
+        environment_factory=Counter if case.get("environment") else None,
+    )
+    end = "" if case.get("cut") else tokenizer.eos_token
+    trainer.said = [text + end for text in case["responses"]]
+    trainer.train()
+    (given,) = seen
+    if "environments" in given:
+        given["environments"] = vars(given["environments"])
+    return given
+
+
+def main() -> None:
+    made = {}
+    for case in GIVEN["cases"]:
+        tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], padding_side="left")
+        tokenizer.chat_template = GIVEN["template"]
+        if case.get("tools") or case.get("environment"):  # TRL sets it then, for the chat templates that it knows
+            tokenizer.response_template = qwen3_template
+        with tempfile.TemporaryDirectory() as folder:
+            made[case["name"]] = record(case, tokenizer, folder)
+    (HERE / "trl.json").write_text(json.dumps({"version": trl.__version__, "given": made}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Rewards of other trainers get what these trainers pass: compared with recordings of TRL's and veRL's own calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.tiny import MINI
+from tests.utils.reward_score.peers.tools import Counter, weather
+from verl.chat.observations import ObservationTokenizer
+from verl.chat.template import ChatTemplate
+from verl.data.tasks import to_task
+from verl.envs.registry import ClassFactory
+from verl.envs.tool_env import ToolEnvFactory
+from verl.envs.tools.function import FunctionTool
+from verl.envs.tools.runner import ToolLimits, ToolRunner
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.group import GroupRollout
+from verl.episodes.written import as_trajectory
+from verl.formats.base import build_tool_call_format
+from verl.kit.class_env.class_env import as_env_class, as_task_row
+from verl.registry import resolve
+from verl.rollout.engine import Sampling
+from verl.scoring.pool import DirectScorer, ScoringPool
+from verl.tracking.transcripts import group_rows
+from verl.trainer.metrics import score_means
+from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory, TrajectoryGroup
+from verl.utils.reward_score.functions import FunctionReward
+from verl.utils.reward_score.weighted import Term, WeightedSum
+
+PEERS = Path(__file__).parent / "peers"
+GIVEN = json.loads((PEERS / "cases.json").read_text())
+TRL = json.loads((PEERS / "trl.json").read_text())["given"]
+VERL = json.loads((PEERS / "verl.json").read_text())["given"]
+CASES = {case["name"]: case for case in GIVEN["cases"]}
+
+
+class Player:
+    """An engine that says one text after the other."""
+
+    def __init__(self, chat: ChatTemplate, texts: Sequence[str], cut: bool) -> None:
+        self.chat, self.texts, self.cut = chat, iter(texts), cut
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        ids = self.chat.response_ids(next(self.texts))[0]
+        if self.cut:
+            return (Completion(ids, (0.0,) * len(ids), FinishReason.LENGTH, 0),)
+        return (Completion((*ids, self.chat.end_token_id), (0.0,) * (1 + len(ids)), FinishReason.STOP, 0),)
+
+
+def played(case: dict[str, Any]) -> Trajectory:
+    """Our episode of a case."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    tokenizer.chat_template = GIVEN["template"]
+    chat = ChatTemplate(tokenizer)
+    envs: Any = ClassFactory(as_env_class(Counter)) if case.get("environment") else None
+    if envs is None:
+        tools = [FunctionTool(weather)] if case.get("tools") else []
+        envs = ToolEnvFactory(tools, ToolRunner(ToolLimits()))
+    observations = ObservationTokenizer(chat, build_tool_call_format("hermes"), 100)
+    limits = EpisodeLimits(feedback_on_parse_error=not case.get("ends"))
+    runner = EpisodeRunner(envs, observations, limits)
+    task = to_task(as_task_row({"prompt": case["prompt"], **case["columns"]}), "row#0")
+    done = asyncio.run(runner.run(Player(chat, case["responses"], "cut" in case), Sampling(1), task, 0, None))
+    assert isinstance(done, Trajectory), done
+    return done
+
+
+def scored(function: Any, trajectory: Trajectory, step: int = 1) -> Score:
+    reward = FunctionReward(function)
+    reward.check_task(trajectory.task)
+    return reward.score(trajectory, trajectory.task, step)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_reward_of_trls_form_gets_what_trl_passes(name: str) -> None:
+    """All names, types and values: prompts, completions, tokens, columns, the trainer's state, the environment."""
+    seen: dict[str, Any] = {}
+
+    def reward(completions: list[Any], **given: Any) -> list[float]:
+        given["completions"] = completions
+        seen.update({key: "a function" if callable(value) else value for key, value in given.items()})
+        return [1.0]
+
+    scored(reward, played(CASES[name]))
+    assert seen.pop("data_source") == ["environment"]  # the one column that all of our rows have
+    state = seen.pop("trainer_state")
+    environments = seen.pop("environments", None)
+    ours = {key: value if isinstance(value, str) else value[0] for key, value in seen.items()}
+    ours["trainer_state"] = {"global_step": state.global_step}
+    if environments is not None:
+        (environment,) = environments
+        ours["environments"] = vars(environment)
+    assert ours == TRL[name]
+
+
+@pytest.fixture(scope="module")
+def episode() -> Trajectory:
+    """The case that veRL's recording has: a call, its result, an answer."""
+    done = played(CASES["a call"])
+    task = replace(done.task, data_source="weather", extra={"index": 7, "split": "train"})
+    return replace(done, task=task)
+
+
+@pytest.mark.parametrize("manager", ["loop naive", "loop dapo", "naive", "dapo"])
+def test_a_reward_of_verls_form_gets_what_verl_passes(manager: str, episode: Trajectory) -> None:
+    """The managers differ in what they add to extra_info; ours has what all of them add."""
+    seen: dict[str, Any] = {}
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
+        seen.update(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth)
+        seen["extra_info"] = extra_info
+        return {"score": 1.0, "acc": True, "pred": "Rain."}
+
+    score = scored(compute_score, episode)
+    theirs = VERL[manager]["named"]
+    added = theirs["extra_info"]
+    assert {**seen, "extra_info": {key: seen["extra_info"][key] for key in added}} == theirs
+    assert (score.total, score.parts, score.details) == (1.0, {"acc": 1.0}, {"pred": "Rain."})
+
+
+def test_verls_reward_kwargs_take_precedence(episode: Trajectory) -> None:
+    def compute_score(**given: Any) -> float:
+        assert {name: given[name] for name in ("data_source", "strict")} == own
+        return float(given["solution_str"].count("<tool_call>"))
+
+    theirs = VERL["reward_kwargs"]
+    own = {name: theirs[name] for name in ("data_source", "strict")}
+    takes_solution = lambda solution_str, **given: compute_score(solution_str=solution_str, **given)  # noqa: E731
+    assert FunctionReward(takes_solution, own).score(episode, episode.task, 1).total == 1.0
+
+
+def test_a_reward_of_verls_batch_manager_gets_lists(episode: Trajectory) -> None:
+    seen: dict[str, Any] = {}
+
+    def compute_score(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, strict: bool) -> Any:
+        seen.update(data_sources=data_sources, solution_strs=solution_strs, ground_truths=ground_truths, strict=strict)
+        seen["extra_infos"] = extra_infos
+        return [{"score": 1.0, "pred": "Rain."}]
+
+    score = FunctionReward(compute_score, {"strict": True}).score(episode, episode.task, 1)
+    theirs = VERL["batch"]["named"]
+    own = [{key: seen["extra_infos"][0][key] for key in theirs["extra_infos"][0]}]
+    assert {**seen, "extra_infos": own} == theirs
+    assert (score.total, score.details) == (1.0, {"pred": "Rain."})
+
+
+def test_a_tuple_is_read_as_by_verls_manager_prime(episode: Trajectory) -> None:
+    found = scored(lambda data_source, solution_str, ground_truth, extra_info: (0.5, 2, "why"), episode)
+    assert (found.total, found.parts, found.details) == (0.5, {"item_1": 2.0}, {"item_2": "why"})
+    assert VERL["prime"]["reward"] == 1.0 and VERL["prime"]["given"][1] == episode.decoded
+
+
+def test_a_ground_truth_that_is_no_text_reaches_the_function_as_it_is() -> None:
+    seen = []
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+        seen.append(ground_truth)
+        return 0.0
+
+    for truth in ({"target": ["Rome"]}, [1, 2], 7, "7"):
+        prompt = [{"role": "user", "content": "?"}]
+        task = to_task({"data_source": "s", "prompt": prompt, "reward_model": {"ground_truth": truth}}, "r")
+        FunctionReward(compute_score).score(as_trajectory(task, "Rome"), task, 1)
+    assert seen == [{"target": ["Rome"]}, [1, 2], 7, "7"]
+
+
+def test_a_plain_function_sees_the_whole_episode(episode: Trajectory) -> None:
+    texts: list[str] = []
+    scored(lambda response, answer: texts.append(response) or 1.0, episode)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    assert texts == [f"{call}\nrain\nRain."]
+
+
+def has_tool(completions: list[Any], **_: Any) -> list[float]:
+    return [float(any(message["role"] == "tool" for message in messages)) for messages in completions]
+
+
+def num_calls(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(len(message.get("tool_calls", [])) for message in messages)) for messages in completions]
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [-abs(20.0 - len(text)) for text in completions]
+
+
+def called(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    return solution_str.count("<tool_call>") + extra_info["num_turns"] / 10
+
+
+def test_rewards_of_whole_episodes_are_no_constants() -> None:
+    """Tool messages, calls, the length of a text, veRL's markup and number of turns, in episodes with and without."""
+    none, one, three = (played(CASES[name]) for name in ("tools that are not called", "a call", "three turns"))
+    assert [scored(has_tool, each).total for each in (none, one)] == [0.0, 1.0]
+    assert [scored(num_calls, each).total for each in (none, one, three)] == [0.0, 1.0, 2.0]
+    assert [scored(called, each).total for each in (none, one, three)] == [0.2, 1.4, 2.6]
+    assert scored(length, played(CASES["a text"])).total == -19.0
+    assert scored(length, played({**CASES["a text"], "responses": ["the sum is 2"]})).total == -8.0
+
+
+def test_none_is_not_counted(episode: Trajectory) -> None:
+    """As by TRL: alone, the response leaves its group; in a sum, the reward leaves the sum and its own mean."""
+
+    def some(completions: list[Any], **_: Any) -> list[float | None]:
+        return [None if episode.task.answer == "Rain." else 1.0]
+
+    assert not scored(some, episode).counted
+    total = WeightedSum(["env"])
+    total.terms = [Term("a.py:some", FunctionReward(some), 5.0), Term("a.py:calls", FunctionReward(num_calls), 2.0)]
+    mixed = total.score(episode, episode.task, 1)
+    assert (mixed.total, mixed.counted, mixed.parts) == (2.0, True, {"calls": 1.0})
+    other = Score(7.0, {"some": 1.0, "calls": 1.0})
+    assert score_means([mixed, other]) == {"total": 4.5, "calls": 1.0, "some": 1.0}  # not 0.5
+    total.terms = total.terms[:1]
+    assert not total.score(episode, episode.task, 1).counted
+
+
+def test_a_response_that_is_not_counted_leaves_its_group_and_is_no_fault(episode: Trajectory) -> None:
+    class Runner:
+        limits = SimpleNamespace(max_turns=2)
+
+        def for_group(self) -> Runner:
+            return self
+
+        async def run(self, engine: Any, sampling: Any, task: Task, index: int, seed: int | None) -> Trajectory:
+            return replace(episode, index=index)
+
+    class Odd:
+        def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+            return Score(1.0, {}, counted=trajectory.index % 2 == 1)
+
+    rollout = GroupRollout(None, DirectScorer(Odd()), Sampling(1), Runner())  # type: ignore[arg-type]
+    group = asyncio.run(rollout.run(episode.task, 5, 1))
+    assert [each.index for each in group.trajectories] == [1, 3] and group.faults == ()
+
+
+def logging(completions: list[Any], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+    log_metric("words", 3)
+    log_extra("last", [messages[-1]["content"] for messages in completions])
+    return [1.0]
+
+
+def by_step(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+    return [float(trainer_state.global_step)]
+
+
+def test_what_a_function_logs_is_a_part_and_a_detail_of_the_transcript(episode: Trajectory) -> None:
+    score = scored(logging, episode)
+    assert (score.parts, score.details) == ({"words": 3.0}, {"last": "Rain."})
+    group = TrajectoryGroup(episode.task, (episode,), (score,), (1.0,))
+    (row,) = group_rows(1, group)
+    assert row["score"] == {"total": 1.0, "parts": {"words": 3.0}, "details": {"last": "Rain."}}
+    json.dumps(row)
+
+
+def test_the_trainers_state_follows_the_steps(episode: Trajectory) -> None:
+    reward = FunctionReward(by_step)
+    assert reward.reads_step and not FunctionReward(num_calls).reads_step
+    assert [reward.score(episode, episode.task, step).total for step in (1, 2, 9)] == [0.0, 1.0, 8.0]
+
+
+def test_values_that_are_no_json_are_kept_as_text(episode: Trajectory) -> None:
+    given = {"score": 1, "pred": None, "set": {1}, "list": [1, "a"], "nan": [float("nan")]}
+    found = scored(lambda response, answer: given, episode)
+    assert found.details == {"pred": None, "set": "{1}", "list": [1, "a"], "nan": "[nan]"}
+
+
+FILE = """
+class Counter:
+    def reset(self, **row):
+        self.value = 0
+    def add(self, number: int) -> int:
+        '''Add.'''
+        self.value += number
+        return self.value
+
+def final(completions, environments, **_):
+    return [float(environment.value) for environment in environments]
+"""
+
+
+def test_the_environments_object_reaches_a_reward_in_a_scoring_process(tmp_path: Path) -> None:
+    """Its class is of a file, which the process does not import."""
+    (tmp_path / "game.py").write_text(FILE.partition("def final")[0])
+    (tmp_path / "rewards.py").write_text("def final" + FILE.partition("def final")[2])
+    made_of = resolve("environment", f"{tmp_path / 'game.py'}:Counter", {})
+    env = as_env_class(made_of)(Task("t", (Message("user", "?"),), "", "s"))
+
+    async def end() -> bytes:
+        await env.reset()
+        env._object.value = 3
+        return env.snapshot()
+
+    done = replace(played(CASES["a call"]), environment=asyncio.run(end()))
+    with ScoringPool(f"{tmp_path / 'rewards.py'}:final", {}, 1) as pool:
+        assert asyncio.run(pool.score(done, done.task, 1)) == Score(3.0, {})
+
+
+def test_an_environment_that_cannot_be_sent_is_told_to_a_reward_that_asks(episode: Trajectory) -> None:
+    def final(completions: list[Any], environments: list[Any]) -> list[float]:
+        return [0.0]
+
+    with pytest.raises(TypeError, match="environments"):
+        scored(final, episode)

@@ -1,0 +1,1 @@
+"""Environments of texts, written for gymnasium, TextArena, SkyRL-gym or rLLM."""

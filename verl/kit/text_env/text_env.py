@@ -1,0 +1,155 @@
+"""Environments of texts of other libraries: `reset` or `init` gives a text, `step` takes that of the policy.
+
+    gymnasium  reset(seed, options) -> (observation, info)  step(action) -> (observation, reward, ended, cut, info)
+    rLLM       reset() -> (observation, info)               step(action) -> (observation, reward, done, info)
+    SkyRL-gym  init(prompt) -> (messages, metadata)         step(action) -> {observations, reward, done, metadata}
+    TextArena  reset(num_players, seed), get_observation()  step(action) -> (done, info), and close() -> rewards
+
+It is a class, or a function that makes such an object (`gymnasium:make`, `textarena:make`). The episode's score is the
+sum of the rewards. Every episode has an object of its own; its methods run in threads, one at a time. The policy's
+thought is no part of an action. Where actions are numbers (gymnasium's Discrete), the last number of the text is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from threading import Lock
+from typing import Any, ClassVar
+from zlib import crc32
+
+from verl.data.messages import read_messages
+from verl.envs.base import Env, Observation, StepResult
+from verl.formats.openai import as_openai
+from verl.formats.response import spoken
+from verl.kit.class_env.class_env import row_of
+from verl.system.daemon import run_in_daemon_thread
+from verl.text import as_text
+from verl.types import Message, Score, Task
+
+_INTEGER = re.compile(r"-?\d+")
+_STARTING = Lock()  # some libraries seed Python's one generator and draw from it
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step in any library's form. observed: text, messages, or any other value; reward: None: known in the end"""
+
+    observed: Any
+    reward: float | None
+    done: bool
+
+
+class TextEnv(Env):
+    """One episode: an object of `made_of`."""
+
+    made_of: ClassVar[Callable[..., Any]]
+
+    def __init__(self, task: Task, **options: Any) -> None:
+        self._task, self._options = task, options
+        self._object: Any = None
+        self._turn = Lock()
+        self._total, self._steps = 0.0, 0
+        self._closed = False
+
+    async def reset(self) -> Observation:
+        return Observation(await run_in_daemon_thread(self._start))
+
+    async def step(self, message: Message) -> StepResult:
+        action = self._action(spoken(message.content).strip())
+        if action is None:
+            space = self._object.action_space
+            first = int(getattr(space, "start", 0))
+            return StepResult((Message("user", f"Answer with a number from {first} to {first + int(space.n) - 1}."),))
+        made = await run_in_daemon_thread(self._alone, self._step, action)
+        self._total += made.reward or 0.0
+        self._steps += 1
+        return StepResult(() if made.done else _messages(made.observed), done=made.done)
+
+    async def judge(self) -> Score:
+        await self.close()  # TextArena reports its rewards there
+        return Score(self._total, {"steps": float(self._steps)})
+
+    async def close(self) -> None:
+        if self._closed or self._object is None:
+            return
+        self._closed = True
+        found = await run_in_daemon_thread(self._alone, getattr(self._object, "close", lambda: None))
+        if isinstance(found, tuple) and isinstance(found[0], Mapping):
+            self._total += float(found[0].get(0) or 0.0)  # of the one player
+
+    def _alone(self, run: Callable[..., Any], *given: Any) -> Any:
+        with self._turn:
+            return run(*given)
+
+    def _start(self) -> tuple[Message, ...]:
+        """The object made and reset: the messages to which the policy responds."""
+        row = row_of(self._task)
+        with _STARTING:
+            self._object = self._made(row)
+            if hasattr(self._object, "init"):
+                prompt, _ = self._object.init([as_openai(message) for message in self._task.prompt])
+                return read_messages(prompt, "init")
+            found = self._object.reset(**self._named(row))
+            has_info = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+            text = as_text(self._observation() if found is None else self._shown(found[0] if has_info else found))
+        *before, last = self._task.prompt
+        return (*before, replace(last, content=f"{last.content}\n\n{text}"))
+
+    def _made(self, row: Mapping[str, Any]) -> Any:
+        make, options = type(self).made_of, self._options
+        if hasattr(make, "from_dict"):  # rLLM
+            return make.from_dict({**row, **options})
+        return make(**({"extras": row} if "extras" in signature(make).parameters else {}), **options)  # SkyRL-gym
+
+    def _named(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `reset`: the columns that it names, and the libraries' own. Equal rows have equal seeds."""
+        parameters = signature(self._object.reset).parameters
+        columns = {"seed": crc32(self._task.id.encode()), **row}
+        if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+            return columns
+        known = {"options": row, "num_players": 1, **columns}
+        return {name: value for name, value in known.items() if name in parameters}
+
+    def _action(self, text: str) -> Any:
+        """None: the text has no number where one is asked for."""
+        if not hasattr(getattr(self._object, "action_space", None), "n"):
+            return text
+        numbers = _INTEGER.findall(text)
+        return int(numbers[-1]) if numbers and self._object.action_space.contains(int(numbers[-1])) else None
+
+    def _step(self, action: Any) -> _Step:
+        match self._object.step(action):
+            case {"observations": observed, "reward": reward, "done": done}:
+                return _Step(observed, float(reward), bool(done))
+            case (observed, reward, terminated, truncated, Mapping()):
+                return _Step(self._shown(observed), float(reward), bool(terminated or truncated))
+            case (observed, reward, done, Mapping()):
+                return _Step(self._shown(observed), float(reward), bool(done))
+            case (bool() as done, Mapping()):
+                return _Step("" if done else self._observation(), None, done)
+            case found:
+                forms = "gymnasium's five values, rLLM's four, SkyRL-gym's mapping, or TextArena's (done, info)"
+                raise TypeError(f"step returned {found!r:.80}, not {forms}")
+
+    def _shown(self, observed: Any) -> Any:
+        """What the policy sees of an observation: where the environment draws it as text, the drawing."""
+        return self._object.render() if getattr(self._object, "render_mode", None) == "ansi" else observed
+
+    def _observation(self) -> Any:
+        _, observed = self._object.get_observation()
+        return observed if isinstance(observed, str) else "\n".join(str(entry[1]) for entry in observed)
+
+
+def as_text_env(made_of: Callable[..., Any]) -> type[TextEnv]:
+    """The environment class of a library's class, or of a function that makes its objects."""
+    return type(getattr(made_of, "__name__", "TextEnv"), (TextEnv,), {"made_of": staticmethod(made_of)})
+
+
+def _messages(observed: Any) -> tuple[Message, ...]:
+    listed = observed if isinstance(observed, list | tuple) else []
+    if listed and all(isinstance(each, Mapping) and "role" in each for each in listed):
+        return read_messages(listed, "observations")
+    return (Message("user", as_text(observed)),)
