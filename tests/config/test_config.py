@@ -133,7 +133,7 @@ def test_verls_lower_bound_follows_from_the_upper_one(
 def test_observations_are_trained_until_a_step(words: str, expected: int | None) -> None:
     given = ["recipe=search_r1", *words.split()]
     if expected is None:
-        with pytest.raises(ConfigError, match="env.train_on_observations_until must be a whole number from 1"):
+        with pytest.raises(ConfigError, match=r"env\.train_on_observations_until must be a whole number from 1"):
             load_config(given)
         return
     env = load_config(given).env
