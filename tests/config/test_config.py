@@ -524,7 +524,10 @@ def test_reward_options_are_open() -> None:
         (["data.max_bad_share=1.5"], "data.max_bad_share must be between 0 and 1"),
         (["data.train_batch_size=1000"], "must be a multiple of actor.ppo_mini_batch_size (256)"),
         (["actor.max_tokens_per_pack=1000"], "the longest sample would not fit into a pack"),
-        (["trainer.logger=[wandbb]"], "some of console, rollouts, verl_names, jsonl, tensorboard, wandb, trackio, mlflow, swanlab"),
+        (
+            ["trainer.logger=[wandbb]"],
+            "some of console, rollouts, verl_names, jsonl, tensorboard, wandb, trackio, mlflow, swanlab",
+        ),
         (["recipe=toolrl_gpro"], "unknown recipe 'toolrl_gpro'; did you mean 'toolrl_grpo'?"),
         (
             ["algorithm.name=grpo", "rollout.n=2", "critic.optim.lr=1"],
