@@ -57,7 +57,8 @@ def metrics() -> str:
         (f"`{each.name}`", f"`{each.ours}`" if each.ours else "", when, each.why)
         for each, when in [*logged, *((each, "no") for each in ABSENT)]
     ]
-    heading = "\n## veRL's names\n\nWith `trainer.logger=[console,verl_names]` these are logged, too.\n\n"
+    switch = "`trainer.logger=[console,verl_names]`, or `tracking.names=verl`"
+    heading = f"\n## veRL's names\n\nWith {switch}, these are logged, too.\n\n"
     return f"\n{ours}{heading}{table(('veRL', 'here', 'logged', 'difference'), sorted(rows))}"
 
 

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import psutil
 import pytest
 import torch
 
-from bench.gpu import process
+from bench.gpu import process, tree
 from bench.gpu.child import plain
 from bench.gpu.ledger import seed
 from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
@@ -456,6 +457,18 @@ def test_archives_that_cannot_be_taken_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be unpacked"):
         Tree(tmp_path / "site").take_in(stage)
     assert Tree(tmp_path / "site").paths() == []
+
+
+def test_processes_that_cannot_compile_cost_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise BrokenProcessPool("a process was terminated")
+
+    monkeypatch.setattr(tree.compileall, "compile_dir", broken)
+    stage, site = tmp_path / "stage", tmp_path / "site"
+    sums = piece(stage, "engine", "package_of_a_tree")
+    (stage / "SUMS").write_text(sums)
+    Tree(site).take_in(stage)
+    assert Tree(site).paths() == [site / "engine"]
 
 
 def test_half_of_an_archive_does_not_stay_on_the_disk(tmp_path: Path) -> None:

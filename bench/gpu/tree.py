@@ -11,6 +11,8 @@ import hashlib
 import re
 import shutil
 import tarfile
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 
 from verl.errors import DataError
@@ -76,7 +78,8 @@ class Tree:
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # half of an archive may have filled the disk
-        compileall.compile_dir(folder, quiet=2, workers=0)  # on all cores; imports would do it on one
+        with suppress(BrokenProcessPool):  # it saves time and no more: imports would do it, on one core
+            compileall.compile_dir(folder, quiet=2, workers=0)
         self._marker(name).write_text(expected)
 
 

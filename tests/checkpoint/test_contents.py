@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from verl.checkpoint import contents
+from verl.checkpoint import contents, own_code
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.contents import contents_of
 from verl.checkpoint.state import CHANGES, Saved, find_saved, resume_config
@@ -373,9 +373,20 @@ def test_a_folder_over_the_limits_is_known_by_its_path_with_a_warning(
         with monkeypatch.context() as patched:
             patched.setattr(contents, name, limit)
             assert contents_of(settings, True) == {}
-        assert f"env.options.index: the folder '{folder}' has more than" in caplog.text
+        assert f"env.options.index: a resume does not notice if files of the folder '{folder}'" in caplog.text
+        assert "it has more than" in caplog.text
         caplog.clear()
     assert len(contents_of(settings, True)) == 1 and not caplog.records
+
+
+def test_code_with_too_many_modules_is_known_by_the_first_with_a_warning(
+    modules: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (modules / "mine.py").write_text("import chain")  # which imports another
+    assert "of 3 files" in code_content(modules) and not caplog.records
+    monkeypatch.setattr(own_code, "_MAX_MODULES", 1)
+    assert "of 2 files" in code_content(modules)
+    assert "mine.py imports more than 1 modules of yours" in caplog.text
 
 
 @pytest.mark.parametrize("value", [".", "..", "/", "./", "../", "no/such/folder", "a" * 5000 + "/b"])

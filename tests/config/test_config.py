@@ -133,7 +133,7 @@ def test_verls_lower_bound_follows_from_the_upper_one(
 def test_observations_are_trained_until_a_step(words: str, expected: int | None) -> None:
     given = ["recipe=search_r1", *words.split()]
     if expected is None:
-        with pytest.raises(ConfigError, match="env.train_on_observations_until must be a whole number from 1"):
+        with pytest.raises(ConfigError, match=r"env.train_on_observations_until must be a whole number from 1"):
             load_config(given)
         return
     env = load_config(given).env
@@ -516,7 +516,7 @@ def test_reward_options_are_open() -> None:
         (["env.command=${env.python}"], "${env.python} names no key; it is now env.options.python"),
         (
             ["zzz.yyy=3"],
-            "rollout, env, sandbox, algorithm, reward, trainer, tracking, eval; --help lists every key",
+            "rollout, env, sandbox, algorithm, reward, trainer, eval; --help lists every key",
         ),
         (["rollout.n=four"], "rollout.n='four'"),
         (["rollout.n=0"], "rollout.n must be at least 1, got 0"),
@@ -524,7 +524,10 @@ def test_reward_options_are_open() -> None:
         (["data.max_bad_share=1.5"], "data.max_bad_share must be between 0 and 1"),
         (["data.train_batch_size=1000"], "must be a multiple of actor.ppo_mini_batch_size (256)"),
         (["actor.max_tokens_per_pack=1000"], "the longest sample would not fit into a pack"),
-        (["trainer.logger=[wandbb]"], "some of console, rollouts, jsonl, tensorboard, wandb, trackio, mlflow, swanlab"),
+        (
+            ["trainer.logger=[wandbb]"],
+            "some of console, rollouts, verl_names, jsonl, tensorboard, wandb, trackio, mlflow, swanlab",
+        ),
         (["recipe=toolrl_gpro"], "unknown recipe 'toolrl_gpro'; did you mean 'toolrl_grpo'?"),
         (
             ["algorithm.name=grpo", "rollout.n=2", "critic.optim.lr=1"],

@@ -287,6 +287,17 @@ def test_a_gold_turn_whose_call_quotes_the_end_token_is_a_bad_row_too() -> None:
         check_golds(runner, rewards, [bad])
 
 
+def test_a_model_may_stop_at_a_token_that_the_tokenizer_lacks() -> None:
+    """Models have padded vocabularies."""
+    tokenizer = small_tokenizer("bytes", "chatml")
+    chat = ChatTemplate(tokenizer, more_stops=(len(tokenizer) + 7,))
+    check(chat, "toolrl")
+    assert chat.control_tokens("a <|im_end|> b <|im_start|> <think> </s>") == ["<|im_end|>", "<|im_start|>"]
+    assert chat.control_tokens("a <|im_end|> b <|im_start|>", raw=True) == ["<|im_end|>"]
+    opened = ChatTemplate(small_tokenizer("bytes", "opened", special=True))
+    assert opened.control_tokens("<think> </think> <tool_call> <|im_start|>") == ["<|im_start|>"]
+
+
 def test_a_part_of_a_sum_is_tried_too() -> None:
     tokenizer = small_tokenizer("bytes", "chatml", special=True)
     task = replace(task_of("toolrl"), reward=None)

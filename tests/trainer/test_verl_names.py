@@ -118,6 +118,22 @@ def test_each_of_our_names_in_the_table_is_a_metric_and_none_of_verls_is_listed_
     assert renamed({"kl/reference": 0.5, "actor/lr": 1.0}) == {"actor/reward_kl_penalty": 0.5, "critic/kl": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("words", "loggers"),
+    [
+        ("tracking.names=verl", ["console", "verl_names"]),
+        ("tracking.names=verl trainer.logger=[jsonl]", ["jsonl", "verl_names"]),
+        ("trainer.logger=[verl_names] tracking.names=verl", ["verl_names"]),
+        ("tracking.names=own", ["console"]),
+        ("tracking.names=null", ["console"]),
+    ],
+)
+def test_the_names_may_be_chosen_by_a_key_of_their_own(words: str, loggers: list[str]) -> None:
+    assert load_config(["recipe=mini_grpo", *words.split()]).trainer.logger == loggers
+
+
 def test_other_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tracking.names must be own or verl, got 'trl'"):
+        load_config(["recipe=mini_grpo", "tracking.names=trl"])
     with pytest.raises(ConfigError, match=r"trainer.logger must be some of console, rollouts, verl_names"):
         load_config(["trainer.logger=[trl_names]"])

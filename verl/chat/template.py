@@ -325,10 +325,13 @@ class ChatTemplate:
     def control_tokens(self, text: str, raw: bool = False) -> list[str]:
         """Those in this text that end a turn or, if the prompt is no raw text, that the chat template puts around one;
         thoughts are no part of that."""
-        frame = "" if raw else self.frame.prompt + self.frame.end
-        ends = self.tokenizer.convert_ids_to_tokens(self.stop_token_ids)
-        around = [token for token in self._marks.findall(frame) if token not in (THINK, THINK_END)]
-        return [token for token in dict.fromkeys((*ends, *around)) if token in text]
+        ends = filter(None, self.tokenizer.convert_ids_to_tokens(self.stop_token_ids))  # a model may have more tokens
+        return [token for token in dict.fromkeys((*ends, *(() if raw else self._around))) if token in text]
+
+    @cached_property
+    def _around(self) -> list[str]:
+        found = self._marks.findall(self.frame.prompt + self.frame.end)
+        return [token for token in found if token not in (THINK, THINK_END)]
 
     def _without_marks(self, text: str) -> str:
         """The text with a space after the first character of every special-token string."""

@@ -93,15 +93,19 @@ def _with_folders(value: Any, key: str) -> Any:
         return [_with_folders(each, key) for each in value]
     if not isinstance(value, str) or "/" not in value or not value.strip("/.") or not _is(Path.is_dir, Path(value)):
         return value
-    files = list(islice((path for path in Path(value).rglob("*") if path.is_file()), _MAX_FILES + 1))
-    size = sum(path.stat().st_size for path in files)
-    if len(files) > _MAX_FILES or size > _MAX_BYTES:
-        _log.warning(
-            "%s: the folder %r has more than %d files or %d GiB, so a resume does not notice if its files have changed",
-            *(key, value, _MAX_FILES, _MAX_BYTES >> 30),
-        )
+    try:
+        return _of_folder(Path(value))
+    except (OSError, OverflowError) as error:
+        _log.warning("%s: a resume does not notice if files of the folder %r have changed: %s", key, value, error)
         return value
-    found = folder_digests(Path(value), _COMPILED)
+
+
+def _of_folder(folder: Path) -> str:
+    """Raises OverflowError for one over the limits."""
+    files = list(islice((path for path in folder.rglob("*") if path.is_file()), _MAX_FILES + 1))
+    if len(files) > _MAX_FILES or sum(path.stat().st_size for path in files) > _MAX_BYTES:
+        raise OverflowError(f"it has more than {_MAX_FILES} files or {_MAX_BYTES >> 30} GiB")
+    found = folder_digests(folder, _COMPILED)
     return f"sha256 {_digest_of(found)} of {len(found)} files"
 
 

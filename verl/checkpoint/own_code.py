@@ -6,20 +6,29 @@ Imports are read, not run. Installed packages are known by their versions, which
 from __future__ import annotations
 
 import ast
+import logging
 import sys
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
 _OWN = __name__.partition(".")[0]
 _MAX_MODULES = 1000
 
 
 def own_code(path: Path) -> list[Path]:
-    """The file, then all modules of the user that it imports, directly or through others; at most 1,000 files."""
+    """The file, then all modules of the user that it imports, directly or through others; with a warning if there are
+    too many, without the others."""
     found = {path.resolve(): None}
     waiting = [path.resolve()]
-    while waiting and len(found) < _MAX_MODULES:
+    while waiting:
+        if len(found) > _MAX_MODULES:
+            _log.warning(
+                "%s imports more than %d modules of yours, so a resume does not notice if others have changed",
+                *(path, _MAX_MODULES),
+            )
+            break
         for module in _imported(waiting.pop()):
             if module not in found:
                 found[module] = None
@@ -34,13 +43,14 @@ def _imported(path: Path) -> Iterator[Path]:
     except (OSError, SyntaxError, ValueError, RecursionError):
         return
     yield from (folder / "__init__.py" for folder in _packages(path))
+    absolute = _roots(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for each in node.names:
-                yield from _found(_roots(path), each.name.split("."))
+                yield from _found(absolute, each.name.split("."))
         elif isinstance(node, ast.ImportFrom):
             parts = node.module.split(".") if node.module else []
-            roots = [path.parents[node.level - 1]] if 0 < node.level <= len(path.parents) else _roots(path)
+            roots = [path.parents[node.level - 1]] if 0 < node.level <= len(path.parents) else absolute
             for each in node.names:
                 yield from _found(roots, [*parts, each.name])
 

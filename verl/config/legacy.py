@@ -10,6 +10,7 @@ from typing import Any
 from verl.algorithms import ADV_ESTIMATORS
 from verl.config.commands import Command
 from verl.config.published import AUTO, VERSIONS, Line
+from verl.config.schema import VERL_NAMES
 from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, obsolete_reason, short, spelled
 from verl.errors import ConfigError
 
@@ -458,6 +459,16 @@ def _read_rejection(result: Translation) -> None:
         result.put(key, [lower, upper], f"{group}_lower")
 
 
+def _read_names(result: Translation) -> None:
+    """veRL's names of metrics are one more of our loggers."""
+    key, names = "trainer.logger", result.take("tracking.names")
+    if names not in (None, "own", "verl"):
+        raise ConfigError(f"tracking.names must be own or verl, got {names!r}")
+    loggers = result.now(key)
+    if names == "verl" and isinstance(loggers, list) and VERL_NAMES not in loggers:
+        result.replace(key, [*loggers, VERL_NAMES], result.spelled.get(key, "tracking.names"))
+
+
 def _read_environments(result: Translation) -> None:
     """Environments of other systems have no names; each is recognized by a key of its own."""
     for name in ("actor.state_masking", "actor.masking"):
@@ -560,6 +571,7 @@ _READERS = (
     _read_dataset,
     _read_filters,
     _read_rejection,
+    _read_names,
     _read_environments,
     _read_search_r1,
     _read_torl,

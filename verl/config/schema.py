@@ -18,7 +18,8 @@ from verl.errors import ConfigError
 _SEEDS = 2**23  # each is expanded to 2**40 seeds for single responses, within 64 bits
 _DTYPES = ("bfloat16", "float32")
 OFFLOAD = ("none", "params", "optimizer", "all")
-LOGGERS = ("console", "rollouts", "verl_names", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+VERL_NAMES = "verl_names"
+LOGGERS = ("console", "rollouts", VERL_NAMES, "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
 def _require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -524,7 +525,7 @@ class TrainerConfig:
     @property
     def verl_names(self) -> bool:
         """Whether metrics are logged under veRL's names, too."""
-        return "verl_names" in self.logger
+        return VERL_NAMES in self.logger
 
     @property
     def critic_only_updates(self) -> int:

@@ -63,6 +63,7 @@ INTERPRETED: Mapping[str, str] = {
     "critic.model.fsdp_config.optimizer_offload": "`critic.offload=optimizer` where true",
     "actor.state_masking": "`env.train_on_observations`, negated",
     "actor.masking": "`env.train_on_observations`, negated",
+    "tracking.names": "`trainer.logger` with `verl_names` where `verl`",
     "env.train_on_observations_until": "`env.train_on_observations`, as a number of steps",
     "rollout.name": "`rollout.name`; engines other than `vllm` and `hf` map to vLLM",
     "rollout.do_sample": "`rollout.temperature=0` where false, which training refuses",

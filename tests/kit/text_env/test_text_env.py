@@ -1,4 +1,4 @@
-"""Environments of other libraries' forms, and real ones of gymnasium, TextArena and SkyRL-gym where they are installed."""
+"""Environments in other libraries' forms, and real ones of gymnasium, TextArena and SkyRL-gym where installed."""
 
 from __future__ import annotations
 

@@ -86,7 +86,9 @@ _NAME = re.compile(  # x, a_{n+1}, f'(-2), g(f(1)), AB, |AB|, [ABC], \overline{A
     r"|\|[A-Z]{2}\||\[[A-Z]{3,}\]|\\(?:overline|vec|hat|mathbf) ?\{\w+\}"
     r"|(?:\\(?:sin|cos|tan|cot|sec|csc) ?)?(?:\\angle ?)?[A-Z]+"
 )
-_KNOWN = re.compile(r"\\?(?:sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)|log|ln|lg|exp|pi)(?! ?[A-Z\\]|[a-z])")
+_KNOWN = re.compile(  # no name, but for functions of an angle that has one
+    r"\\?(?:sqrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)|log|ln|lg|exp|pi)(?! ?[A-Z\\]|[a-z])"
+)
 _OF_ANGLE = re.compile(  # \sin^2(90^\circ - 30^\circ)
     r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)? ?(?:\([^()]*\)|\{[^{}]*\}|[^ ,]*\^\\circ)"
 )
@@ -347,9 +349,9 @@ def _same_value(answer: str, gold: str) -> bool:
     letters = _letters(answer), _letters(gold)
     if all(letters) and any(map(_is_word, letters)):
         return letters[0].replace(" ", "").lower() == letters[1].replace(" ", "").lower()
-    (answer, base), (gold, wanted) = _based(answer), _based(gold)
-    if base and wanted:
-        return (answer.lower(), base) == (gold.lower(), wanted)
+    (answer, base), (gold, gold_base) = _based(answer), _based(gold)
+    if base and gold_base:
+        return (answer.lower(), base) == (gold.lower(), gold_base)
     (answer, unit), (gold, wanted) = _measure(answer), _measure(gold)
     return (unit is None or wanted is None or unit == wanted) and _library_equal(answer, gold)
 
