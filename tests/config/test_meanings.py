@@ -43,6 +43,6 @@ def test_help_has_two_lines_per_key() -> None:
     lines = key_help(TRAIN).splitlines()
     assert len(lines) == 2 * sum(TRAIN.has(key) for key, _, _ in leaves(Config()))
     assert lines[lines.index("actor.offload=none  (str)") + 1].startswith(
-        "    GPU, to host memory when unused: none | "
+        "    to host memory when unused, on a GPU: none | "
     )
     assert "actor.optim.lr=1e-05  (float)" in key_help(SFT)

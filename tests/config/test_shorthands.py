@@ -72,6 +72,7 @@ def test_the_default_recipe_is_that_of_the_model_and_announced(caplog: pytest.Lo
         ours = load_config(["data=x.jsonl", "model=embedded"])
     assert caplog.messages == ["recipe=embedded, the default with data=..; --cfg job prints its settings"]
     assert ours == load_config(["recipe=embedded", "data=x.jsonl", "model=embedded"])
+    assert ours == load_config(["data=x.jsonl", "model.path=embedded"])
     large = load_config(["data=x.jsonl", "model=any", "rollout.n=4"])
     assert large == load_config(["recipe=grpo", "data=x.jsonl", "model=any", "rollout.n=4"])
     assert (large.algorithm.name, large.env.tool_call_format, large.reward.name) == ("grpo", "auto", "auto")

@@ -137,6 +137,7 @@ def test_training_refuses_to_be_judged_by_what_it_trains_on(tmp_path: Path, capl
     data.write_text(json.dumps({**row, "reward_model": {"ground_truth": "4"}}) + "\n")
     words = [*run_words(save_tiny_model(tmp_path / "model"), tmp_path, "hf", 1), f"data.train_files=[{data}]"]
     words += ["reward.name=math", f"eval.benchmarks=[{sums.__module__}:sums]", "data.train_batch_size=1"]
+    words.append("actor.ppo_mini_batch_size=1")
     with pytest.raises(ConfigError, match=r"sums/plain: 1 of 3 .* this run .*eval\.allow_train_overlap=true"):
         load_inputs(load_config(words))
     load_inputs(load_config([*words, "eval.allow_train_overlap=true"]))

@@ -457,6 +457,7 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
         "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
     )
     words = [*run_words(model, tmp_path, "hf", 1), f"data.train_files=[{data}]", "data.train_batch_size=1"]
+    words.append("actor.ppo_mini_batch_size=1")
     config = load_config(words)
     chat = load_chat_template(config.model)
     with pytest.raises(

@@ -129,7 +129,7 @@ def _default_recipe(written: Mapping[str, Any], command: Command) -> str | None:
     """The recipe of a command with `data=FILE` and without `recipe=`, `embedded` with `model=embedded`."""
     if "data" not in written or "recipe" in written or not command.from_recipe:
         return None
-    recipe = EMBEDDED if written.get("model") == EMBEDDED else "grpo"
+    recipe = EMBEDDED if EMBEDDED in (written.get("model"), written.get("model.path")) else "grpo"
     _log.warning("recipe=%s, the default with data=..; --cfg job prints its settings", recipe)
     return recipe
 
@@ -151,12 +151,12 @@ def _without_shorthands(written: Mapping[str, Any], command: Command) -> dict[st
             key = "model.path"
         if key in full:
             raise ConfigError(f"{key} is given twice, once by its shorthand {key.partition('.')[0]}=")
-        full[key] = named_model(value) if our_key(key) in _MODELS else value
+        full[key] = _of_run(named_model(value)) if our_key(key) in _MODELS else value
     return full
 
 
 def named_model(name: Any) -> Any:
-    """The path of a model that a name or a run's output folder stands for; anything else unchanged.
+    """The path of a model that a short name stands for; anything else unchanged.
 
     Raises ConfigError for a name whose model is not there.
     """
@@ -166,7 +166,7 @@ def named_model(name: Any) -> Any:
         if not (_SMOLLM2 / "config.json").is_file():
             raise ConfigError(f"model {name}: {_SMOLLM2} is not there; run {script('scripts/prepare_smollm2.py')}")
         return str(_SMOLLM2)
-    return _of_run(name)
+    return name
 
 
 def _of_run(model: Any) -> Any:

@@ -87,7 +87,7 @@ class ModelConfig:
     """The policy model; reference and critic start as copies of it."""
 
     path: str | None = None  # a folder or a hub name
-    tokenizer_path: str | None = None  # default: the model's folder
+    tokenizer_path: str | None = None  # folder or hub name of the tokenizer; default: the model's
     chat_template_options: dict[str, Any] = field(default_factory=dict)  # template variables, such as enable_thinking
     enable_gradient_checkpointing: bool | str = False  # true (all layers) | false | auto (what a GPU's memory requires)
     fused_kernels: str = "auto"  # auto (on a GPU, liger-kernel 0.8.5 or later 0.8) | liger (required) | none (eager)
@@ -104,7 +104,7 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = 1e-6  # learning rate of AdamW
-    weight_decay: float = 0.01  # of AdamW
+    weight_decay: float = 0.01  # weight decay of AdamW
     warmup_steps: float = 0.0  # optimizer steps; below 1, a share of the run's
 
     def __post_init__(self) -> None:
@@ -116,8 +116,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorOptimConfig(OptimConfig):
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # of AdamW, the critic's, too
-    schedule: str = "constant"  # constant | cosine (over the whole run)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # of AdamW, for policy and critic
+    schedule: str = "constant"  # learning rate: constant | cosine (over the whole run)
     min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class ActorConfig:
     ppo_epochs: int = 1  # passes over each batch
     max_tokens_per_pack: int = 16384  # tokens per forward pass and rank; raised if the longest sample needs it
     grad_clip: float = 1.0  # maximum norm of the gradient
-    offload: str = "none"  # GPU, to host memory when unused: none | params | optimizer | all (docs/training.md)
+    offload: str = "none"  # to host memory when unused, on a GPU: none | params | optimizer | all (docs/training.md)
     optim: ActorOptimConfig = field(default_factory=ActorOptimConfig)
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class RefConfig:
 class CriticConfig:
     """Critic updates, if the algorithm has a critic. Mini-batches, packs, clipping, betas, schedule: the actor's."""
 
-    path: str | None = None  # default: the policy's model
+    path: str | None = None  # folder or hub name of the critic; default: the policy's model
     cliprange_value: float = 0.5  # clip range of the value loss
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     offload: str = "none"  # from the last update of a step: none | params | optimizer | all
@@ -178,7 +178,7 @@ class ValKwargs:
     """Sampling for validation (veRL's name). Scores are averaged over a prompt's responses."""
 
     n: int = 1  # responses to each prompt
-    temperature: float = 0.0  # 0: greedy
+    temperature: float = 0.0  # sampling temperature; 0: greedy
     top_p: float = 1.0  # share of the probability to sample from
     top_k: int = -1  # number of tokens to sample from; -1: all
 
@@ -197,14 +197,14 @@ class ValKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    name: str = "vllm"  # vllm | hf
+    name: str = "vllm"  # inference engine: vllm | hf
     n: int = 1  # responses to each prompt
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # this and the next two change the sampling distribution (docs/training.md)
-    top_k: int = -1  # -1: all tokens
-    repetition_penalty: float = 1.0  # 1: none
+    temperature: float = 1.0  # sampling temperature; 0: greedy
+    top_p: float = 1.0  # share of the probability to sample from; this and the next two: docs/training.md
+    top_k: int = -1  # number of tokens to sample from; -1: all
+    repetition_penalty: float = 1.0  # penalty for tokens that have occurred; 1: none
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
-    dtype: str = "auto"  # auto (model.compute_dtype) | bfloat16 | float32
+    dtype: str = "auto"  # of the engine: auto (model.compute_dtype) | bfloat16 | float32
     max_staleness: int = 0  # maximum age of samples in weight versions; 0: on-policy, rollout and training alternate
     max_reuse: int = 1  # number of steps that may train on a group, within max_staleness
     # responses in progress at a weight sync: continue | finish | abort_and_retry | auto (finish if env.name=agent, else
@@ -216,7 +216,7 @@ class RolloutConfig:
     max_num_seqs: int | None = None  # concurrent sequences per engine; default: by device and model
     max_num_batched_tokens: int | None = None  # tokens per forward pass of an engine; default: by device
     gpu_memory_utilization: float | None = None  # share of a GPU for the engine; default: what the trainer leaves
-    kv_cache_gib: int = 1  # per engine on CPU
+    kv_cache_gib: int = 1  # GiB of KV cache per engine, on CPU
     speculation: str = "none"  # none | ngram: vLLM drafts tokens by looking up the last ones in the context
     # further arguments of vLLM's engine, by its names: enforce_eager (default: on a CPU, in short runs), block_size ..
     engine_options: dict[str, Any] = field(default_factory=dict)
@@ -271,23 +271,25 @@ class EnvConfig:
     """The environment. With name=single_turn and no tool_call_format an episode is a prompt and one response."""
 
     name: str = "single_turn"  # a known one (docs/environments.md), module:Class or file.py:Class
-    options: dict[str, Any] = field(default_factory=dict)  # of the environment
+    options: dict[str, Any] = field(default_factory=dict)  # options of the environment (docs/environments.md)
     agent: str | None = None  # with name=agent: your program, file.py:function or module:function (docs/agents.md) ..
     command: str | None = None  # .. or a command line; {task_json} becomes the path of a file with the task
     tool_call_format: str | None = None  # text format of calls and observations (docs/tool_call_formats.md), or auto
-    tool_call_format_options: dict[str, Any] = field(default_factory=dict)  # of the format
+    tool_call_format_options: dict[str, Any] = field(
+        default_factory=dict
+    )  # options of the format (docs/tool_call_formats.md)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
     max_turns: int | None = None  # max assistant turns; default: enough for max_tool_calls. No tools in the last one
     # Per episode; when they are used up, one last turn without tools follows. Default: 8; benchmarks have their own
     max_tool_calls: int | None = None
     max_turn_tokens: int | None = None  # per turn; default: the rest of data.max_response_length
-    max_observation_tokens: int = 512  # per observation
+    max_observation_tokens: int = 512  # tokens per observation; longer ones: env.observation_cut
     # head | tail | middle | refuse: how longer ones are truncated; or [that, a limit in characters, the text between]
     observation_cut: Any = "middle"
     on_parse_error: str = "feedback"  # feedback (report it to the policy) | terminate (the episode)
-    tool_timeout_s: float = 30.0  # a tool call
+    tool_timeout_s: float = 30.0  # seconds of a tool call
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
-    max_concurrent_calls: int = 64  # per tool; with name=agent: programs
+    max_concurrent_calls: int = 64  # calls in progress per tool; with name=agent: programs
     train_on_observations: bool | int = False  # train observation tokens, too; a number: in as many first steps
 
     def __post_init__(self) -> None:
@@ -342,8 +344,8 @@ class SandboxConfig:
     isolation: str = "bubblewrap"  # strict (bubblewrap, or no start without a cgroup) | bubblewrap | none (limits only)
     urls: list[str] = field(default_factory=list)  # SandboxFusion servers to use instead
     num_workers: int | None = None  # of the local pool; default: one per CPU core
-    timeout_s: float = 10.0  # per execution
-    memory_mib: int = 1024  # per execution
+    timeout_s: float = 10.0  # seconds per execution
+    memory_mib: int = 1024  # memory limit per execution
 
     def __post_init__(self) -> None:
         _one_of(("strict", "bubblewrap", "none"), "sandbox.isolation", self.isolation)
@@ -400,20 +402,20 @@ class AlgorithmConfig:
     # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo
     adv_estimator: str | None = None
     clip_low: float | None = None  # the ratio is clipped below 1 - clip_low
-    clip_high: float | None = None  # and above 1 + clip_high
+    clip_high: float | None = None  # the ratio is clipped above 1 + clip_high
     dual_clip: float | None = None  # bound of the ratio where the advantage is negative, above 1
     # of token losses: token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm
     aggregation: str | None = None
     aggregation_length: int | None = None  # divisor of seq-mean-token-sum-norm; default: data.max_response_length
     old_logprobs: str | None = None  # trainer | rollout: source of the old log-probs in the ratio
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    kl_placement: str | None = None  # none | reward | loss
-    kl_estimator: str | None = None  # k1 | k2 | k3 | abs
-    kl_coefficient: float | None = None  # of the KL penalty
+    kl_placement: str | None = None  # where the KL penalty is applied: none | reward | loss
+    kl_estimator: str | None = None  # estimator of the KL divergence: k1 | k2 | k3 | abs
+    kl_coefficient: float | None = None  # coefficient of the KL penalty
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
-    entropy_coefficient: float | None = None  # of the entropy bonus
-    gamma: float | None = None  # discount
-    lam: float | None = None  # GAE lambda
+    entropy_coefficient: float | None = None  # coefficient of the entropy bonus
+    gamma: float | None = None  # discount factor of GAE and returns
+    lam: float | None = None  # lambda of GAE
     options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's functions
     filters: list[Any] | None = None  # rejection sampling of rollouts: names, or {name: .., option: ..}
     max_resample_rounds: int | None = None  # rounds of prompts per step until enough groups pass the filters
@@ -443,9 +445,9 @@ class RewardConfig:
     """
 
     name: str = "auto"  # calls for rows with a gold turn; for others by data_source (docs/migration.md)
-    options: dict[str, Any] = field(default_factory=dict)  # of the reward (docs/reward.md)
+    options: dict[str, Any] = field(default_factory=dict)  # options of the reward (docs/reward.md)
     num_workers: int = 1  # scoring processes
-    timeout_s: float = 20.0  # per response
+    timeout_s: float = 20.0  # seconds per response
     memory_mib: int | None = 4096  # data limit of a scoring process; null: no limit
     fault_policy: str = "policy"  # a response over these limits: policy (scored as empty) | infrastructure (dropped)
     max_fault_share: float = 0.1  # share of a step's or a benchmark's responses that may fail before the run stops
@@ -472,11 +474,11 @@ class TrainerConfig:
     """Duration, frequencies, folders, devices."""
 
     total_epochs: int = 30  # passes over the training rows
-    total_training_steps: int | None = None  # overrides total_epochs
-    save_freq: int = 15  # 0: only at the end
-    test_freq: int = 5  # 0: only before and after
+    total_training_steps: int | None = None  # steps of the run; overrides total_epochs
+    save_freq: int = 15  # steps between checkpoints; 0: only at the end
+    test_freq: int = 5  # steps between validations; 0: only before and after
     experiment_name: str = "default"  # name of the run; one that exists is resumed
-    project_name: str = "toolrl"  # for trackers
+    project_name: str = "toolrl"  # name of the project, for trackers
     default_local_dir: str = "outputs"  # the run's folder is <default_local_dir>/<experiment_name>
     resume_mode: str = "auto"  # auto (resume the run in the folder) | disable (refuse a folder with a run)
     # settings and ToolRL's variables that may differ from the saved run, also by the content of files they name
@@ -491,9 +493,9 @@ class TrainerConfig:
     nnodes: int = 1  # machines; above 1, of a Ray cluster
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
     num_threads: int | None = None  # per process on CPU; default: all cores but one, split evenly
-    call_timeout_s: float = 3600.0  # per worker call
-    health_timeout_s: float = 30.0  # after which an unresponsive or stopped process counts as lost
-    seed: int = 0  # of the order of the data, of sampling and of new weights
+    call_timeout_s: float = 3600.0  # seconds per worker call
+    health_timeout_s: float = 30.0  # seconds after which an unresponsive or stopped process counts as lost
+    seed: int = 0  # random seed: of the order of the data, of sampling and of new weights
     save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
 
     val_before_train: bool = True  # validate before the first step

@@ -175,6 +175,15 @@ def _file_of(options: Sequence[str]) -> str | None:
     return files[0] if files else None
 
 
+def print_verdict(console: Console, folder: Path) -> None:
+    """Whether the run in this folder has learned, and what to look at first, where the kit's report is installed."""
+    from verl.trainer.hooks import installed_tool  # a slow import
+
+    verdict_of = installed_tool("verdict")
+    for sentence in verdict_of(folder) if verdict_of else ():
+        console.print(sentence, markup=False, soft_wrap=True)
+
+
 def check_engine(name: str) -> None:
     """Raises ConfigError if vLLM is selected but not installed. name: rollout.name"""
     if name == "vllm" and find_spec("vllm") is None:

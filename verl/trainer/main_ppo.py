@@ -21,7 +21,16 @@ from rich.console import Console
 from verl.config.commands import TRAIN
 from verl.config.schema import Config
 from verl.tracking.console import Display, before_after_table
-from verl.trainer.cli import CliArgs, check_engine, check_files, check_model, check_reward, in_run_folder, run_cli
+from verl.trainer.cli import (
+    CliArgs,
+    check_engine,
+    check_files,
+    check_model,
+    check_reward,
+    in_run_folder,
+    print_verdict,
+    run_cli,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,8 +101,7 @@ def _train(config: Config, display: Display, folder: Path, only_preflight: bool)
         last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))
-    for sentence in find_verdict(folder) if (find_verdict := installed_tool("verdict")) else ():
-        console.print(sentence, markup=False, soft_wrap=True)
+    print_verdict(console, folder)
     if plan is not None and run.peaks:
         console.print(plan.format_peak(run.peaks), markup=False)
     files = {

@@ -18,7 +18,7 @@ from rich.console import Console
 from verl.config.commands import SFT
 from verl.config.schema import Config
 from verl.tracking.console import Display
-from verl.trainer.cli import CliArgs, check_files, check_model, in_run_folder, run_cli
+from verl.trainer.cli import CliArgs, check_files, check_model, in_run_folder, print_verdict, run_cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,6 +49,7 @@ def train(config: Config, display: Display) -> None:
         with needed_tool("sft")(config, folder, display) as run:
             write_records(folder, config, SFT, run.saved)
             last = run.run()
+    print_verdict(console, folder)
     console.print(f"model       {last / 'hf'}\nmetrics     {folder / 'metrics.jsonl'}", markup=False)
     console.print(f"\ntry it: toolrl chat model.path={last / 'hf'}", soft_wrap=True)
 

@@ -32,7 +32,7 @@ def test_a_run_a_checkpoint_and_its_model_are_the_same_model(tmp_path: Path) -> 
     found = [find_model(str(each)) for each in (run, checkpoint, checkpoint / "hf")]
     assert {each.folder for each in found} == {checkpoint / "hf"}
     assert all(each.settings == SETTINGS for each in found)
-    assert find_model("embedded:model") == TrainedModel(Path(embedded_path("embedded:model")))
+    assert find_model("embedded") == find_model("embedded:model") == TrainedModel(Path(embedded_path("embedded:model")))
 
 
 def test_the_best_checkpoint_is_the_one_that_its_pointer_names(tmp_path: Path) -> None:

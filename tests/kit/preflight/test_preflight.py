@@ -112,7 +112,7 @@ def test_heads_that_the_engine_does_not_compute_are_found(model: Path, tmp_path:
     (other := tmp_path / "model").mkdir()
     config = load_config(run_words(with_heads(model, 48, other), tmp_path, "vllm", steps=1))
     with pytest.raises(ConfigError, match=r"model.path: attention heads of size 48 are not supported"):
-        train(config, Console(quiet=True), only_preflight=True)
+        train(config, Display(None, Console(quiet=True)), only_preflight=True)
 
 
 class Indifferent:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.checkpoint import STATE, read_state
+from verl.config.load import named_model
 from verl.data.source import source_rows
 from verl.embedded import embedded_path
 from verl.errors import ConfigError, VerlError
@@ -63,11 +64,11 @@ class TrainedFormat:
 
 
 def find_model(target: str, checkpoint: str = "latest") -> TrainedModel:
-    """target: the folder of a run, of a checkpoint or of a model, or `embedded:model`; checkpoint: latest or best.
+    """target: the folder of a run, of a checkpoint or of a model, `embedded` or `smollm2`; checkpoint: latest or best.
 
     Raises ConfigError if it is none of these.
     """
-    folder = Path(embedded_path(target))
+    folder = Path(embedded_path(named_model(target)))
     if (folder / "checkpoints").is_dir():
         folder = _pointed(folder / "checkpoints", checkpoint)
     if (folder / STATE).is_file() and (folder / "hf").is_dir():
