@@ -48,8 +48,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     need_vllm()
     folder = tmp_path_factory.mktemp("programs")
     found = Scripted(free_port(), folder / "texts.json", folder / "prompts.jsonl")
+    run = make_run(folder / "run")
+    chat().tokenizer.save_pretrained(run / "checkpoints" / "step-000048" / "hf")  # its chat template lists tools
     options = argparse.Namespace(
-        model=str(make_run(folder / "run")),
+        model=str(run),
         checkpoint="latest",
         name="policy",
         tool_call_format="hermes",
