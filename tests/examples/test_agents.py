@@ -8,12 +8,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT, smollm2
+from tests.kit.agent.play import observations
 from tests.kit.agent.test_agent import TextEngine, episodes, runner
 from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
@@ -82,11 +84,15 @@ def in_ledger(found: Trajectory) -> list[Request]:
     return requests
 
 
-def played(name: str, *scripts: Sequence[str]) -> list[tuple[Trajectory, TextEngine]]:
-    """An episode for each script of responses, one after another, by one interpreter of the program."""
+def played(name: str, *scripts: Sequence[str], **options: object) -> list[tuple[Trajectory, TextEngine]]:
+    """An episode for each script of responses, one after another, by one interpreter of the program.
+
+    options: of the format
+    """
 
     async def run() -> list[tuple[Trajectory, TextEngine]]:
-        setting, found = runner(AgentFactory(**program(name))), []
+        setting = replace(runner(AgentFactory(**program(name))), observations=observations("hermes", **options))
+        found = []
         try:
             for texts in scripts:
                 engine = TextEngine(*texts)
