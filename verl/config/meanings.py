@@ -38,8 +38,8 @@ def _comments() -> dict[tuple[str, str], str]:
     by_line = {each.start[0]: each.string.lstrip("# ") for each in tokens if each.type == tokenize.COMMENT}
     code = {number for number, line in enumerate(source.splitlines(), 1) if not line.lstrip().startswith("#")}
     found = {}
-    for group in ast.parse(source).body:
-        for node in group.body if isinstance(group, ast.ClassDef) else ():
+    for group in (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)):
+        for node in group.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 first = node.lineno
                 while first - 1 in by_line and first - 1 not in code:
