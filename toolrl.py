@@ -7,9 +7,26 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from verl import __version__ as __version__
+
+def _check_package() -> None:
+    """Raises ImportError if the package `verl` that is found is veRL's own, which has the same import name."""
+    found = find_spec("verl")
+    folder = Path(found.origin).parent if found is not None and found.origin is not None else None
+    if folder is None or not (folder / "cli.py").is_file():
+        raise ImportError(
+            f"`import verl` finds another package than toolrl's, in {folder}: veRL, from PyPI or a checkout, has the "
+            "same import name. Use an environment without it (pip uninstall verl toolrl, then pip install toolrl), or "
+            "take its folder from PYTHONPATH"
+        )
+
+
+_check_package()
+
+from verl import __version__ as __version__  # noqa: E402
 
 _API = {
     "Callback": "verl.trainer.callbacks",
@@ -57,7 +74,12 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if __name__ == "__main__":
-    from verl.cli import main
+def main() -> int:
+    """The command `toolrl`."""
+    from verl.cli import main as run
 
+    return run()
+
+
+if __name__ == "__main__":
     sys.exit(main())

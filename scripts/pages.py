@@ -25,7 +25,17 @@ from verl.algorithms.table import COLUMNS, presets, row  # noqa: E402
 from verl.config.commands import TRAIN  # noqa: E402
 from verl.config.published import COMMANDS, SOURCES, VERSIONS  # noqa: E402
 from verl.config.show import described  # noqa: E402
-from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled  # noqa: E402
+from verl.config.verl_keys import (  # noqa: E402
+    ABSENT_FEATURES,
+    ALIASES,
+    INTERPRETED,
+    MOVED,
+    OBSOLETE,
+    REFUSED,
+    SAME_AS,
+    Only,
+    spelled,
+)
 from verl.kit.collapse.collapse import COLLAPSE_RULES  # noqa: E402
 from verl.tracking.names import METRICS  # noqa: E402
 from verl.tracking.verl_names import ABSENT, COMPUTED, EQUAL, RENAMED  # noqa: E402
@@ -69,7 +79,6 @@ def verl_keys() -> str:
         **INTERPRETED,
         **{key: f"must equal `{our}`" for key, our in SAME_AS.items()},
     }
-    refused = [(key, f"`{'null' if only.value is None else only.value}`", only.why) for key, only in REFUSED.items()]
     return "\n".join(
         [
             "\n## Translated keys\n",
@@ -77,7 +86,11 @@ def verl_keys() -> str:
             "## Obsolete keys\n\nListed in one warning, by reason. A name includes all keys below it.\n",
             table(("key", "why"), _of_keys(sorted(OBSOLETE.items()))),
             "## Refused keys\n\nValues other than the given one or null are an error.\n",
-            table(("key", "value", "why"), _of_keys(refused)),
+            table(("key", "value", "why"), _only(REFUSED)),
+            "## Absent features\n\nAny value but the given one, which is veRL's default, is an error.\n",
+            table(("key", "value", "why"), _only(ABSENT_FEATURES)),
+            "## Moved keys\n\nLater versions have these groups elsewhere.\n",
+            table(("theirs", "above"), ((f"`{key}`", f"`{group}`") for key, group in MOVED.items())),
         ]
     )
 
@@ -87,6 +100,10 @@ def training() -> str:
     rows = ((f"`{key}`", f"`{default}`", meaning.replace("|", "\\|")) for key, _, default, meaning in described(TRAIN))
     defaults = ((key, "" if default == "`None`" else default, meaning) for key, default, meaning in rows)
     return "\n" + table(("key", "default", "meaning"), defaults)
+
+
+def _only(keys: Mapping[str, Only]) -> Iterable[Sequence[str]]:
+    return _of_keys((key, f"`{'null' if only.value is None else only.value}`", only.why) for key, only in keys.items())
 
 
 def _of_keys(rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:

@@ -199,3 +199,15 @@ def test_messages_of_an_installed_package_name_what_it_has(tmp_path: Path, monke
     assert every(line in module.SET_UP for line in locked if not line.startswith("#"))
     assert module.script("scripts/x.py") == "scripts/x.py of toolrl's repository"
     assert packages.script("scripts/x.py") == "scripts/x.py"
+
+
+def test_verls_own_package_in_place_of_ours_is_told(tmp_path: Path) -> None:
+    """As where PyPI's `verl` comes first on the path: it is not even imported."""
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": os.environ["PATH"]}
+    for words in (["-m", "toolrl", "--version"], ["-c", "import toolrl"]):
+        command = [sys.executable, *words]
+        run = subprocess.run(command, env=path, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert run.returncode == 1 and run.stderr.count("Traceback") == 1
+        assert f"finds another package than toolrl's, in {tmp_path / 'verl'}: veRL, from PyPI" in run.stderr

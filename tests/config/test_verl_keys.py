@@ -21,7 +21,19 @@ from verl.algorithms.names import KLPlacement
 from verl.config.load import RECIPES, flattened, known_keys, load_config
 from verl.config.published import overlong_of
 from verl.config.schema import Config
-from verl.config.verl_keys import ALIASES, INTERPRETED, OBSOLETE, REFUSED, SAME_AS, spelled
+from verl.config.verl_keys import (
+    ABSENT_FEATURES,
+    ALIASES,
+    COMPLETE,
+    INTERPRETED,
+    OBSOLETE,
+    REFUSED,
+    SAME_AS,
+    obsolete_reason,
+    refusal,
+    short,
+    spelled,
+)
 from verl.errors import ConfigError
 from verl.trainer.builders.algorithm import build_algorithm, build_kl_control
 from verl.trainer.builders.workers import rank_spec
@@ -438,11 +450,70 @@ def test_overlong_rows_of_a_published_command_meet_what_its_trainer_does(name: s
 
 
 def test_no_key_has_two_meanings_and_the_names_of_ours_exist() -> None:
-    tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(OBSOLETE)]
+    tables = [set(ALIASES), set(INTERPRETED), set(SAME_AS), set(REFUSED), set(ABSENT_FEATURES), set(OBSOLETE)]
     assert sum(map(len, tables)) == len(set().union(*tables))
     known = known_keys()
     options = tuple(key for key in known if key.endswith("."))
     assert every(ours in known or f"{ours}.".startswith(options) for ours in (*ALIASES.values(), *SAME_AS.values()))
+
+
+LEAVES: Mapping[str, Any] = json.loads(Path(__file__).with_name(f"verl_{COMPLETE}_keys.json").read_text())
+
+
+def fates(key: str) -> list[str]:
+    name, known = short(key), known_keys()
+    same = name in known or name.startswith(tuple(each for each in known if each.endswith(".")))
+    translated = any(name in table for table in (ALIASES, INTERPRETED, SAME_AS))
+    refused, obsolete = refusal(name) is not None, obsolete_reason(name) is not None
+    found = {"translated": translated, "same": same, "refused": refused, "obsolete": obsolete and not refused}
+    return [fate for fate, holds in found.items() if holds][:1]
+
+
+def test_every_key_of_verls_has_a_fate() -> None:
+    assert len(LEAVES) == 829 and COMPLETE in (ROOT / "docs" / "verl_keys.md").read_text()
+    assert {key: fates(key) for key in LEAVES if not fates(key)} == {}
+
+
+@pytest.mark.parametrize("key", [key for key in LEAVES if short(key) in ABSENT_FEATURES])
+def test_verls_default_of_an_absent_feature_is_taken_and_another_is_refused_by_its_name(key: str) -> None:
+    only, default = ABSENT_FEATURES[short(key)], LEAVES[key]
+    if not str(default).startswith("${"):
+        assert only.value == default
+        load_config([f"{key}={json.dumps(default)}"])
+    with pytest.raises(ConfigError, match="is refused: ") as caught:
+        load_config([f"{key}=any"])
+    assert str(caught.value) == f"{key}=any is refused: {only.why.replace('`', '')}"
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("actor_rollout_ref.model.lora_rank=16", "no LoRA"),
+        ("actor_rollout_ref.model.override_config.attn_implementation=eager", "the configuration is that of the model"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "set rollout.engine_options"),
+        ("trainer.v1.trainer_mode=separate_async", "set rollout.max_staleness"),
+        ("critic.fsdp.qat.enable=True", "no quantized training"),
+    ],
+)
+def test_an_absent_feature_is_named_also_below_its_key_and_in_its_new_place(word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"is refused: {why}"):
+        load_config([word])
+
+
+def test_rewards_in_their_new_place() -> None:
+    new = "reward.custom_reward_function"
+    words = [f"{new}.path=mine.py", f"{new}.name=score", f"{new}.reward_kwargs.strict=True", "reward.num_workers=3"]
+    reward = load_config(words).reward
+    assert (reward.name, reward.options, reward.num_workers) == ("mine.py:score", {"strict": True}, 3)
+    assert load_config([f"{new}.path=mine.py", f"{new}.reward_kwargs={{a: 1}}"]).reward.options == {"a": 1}
+
+
+def test_agent_loops() -> None:
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    assert load_config([f"{key}=tool_agent"]).env.name == "tool"
+    assert load_config([f"{key}=single_turn_agent"]).env.name == "single_turn"
+    with pytest.raises(ConfigError, match="=mine is an agent loop of veRL"):
+        load_config([f"{key}=mine"])
 
 
 def test_at_most_ten_keys_are_refused_and_the_docs_list_them() -> None:

@@ -8,12 +8,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT, smollm2
+from tests.kit.agent.play import observations
 from tests.kit.agent.test_agent import TextEngine, episodes, runner
 from tests.kit.evaluation.eval_play import chat
 from tests.kit.sandbox.sandbox_host import need_bubblewrap
@@ -23,6 +25,7 @@ from tests.support.service import free_port, service
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
+from verl.errors import ConfigError
 from verl.kit.agent.agent import AgentFactory
 from verl.rollout.engine import Generator, Sampling
 from verl.scoring.pool import DirectScorer, Fault
@@ -81,11 +84,15 @@ def in_ledger(found: Trajectory) -> list[Request]:
     return requests
 
 
-def played(name: str, *scripts: Sequence[str]) -> list[tuple[Trajectory, TextEngine]]:
-    """An episode for each script of responses, one after another, by one interpreter of the program."""
+def played(name: str, *scripts: Sequence[str], **options: object) -> list[tuple[Trajectory, TextEngine]]:
+    """An episode for each script of responses, one after another, by one interpreter of the program.
+
+    options: of the format
+    """
 
     async def run() -> list[tuple[Trajectory, TextEngine]]:
-        setting, found = runner(AgentFactory(**program(name))), []
+        setting = replace(runner(AgentFactory(**program(name))), observations=observations("hermes", **options))
+        found = []
         try:
             for texts in scripts:
                 engine = TextEngine(*texts)
@@ -138,6 +145,38 @@ def test_a_program_is_one_segment_of_what_the_engine_saw(name: str) -> None:
     if name in LOOPS:
         (result,) = plain[0].turns[0].responses
         assert (result.role, result.content) == ("tool", "56")
+
+
+CODING = {  # its tool for commands, and the argument
+    "claude_code": ("Bash", {"command": "sed -i s/2/3/ f.py", "description": "fix"}),
+    "codex": ("exec_command", {"cmd": "sed -i s/2/3/ f.py"}),
+    "opencode": ("bash", {"command": "sed -i s/2/3/ f.py", "description": "fix"}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CODING)
+def test_a_coding_agent_repairs_a_repository_in_one_segment(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"install it with: bash scripts/agents/prepare.sh {name}"):
+        AgentFactory(agent=name)
+    environment(name)
+    (tmp_path / ".agents").symlink_to(FOLDER)
+    tests = {"test_f.py": "from f import f\nassert f() == 3\n"}
+    extra = {"files": {"f.py": "def f():\n    return 2\n"}, "tests": tests, "test": "python3 test_f.py"}
+    task = Task("r#0", (Message("user", "Make f() return 3 in f.py."),), "", "repositories", extra=extra)
+    tool, arguments = CODING[name]
+    scores = []
+    for texts in (("It is done.",), (f"<think>\nI look.\n</think>\n\n{call(tool, **arguments)}", "Done.")):
+        engine = TextEngine(*texts)
+        (found,) = episodes(AgentFactory(agent=name), engine, task, max_tokens=40_000, max_prompt_length=40_000)
+        assert isinstance(found, Trajectory) and found.score is not None, found
+        assert [shown for shown, _ in in_ledger(found)] == engine.asked
+        assert {turn.segment for turn in found.turns} == {0}
+        scores.append(found.score.total)
+    assert scores == [0.0, 1.0]
 
 
 @pytest.fixture

@@ -11,7 +11,16 @@ from verl.algorithms import ADV_ESTIMATORS
 from verl.config.commands import Command
 from verl.config.published import AUTO, VERSIONS, Line
 from verl.config.schema import VERL_NAMES
-from verl.config.verl_keys import ALIASES, INTERPRETED, REFUSED, SAME_AS, obsolete_reason, short, spelled
+from verl.config.verl_keys import (
+    ALIASES,
+    INTERPRETED,
+    REWARD_OPTIONS,
+    SAME_AS,
+    obsolete_reason,
+    refusal,
+    short,
+    spelled,
+)
 from verl.errors import ConfigError
 
 Settings = dict[str, Any]
@@ -113,8 +122,9 @@ def translate(written: Mapping[str, Any], base: Callable[[str], Any], lines: Seq
             result.read.add(name)
         elif name in SAME_AS:
             same[name] = key, value
-        elif name in REFUSED:
-            only = REFUSED[name]
+        elif name.startswith(f"{REWARD_OPTIONS}."):
+            result.put(f"reward.options{name.removeprefix(REWARD_OPTIONS)}", value, key)
+        elif (only := refusal(name)) is not None:
             if value is not None and value != only.value:
                 raise ConfigError(f"{key}={value} is refused: {only.why.replace('`', '')}")
             result.obsolete[key] = "this is the only supported value"
@@ -405,6 +415,8 @@ def _read_reward(result: Translation) -> None:
         function = result.take("custom_reward_function.name") or _REWARD_FUNCTION
         result.put("reward.name", f"{path}:{function}", "custom_reward_function.path")
     result.ignore("custom_reward_function.name", "custom_reward_function.path is not set")
+    for option, value in (result.take(REWARD_OPTIONS) or {}).items():
+        result.put(f"reward.options.{option}", value, REWARD_OPTIONS)
     manager = result.take("reward_model.reward_manager")
     if manager in _MANAGERS:
         result.obsolete["reward_model.reward_manager"] = "rewards are functions, set by reward.name"
@@ -522,7 +534,13 @@ def _read_torl(result: Translation) -> None:
 def _read_multi_turn(result: Translation) -> None:
     group = "rollout.multi_turn."
     tools = result.take(f"{group}tool_config_path")
-    if not result.flag(f"{group}enable"):
+    loop = result.take("rollout.agent.default_agent_loop")
+    if loop not in (None, "single_turn_agent", "tool_agent"):
+        raise ConfigError(
+            f"{spelled('rollout.agent.default_agent_loop')}={loop} is an agent loop of veRL, which is not available; "
+            "set env.name (docs/environments.md), or env.agent for a program of yours (docs/agents.md)"
+        )
+    if not result.flag(f"{group}enable") and loop != "tool_agent":
         for name in ("format", "max_assistant_turns", "max_user_turns"):
             result.ignore(f"{group}{name}", "rollout.multi_turn.enable is not true")
         if tools is not None:

@@ -11,6 +11,17 @@ from typing import Any
 
 _PREFIX = "actor_rollout_ref."
 GROUPS = ("model.", "actor.", "rollout.", "ref.")
+COMPLETE = "0.9.1"  # the version all of whose keys these tables have
+
+# Groups that later versions have moved -> their place in these tables.
+MOVED: Mapping[str, str] = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_model.": "reward_model.",
+    "reward.sandbox_fusion.": "sandbox_fusion.",
+    "critic.fsdp.": "critic.model.fsdp_config.",
+}
+REWARD_OPTIONS = "custom_reward_function.reward_kwargs"
 
 # veRL's key -> our key with the same values.
 ALIASES: Mapping[str, str] = {
@@ -26,6 +37,8 @@ ALIASES: Mapping[str, str] = {
     "actor.loss_scale_factor": "algorithm.aggregation_length",
     "actor.entropy_coeff": "algorithm.entropy_coefficient",
     "actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_pack",
+    "actor.fsdp_config.dtype": "model.compute_dtype",
+    "actor.optim.clip_grad": "actor.grad_clip",
     "actor.optim.warmup_style": "actor.optim.schedule",
     "actor.optim.lr_scheduler_type": "actor.optim.schedule",
     "ref.fsdp_config.param_offload": "ref.offload_params",
@@ -78,6 +91,7 @@ INTERPRETED: Mapping[str, str] = {
     "`env.max_turn_tokens`, and the sum of its lengths that of ours",
     "rollout.qwen3_enable_thinking": "`model.chat_template_options.enable_thinking`",
     "rollout.multi_turn.enable": "`env.name=tool`; set the tools in `env.tools`",
+    "rollout.agent.default_agent_loop": "`tool_agent` is `rollout.multi_turn.enable`; others are refused",
     "rollout.multi_turn.tool_config_path": "`env.tools`, for ReTool's file ([migration.md](migration.md)); "
     "refused for others",
     "rollout.multi_turn.format": "`env.tool_call_format` (default: veRL's `hermes`)",
@@ -100,6 +114,7 @@ INTERPRETED: Mapping[str, str] = {
     "the default is 10 (veRL: no limit)",
     "custom_reward_function.path": "`reward.name=path:name`; ReTool's file is `reward.name=retool`",
     "custom_reward_function.name": "`reward.name=path:name`",
+    REWARD_OPTIONS: "`reward.options`: further arguments of the function",
     "reward_model.reward_manager": "SkyRL's `swebench` is `reward.name=env` with `env.name=swe`",
     "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with format",
     "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with format",
@@ -116,6 +131,8 @@ SAME_AS: Mapping[str, str] = {
     "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
     "critic.ppo_epochs": "actor.ppo_epochs",
     "critic.grad_clip": "actor.grad_clip",
+    "critic.optim.clip_grad": "actor.grad_clip",
+    "critic.loss_agg_mode": "algorithm.aggregation",
     "critic.optim.betas": "actor.optim.betas",
     "critic.optim.warmup_style": "actor.optim.schedule",
     "critic.optim.lr_scheduler_type": "actor.optim.schedule",
@@ -130,6 +147,112 @@ class Only:
     value: Any
     why: str  # reason why others are refused
 
+
+_LORA = "no LoRA: all weights are trained"
+_MOE = "no expert parallelism"
+_QUANTIZED = "no quantized training or rollouts"
+_PROFILER = "no profiler"
+_FROM_FILE = "no tools from a file of veRL's; set `env.tools`"
+_MANAGER = "no reward managers of one's own; set `reward.name`"
+_REMOTE = "no external model code"
+_OPTIMIZER = "the optimizer is PyTorch's AdamW"
+# Features that do not exist here, by their switches: the only supported value of each, which is veRL's own default.
+ABSENT_FEATURES: Mapping[str, Only] = {
+    **{
+        f"{group}{key}": only
+        for group in ("model.", "critic.model.")
+        for key, only in {
+            "lora_rank": Only(0, _LORA),
+            "lora.rank": Only(0, _LORA),
+            "lora_adapter_path": Only(None, _LORA),
+            "lora.adapter_path": Only(None, _LORA),
+            "mtp.enable": Only(False, "no multi-token prediction"),
+            "trust_remote_code": Only(False, _REMOTE),
+            "hf_config_path": Only(None, "the configuration is that of the model"),
+            "override_config": Only({}, "the configuration is that of the model"),
+            "custom_chat_template": Only(None, "set `model.tokenizer_path` to a tokenizer with the chat template"),
+        }.items()
+    },
+    **{
+        f"{group}.{key}": only
+        for group in ("actor", "critic")
+        for key, only in {
+            "optim.optimizer": Only("AdamW", _OPTIMIZER),
+            "optim.optimizer_impl": Only("torch.optim", _OPTIMIZER),
+            "optim.override_optimizer_config": Only(None, _OPTIMIZER),
+            "optim.num_cycles": Only(0.5, "a cosine schedule is half a wave"),
+        }.items()
+    },
+    **{f"{group}.profiler.enable": Only(False, _PROFILER) for group in ("actor", "ref", "rollout", "critic")},
+    **{
+        f"{group}.fsdp_config.{key}": only
+        for group in ("actor", "ref", "critic.model")
+        for key, only in {
+            "qat.enable": Only(False, _QUANTIZED),
+            "full_determinism": Only(False, "no deterministic kernels; `trainer.seed` seeds the run"),
+        }.items()
+    },
+    "actor.fsdp_config.model_dtype": Only("fp32", "the optimizer's weights are float32"),
+    "actor.qat.enable": Only(False, _QUANTIZED),
+    "actor.calculate_sum_pi_squared": Only(False, "no optimal token baseline"),
+    "actor.policy_loss.loss_mode": Only("vanilla", "set `algorithm.name`, a preset with another loss"),
+    "rollout.nnodes": Only(0, "set `rollout.placement` for engines of their own"),
+    "rollout.full_determinism": Only(False, "no deterministic kernels; `trainer.seed` seeds the run"),
+    "rollout.cudagraph_capture_sizes": Only(None, "set `rollout.engine_options.cudagraph_capture_sizes`"),
+    "rollout.data_parallel_size": Only(
+        1, "every engine is a replica; `rollout.tensor_model_parallel_size` sets its size"
+    ),
+    "rollout.expert_parallel_size": Only(1, _MOE),
+    "rollout.pipeline_model_parallel_size": Only(1, "no pipeline parallelism"),
+    "rollout.logprobs_mode": Only("processed_logprobs", "log-probs are those of the sampling distribution"),
+    "rollout.scheduling_policy": Only("fcfs", "set `rollout.engine_options.scheduling_policy`"),
+    "rollout.over_sample_rate": Only(0, "no over-sampling; `rollout.max_staleness` keeps engines busy"),
+    "rollout.engine_kwargs.vllm": Only({}, "set `rollout.engine_options`"),
+    "rollout.router_config_path": Only(None, "no router of veRL's"),
+    "rollout.multi_turn.function_tool_path": Only(None, _FROM_FILE),
+    "rollout.multi_turn.num_repeat_rollouts": Only(None, "set `rollout.n`"),
+    "rollout.agent.agent_loop_config_path": Only(None, "no agent loops of veRL's; set `env.name` or `env.agent`"),
+    "rollout.agent.custom_async_server.path": Only(None, "no servers of one's own"),
+    "rollout.checkpoint_engine.custom_backend_module": Only(None, "no weight sync of one's own"),
+    "rollout.trace.backend": Only(None, "no traces; transcripts have every response"),
+    "rollout.enable_rollout_routing_replay": Only(False, "no routing replay"),
+    "rollout.moe_load_balance_metrics_interval": Only(0, _MOE),
+    "rollout.prometheus.enable": Only(False, "no Prometheus server"),
+    "rollout.quantization": Only(None, _QUANTIZED),
+    "rollout.quantization_config_file": Only(None, _QUANTIZED),
+    "rollout.qat": Only(None, _QUANTIZED),
+    "rollout.mtp": Only(None, "no multi-token prediction"),
+    "rollout.disaggregation.enabled": Only(False, "no engines for prefill alone"),
+    "data.train_max_samples": Only(-1, "all rows of a file are used; write a smaller file"),
+    "data.val_max_samples": Only(-1, "all rows of a file are used; write a smaller file"),
+    "data.reward_fn_key": Only("data_source", "set `data.columns={NAME: data_source}`"),
+    "data.gen_batch_size": Only(None, "groups that are filtered are drawn again (`algorithm.max_resample_rounds`)"),
+    "data.tool_config_path": Only(None, _FROM_FILE),
+    "data.function_tool_path": Only(None, _FROM_FILE),
+    "data.trust_remote_code": Only(False, _REMOTE),
+    "reward_model.reward_loop_source": Only(None, _MANAGER),
+    "reward.reward_manager.source": Only("register", _MANAGER),
+    "reward.reward_manager.module.path": Only(None, _MANAGER),
+    "sandbox_fusion.url": Only(
+        None, "no Sandbox Fusion; code runs in the sandbox of `sandbox.isolation` or `sandbox.urls`"
+    ),
+    "algorithm.rollout_correction.bypass_mode": Only(False, "log-probs are always computed anew"),
+    "algorithm.rollout_correction.loss_type": Only("ppo_clip", "corrections weight the clipped loss"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": Only(False, "weights are not normalized"),
+    "algorithm.use_pf_ppo": Only(False, "no PF-PPO"),
+    "distillation.enabled": Only(False, "no distillation"),
+    "trainer.esi_redundant_time": Only(0, "no elastic instances"),
+    "trainer.resume_from_path": Only(None, "a run resumes in its own folder; `model.path` starts from a model"),
+    "trainer.checkpoint_callback_class": Only(None, "no callbacks of checkpoints"),
+    "trainer.del_local_ckpt_after_load": Only(False, "`trainer.keep_last` limits checkpoints"),
+    "trainer.v1.trainer_mode": Only("sync", "set `rollout.max_staleness` for rollouts ahead of training"),
+    "trainer.v1.sampler.custom_sampler.path": Only(None, "no samplers of one's own"),
+    "global_profiler.tool": Only(None, _PROFILER),
+    **{
+        f"skip.{name}.enable": Only(False, "no rollouts from files")
+        for name in ("rollout", "rollout_tq", "async_rollout")
+    },
+}
 
 REFUSED: Mapping[str, Only] = {
     "data.train_data_num": Only(None, "all rows of a file are used; write a smaller file"),
@@ -153,6 +276,12 @@ _SET = "a validation set is generated as a whole"
 _BESIDE = "reference and policy share the same ranks and packs"
 _RULES = "rewards are functions, set by `reward.name`"
 _ORDER = "mini-batches keep the order of the prompts (`data.shuffle`)"
+_KERNELS = "the forward pass has kernels and memory limits of its own"
+_APPENDED = "tokens are appended, and never rendered twice"
+_CHECKPOINT = "a checkpoint has model, optimizer and data position"
+_IMAGES = "rows with images are refused"
+_OFF = "the feature does not exist here, and its switch is off"
+_RESULTS = "`env.max_observation_tokens` and `env.observation_cut` limit results"
 # Obsolete keys (including all keys below them) at any value -> why.
 OBSOLETE: Mapping[str, str] = {
     "data.val_batch_size": _SET,
@@ -210,25 +339,93 @@ OBSOLETE: Mapping[str, str] = {
     "reward_model.ulysses_sequence_parallel_size": _RULES,
     "reward_model.use_dynamic_bsz": _RULES,
     "reward_model.forward_max_token_len_per_gpu": _RULES,
+    **{
+        f"{group}.{name}": why
+        for group in ("actor", "ref", "critic")
+        for name, why in {
+            "rollout_n": "`rollout.n` is the one number of responses",
+            "use_torch_compile": _KERNELS,
+            "use_fused_kernels": _KERNELS,
+            "entropy_from_logits_with_chunking": _KERNELS,
+            "entropy_from_logits_chunk_size": _KERNELS,
+            "entropy_checkpointing": _KERNELS,
+            "pad_to_length": _NO_PADDING,
+            "use_remove_padding": _NO_PADDING,
+            "data_loader_seed": _ORDER,
+            "profiler": _OFF,
+            "checkpoint": _CHECKPOINT,
+            "optim.zero_indexed_step": "schedules count updates from 1",
+        }.items()
+    },
+    **{
+        f"{group}{name}": why
+        for group in ("model.", "critic.model.")
+        for name, why in {
+            **dict.fromkeys(("lora", "lora_alpha", "target_modules", "exclude_modules", "mtp"), _OFF),
+            **dict.fromkeys(("use_liger", "use_fused_kernels", "fused_kernel_options", "tiled_mlp"), _KERNELS),
+            "enable_activation_offload": "use `model.enable_gradient_checkpointing`",
+            "use_shm": "models are read from disk",
+        }.items()
+    },
+    **dict.fromkeys(("actor.qat", "actor.policy_loss", "actor.tau_pos", "actor.tau_neg"), _OFF),
+    "actor.calculate_entropy": "entropy is always measured",
+    "actor.use_prefix_grouper": "packs share the prompts of a group",
+    "actor.freeze_vision_tower": _IMAGES,
+    "ref.strategy": "training uses FSDP2",
+    "critic.enable": "`algorithm.adv_estimator` decides whether there is a critic",
+    "critic.loss_scale_factor": "`algorithm.aggregation_length` covers both",
+    "rollout.n_gpus_per_node": "`rollout.placement` sets where engines run",
+    "rollout.seed": "`trainer.seed` seeds the run",
+    **dict.fromkeys(("rollout.enable_prefix_caching", "rollout.skip_tokenizer_init"), _VLLM),
+    **dict.fromkeys(("rollout.layered_summon", "rollout.multi_stage_wake_up", "rollout.checkpoint_engine"), _VLLM),
+    **dict.fromkeys(("rollout.engine_kwargs.sglang", "rollout.engine_kwargs.trtllm"), "the engine is vLLM"),
+    **dict.fromkeys(("rollout.disaggregation", "rollout.prometheus", "rollout.trace", "rollout.profiler"), _OFF),
+    "rollout.multi_turn.max_parallel_calls": "all calls of a turn are made",
+    "rollout.multi_turn.max_tool_response_length": _RESULTS,
+    "rollout.multi_turn.tool_response_truncate_side": _RESULTS,
+    "rollout.multi_turn.use_inference_chat_template": _APPENDED,
+    "rollout.multi_turn.tokenization_sanity_check_mode": _APPENDED,
+    "rollout.agent.num_workers": "episodes run in one event loop",
+    "rollout.agent.custom_async_server.name": _OFF,
+    "actor_rollout_ref.nccl_timeout": "`trainer.call_timeout_s` limits calls",
+    "data.use_shm": "rows are read from an index on disk",
+    "data.filter_overlong_prompts_workers": "rows are read from an index on disk",
+    "data.return_full_prompt": "rows are rendered once",
+    "data.validation_shuffle": _SET,
+    **dict.fromkeys([f"data.{name}_key" for name in ("image", "video", "audio")], _IMAGES),
+    **dict.fromkeys(("data.image_patch_size", "data.return_multi_modal_inputs", "data.mm_processor_kwargs"), _IMAGES),
+    **dict.fromkeys([f"reward_model.{name}" for name in (
+        "num_workers", "enable_resource_pool", "n_gpus_per_node", "nnodes", "rollout", "model_path",
+        "reward_loop_module_path", "reward_loop_class_name",
+    )], _RULES),
+    "reward.reward_manager": _RULES,
+    "sandbox_fusion": _OFF,
+    "algorithm.filter_groups.max_inflight_gen_batches": "groups are drawn one by one",
+    "algorithm.pf_ppo": _OFF,
+    "distillation": _OFF,
+    "transfer_queue": "batches go through Ray's object store",
+    "trainer.rollout_data_dir": "responses are written to the run's folder (transcripts)",
+    "trainer.validation_data_dir": "responses are written to the run's folder (transcripts)",
+    "trainer.ray_wait_register_center_timeout": "`trainer.call_timeout_s` limits calls",
+    "trainer.use_v1": "there is one trainer",
+    "trainer.v1": _OFF,
+    "global_profiler": _OFF,
+    "skip": _OFF,
+    "ray_kwargs": "Ray is started with the run's own settings",
     "trainer.balance_batch": "packs are balanced over the ranks",
     "trainer.samples_save_path": "responses are written to the run's folder (transcripts)",
     "trainer.log_val_generations": "responses are written to the run's folder (transcripts)",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` limits their number",
-    **{
-        f"{group}.fsdp_config.{name}": _SHARDED
-        for group in ("actor", "ref", "critic.model")
-        for name in (
-            *("wrap_policy", "grad_offload", "fsdp_size", "offload_policy"),
-            *("reshard_after_forward", "forward_prefetch", "use_orig_params"),
-        )
-    },
-}
+    **{f"{group}.fsdp_config": _SHARDED for group in ("actor", "ref", "critic.model")},
+}  # fmt: skip
 
 
 def short(key: str) -> str:
-    """veRL's key without the prefix of the policy's groups."""
+    """veRL's key without the prefix of the policy's groups, in the place where these tables have it."""
     inner = key.removeprefix(_PREFIX)
-    return inner if inner.startswith(GROUPS) else key
+    key = inner if inner.startswith(GROUPS) else key
+    group = next((each for each in MOVED if key.startswith(each)), None)
+    return key if group is None else MOVED[group] + key.removeprefix(group)
 
 
 def spelled(key: str) -> str:
@@ -236,10 +433,22 @@ def spelled(key: str) -> str:
     return _PREFIX + key if key.startswith(GROUPS) else key
 
 
+def refusal(key: str) -> Only | None:
+    """The only value of a short key; of a key below one, None alone. None if it is not refused."""
+    table = {**REFUSED, **ABSENT_FEATURES}
+    if key in table:
+        return table[key]
+    above = next((only for name, only in table.items() if key.startswith(f"{name}.")), None)
+    return None if above is None else Only(None, above.why)
+
+
 def obsolete_reason(key: str) -> str | None:
     """Why a short key or its group is obsolete; None if it is not."""
+    if key.endswith("._target_"):
+        return "the name of a class of veRL's"
     return next((why for name, why in OBSOLETE.items() if f"{key}.".startswith(f"{name}.")), None)
 
 
 def vocabulary() -> list[str]:
-    return [spelled(key) for table in (ALIASES, INTERPRETED, SAME_AS, REFUSED, OBSOLETE) for key in table]
+    tables = (ALIASES, INTERPRETED, SAME_AS, REFUSED, ABSENT_FEATURES, OBSOLETE)
+    return [spelled(key) for table in tables for key in table] + [group.rstrip(".") for group in MOVED]

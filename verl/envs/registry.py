@@ -29,7 +29,7 @@ TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_tur
     "bfcl": "verl.kit.bfcl.tasks:bfcl_tasks",
     "tau2": "verl.kit.tau2.tasks:tau2_tasks",
 }
-_OF_TOOLS = [name for kind in (str, int, float, bool) for name in (kind, kind.__name__)]
+_OF_TOOLS = [each for kind in (str, int, float, bool) for each in (kind, kind.__name__)]  # annotations of a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> En
     options = dict(options or {})
     if is_text_env(found):
         if not hasattr(found, "from_dict"):
-            given = [each for each in ("extras",) if each in signature(found).parameters]  # of the row
-            check_options("environment", name, found, options, **dict.fromkeys(given))
+            row = {"extras"} & signature(found).parameters.keys()  # what SkyRL-gym passes of the row
+            check_options("environment", name, found, options, **dict.fromkeys(row))
         return ClassFactory(resolve("adapter of text environments", _TEXT_ADAPTER, {})(found), options)
     if isinstance(found, type) and is_plain(found):
         check_options("environment", name, found, options)

@@ -385,6 +385,7 @@ RESPONSES_DEFAULTS: dict[str, Any] = {
     "store": True,
     "background": False,
     "include": ["reasoning.encrypted_content"],
+    "client_metadata": {"session_id": "a"},
     "parallel_tool_calls": True,
     "truncation": "disabled",
     "reasoning": {},

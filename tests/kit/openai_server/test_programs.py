@@ -21,6 +21,7 @@ from verl.kit.agent.agent import task_json
 from verl.kit.openai_server.__main__ import serving_command
 
 pytestmark = pytest.mark.slow
+OPTIONS = {"prompt_template": "artist_tools"}  # lists the tools, and renders calls, whatever the chat template
 SCRIPTED = Path(__file__).with_name("scripted_server.py")
 START = """
 import asyncio, importlib, inspect, json, os, sys
@@ -53,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
         checkpoint="latest",
         name="policy",
         tool_call_format="hermes",
-        option=[],
+        option=[*OPTIONS.items()],
         prompt_template=None,
         host="127.0.0.1",
         port=found.port,
@@ -102,11 +103,20 @@ def play(name: str, server: Scripted, folder: Path) -> tuple[float, list[list[in
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_sees_from_the_server_what_it_saw_in_training(name: str, server: Scripted, tmp_path: Path) -> None:
     """The same reward; the prompts have the same text, but for the white space that SDKs change around thoughts."""
-    ((trained, _),) = played(name, thoughtful(name))
+    ((trained, _),) = played(name, thoughtful(name), **OPTIONS)
     reward, prompts = play(name, server, tmp_path)
     assert trained.score is not None and reward == trained.score.total
     shown = [plain(ids) for ids, _ in in_ledger(trained)]
     assert [plain(ids) for ids in prompts] == shown
+
+
+def test_what_vllm_would_drop_is_an_error_in_its_shape(server: Scripted) -> None:
+    import httpx2
+
+    body = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "functions": [{"name": "a"}]}
+    answer = httpx2.post(f"http://127.0.0.1:{server.port}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "functions cannot be used here; write tools"
 
 
 def plain(ids: object) -> str:

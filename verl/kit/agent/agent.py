@@ -20,13 +20,16 @@ from verl.formats.prompt import function_schema
 from verl.kit.agent.address import check_address
 from verl.kit.agent.confined import Confinement
 from verl.kit.agent.gateway import Gateway
+from verl.kit.agent.inside import coding
 from verl.kit.agent.launcher import (
+    READY,
     TASK,
     ProgramFailedError,
     Waiting,
     build_launcher,
     episode_folder,
     read_reward_file,
+    ready_agent,
 )
 from verl.kit.agent.pull import NO_PROXY, PullLauncher
 from verl.kit.agent.rewards import read_reward
@@ -44,7 +47,8 @@ _CHECK_S = 8.0  # for the import before the run; below the limit of all services
 class AgentFactory(EnvFactory):
     """The agents of a run: one gateway and one launcher for all of them.
 
-    agent: file.py:function, called as `function(base_url, task)`; or command: a command line
+    agent: file.py:function, called as `function(base_url, task)`, or a coding agent by name (READY); or command: a
+        command line
     python: the interpreter with the agent's packages; default: the trainer's
     on_sampling: what happens to sampling settings of requests that differ from the run's
     on_thoughts: what happens to responses that the program repeats without their thoughts
@@ -86,6 +90,9 @@ class AgentFactory(EnvFactory):
             raise ConfigError(f"env.options.on_sampling must be {' or '.join(known)}, got {on_sampling!r}")
         if on_thoughts not in (known := tuple(OnThoughts)):
             raise ConfigError(f"env.options.on_thoughts must be {' or '.join(known)}, got {on_thoughts!r}")
+        if agent in READY:
+            agent = ready_agent(str(agent))
+            readable = (*readable, coding.__file__) if sandbox else readable
         if readable and not sandbox:
             raise ConfigError("env.options.readable needs env.options.sandbox=true")
         if sandbox and url is not None:

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 from verl.errors import ConfigError, ServiceDownError
 from verl.json_values import read_json
 from verl.kit.agent.confined import Confinement
-from verl.kit.agent.inside import programs
+from verl.kit.agent.inside import coding, programs
 from verl.kit.serving.line_process import LineProcess
 from verl.net.services import TOKEN_VARIABLE
 
 TASK, REWARD, OUTPUT = "task.json", "reward.json", "output.txt"
+READY = ("claude_code", "codex", "opencode")  # functions of inside/coding.py
 _SHOWN_CHARS = 600  # of the output of a program that failed
 _READ_BYTES = 1 << 13  # of its end, which may be white space
 _START_S = 120.0  # for the import of the agent's module
@@ -162,7 +163,8 @@ class FunctionLauncher(ProcessLauncher):
         """agent: file.py:function or module:function. Raises ConfigError."""
         file, colon, attribute = agent.rpartition(":")
         if not colon or not attribute.isidentifier() or not file:
-            raise ConfigError(f"env.agent={agent!r} must be file.py:function or package.module:function")
+            expected = f"file.py:function, package.module:function or one of {', '.join(READY)}"
+            raise ConfigError(f"env.agent={agent!r} must be {expected}")
         if file.endswith(".py") and not Path(file).is_file():
             raise ConfigError(f"env.agent={agent}: there is no file {file!r}")
         self._agent = agent
@@ -199,6 +201,14 @@ class ConfinedFunction(CommandLauncher):
                 await self._unconfined.close()
                 self._checked = True
         await super().check()
+
+
+def ready_agent(name: str) -> str:
+    """The function of one of `READY`. Raises ConfigError if its program is not installed."""
+    if not Path(".agents", name, "node_modules").is_dir():
+        hint = f"bash scripts/agents/prepare.sh {name}"
+        raise ConfigError(f"env.agent={name} is not installed in the working folder; install it with: {hint}")
+    return f"{coding.__file__}:{name}"
 
 
 def build_launcher(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.exceptions import HTTPException
+from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +30,7 @@ class CheckedRequests:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, is_read = scope.get("path"), False
+        path, is_read = str(scope.get("path")), False
 
         async def receive_checked() -> Message:
             nonlocal is_read

@@ -65,6 +65,7 @@ class ResponsesFields(OpenAIFields):
     truncation: Literal["auto", "disabled"] = "disabled"
     include: list[_Included] | None = None
     background: No = False
+    client_metadata: dict[str, Any] | None = None
     context_management: Nothing | None = None
 
 
