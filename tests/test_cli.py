@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import logging
 import os
 import re
 import shutil
@@ -171,6 +173,17 @@ def test_forced_colors_do_not_make_a_pipe_a_terminal(
     assert run_cli([], "", TRAIN, run) == 0
     lines = [line[20:] for line in capsys.readouterr().out.splitlines()]  # without the date
     assert lines[0] == "start: data" and lines[1].startswith("step 1/2, reward 0.500, left ")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_log_line_has_its_date_and_level_once(terminal: bool) -> None:
+    console = Console(
+        file=io.StringIO(), width=100, force_interactive=terminal, force_terminal=terminal, color_system=None
+    )
+    record = logging.LogRecord("verl.x", logging.WARNING, "x.py", 1, "one %s", ("line",), None)
+    command._log_handler(console).handle(record)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d [\d:]+ WARNING +one line *\n", shown), shown
 
 
 def test_the_alias_has_the_api_of_verl() -> None:

@@ -108,10 +108,10 @@ def run_cli(
 
 def _log_handler(console: Console) -> logging.Handler:
     """Rich's on a terminal; elsewhere dated lines without the width that a file does not have."""
-    if console.is_interactive:
-        return RichHandler(console=console, show_path=False)
-    handler = logging.StreamHandler(console.file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", LOG_TIME))
+    terminal = console.is_interactive
+    handler = RichHandler(console=console, show_path=False) if terminal else logging.StreamHandler(console.file)
+    line = "%(message)s" if terminal else "%(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(line, LOG_TIME))
     return handler
 
 

@@ -132,7 +132,7 @@ async def _roll_out(
         check_golds(episode_runner, rewards, tasks)
         scorer = stack.enter_context(build_scorer(config))
         engine, sampling = await stack.enter_async_context(standalone_engine(config, episode_runner.chat))
-        rollout = Shaped(engine, scorer, sampling, episode_runner, rewards=rewards)
+        rollout = Shaped(engine, scorer, sampling, episode_runner, rewards)
         prompt_ids, longest = prompt_fn(episode_runner), config.data.max_prompt_length
         max_faults = config.reward.max_fault_share * len(tasks)
         runner = Runner(rollout, prompt_ids, rewards, longest, config.rollout.n, config.trainer.seed, max_faults)
