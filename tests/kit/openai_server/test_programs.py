@@ -22,7 +22,10 @@ from verl.kit.openai_server.__main__ import serving_command
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"prompt_template": "artist_tools"}  # lists the tools, and renders calls, whatever the chat template
-SERVED = ("openai_loop", "anthropic_loop", "langgraph_agent", "node_loop")  # without `strict` tools, shown here alone
+SERVED = (
+    *("openai_loop", "anthropic_loop", "langgraph_agent", "node_loop"),
+    *("agents_sdk", "pydantic_ai_agent", "pydantic_ai_agent:run_with_output_type"),
+)
 SCRIPTED = Path(__file__).with_name("scripted_server.py")
 START = """
 import asyncio, importlib, inspect, json, os, sys

@@ -78,6 +78,18 @@ def test_allowed_tools_become_a_choice_that_vllm_knows_and_names() -> None:
     assert checked(allowed("required", *tools), RESPONSES) == allowed("required", *tools)
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_tools_are_shown_as_in_training(strict: bool | None) -> None:
+    """SDKs add `strict`; a parameter of that name stays."""
+    schema = {"type": "object", "properties": {"strict": {"type": "boolean"}}}
+    function = {**FUNCTION, "parameters": schema}
+    chat = {"tools": [{"type": "function", "function": {**function, "strict": strict}}]}
+    assert checked(chat, CHAT) == {"tools": [{"type": "function", "function": function}]}
+    flat = {"tools": [{"type": "function", **function, "strict": strict}]}
+    assert checked(flat, RESPONSES) == {"tools": [{"type": "function", **function}]}
+    assert checked({"tools": [7, {"function": 7}]}, CHAT) == {"tools": [7, {"function": 7}]}
+
+
 def test_the_body_is_checked_where_it_is_read() -> None:
     """Not before: the client's token is checked first."""
 

@@ -65,7 +65,18 @@ def checked(body: Mapping[str, Any], path: str = _CHAT) -> dict[str, Any]:
             read_arguments(arguments, field)
         except DataError as error:
             raise RequestError(f"{field} {error.problem}; expected {error.expected or 'an object'}") from error
-    return {**body, **_allowed_tools(body.get("tool_choice"))} if path == _CHAT else dict(body)
+    found = dict(body)
+    if isinstance(tools := body.get("tools"), list):
+        found["tools"] = list(map(_shown, tools))
+    return found | (_allowed_tools(body.get("tool_choice")) if path == _CHAT else {})
+
+
+def _shown(tool: Any) -> Any:
+    """The tool without `strict`, which SDKs add, and which the policy has not seen in training."""
+    if not isinstance(tool, Mapping):
+        return tool
+    inner = {name: _shown(each) for name, each in tool.items() if name == "function"}
+    return {name: each for name, each in tool.items() if name != "strict"} | inner
 
 
 def _arguments(body: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
