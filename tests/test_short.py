@@ -546,7 +546,10 @@ def test_the_measurements_are_rehearsed_in_calls_that_are_cut_off(tmp_path: Path
     the rest. The output folder is emptied before each."""
     need_vllm()
     work, out = tmp_path / "work", tmp_path / "out"
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text(json.dumps({"name": "trl", **OK}) + "\n")  # minutes on a CPU, and none of ours
     call = [sys.executable, "bench/gpu/short.py", "--rehearse", "--work", str(work), "--out", str(out)]
+    call.append(f"--done={earlier}")
 
     def found() -> dict[str, str]:
         assert len(list(out.iterdir())) <= 8
@@ -564,17 +567,15 @@ def test_the_measurements_are_rehearsed_in_calls_that_are_cut_off(tmp_path: Path
         time.sleep(0.2)
     first.kill()
     first.wait()
-    assert found() == {"ceilings": "ok", "gradients": "failed", "kernels": "ok", "losses": "ok"}
+    assert found() == {"trl": "ok", "ceilings": "ok", "gradients": "failed", "kernels": "ok", "losses": "ok"}
     shutil.rmtree(out)
     second = subprocess.run([*call, "--call-seconds=20"], cwd=ROOT, capture_output=True, text=True)
     assert second.returncode in (0, SPENT), second.stderr
-    assert [name for name, state in found().items() if state == "ok"] == ["ceilings", "kernels", "losses"]
+    assert {name for name, state in found().items() if state == "ok"} == {"trl", "ceilings", "kernels", "losses"}
     assert found()["start"] == found()["step"] == "skipped" and "s are left |" in second.stdout
     shutil.rmtree(out)
-    earlier = tmp_path / "earlier.jsonl"
-    earlier.write_text(json.dumps({"name": "trl", **OK}) + "\n")  # minutes on a CPU, and none of ours
-    done = f"--done={earlier}"
-    third = subprocess.run([*call, "--spent=0", done], cwd=ROOT, capture_output=True, text=True)
+    untimed = ("--spent=0", "--budget=3000", "--call-seconds=3000")
+    third = subprocess.run([*call, *untimed], cwd=ROOT, capture_output=True, text=True)
     assert third.returncode == 0, third.stderr
     assert found() == {each.name: "ok" for each in measured(SESSIONS)}
     assert third.stdout == (out / "table.md").read_text() + "\n"

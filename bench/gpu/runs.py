@@ -51,7 +51,7 @@ class Runs:
             f"data.val_files=[{self._few_rows(16) if place.rehearse else ROWS / 'test.parquet'}]",
         ]
         if place.rehearse:
-            overrides += ["trainer.device=cpu", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+            overrides += [*ON_CPU, "rollout.name=hf", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
         started = time.perf_counter()
         rows = self._run("learns", overrides)
         name = f"val/{'few' if place.rehearse else 'test'}/total"
