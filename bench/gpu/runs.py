@@ -48,10 +48,12 @@ class Runs:
             f"trainer.test_freq={steps}",
             "trainer.save_freq=0",
             "rollout.max_num_seqs=128",  # all of a batch, and few CUDA graphs to capture
-            f"data.val_files=[{self._few_rows(16) if place.rehearse else ROWS / 'test.parquet'}]",
         ]
         if place.rehearse:
-            overrides += [*ON_CPU, "rollout.name=hf", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+            files = [f"data.{name}_files=[{self._few_rows(16)}]" for name in ("train", "val")]
+            overrides += [*ON_CPU, *files, "rollout.name=hf", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+        else:
+            overrides.append(f"data.val_files=[{ROWS / 'test.parquet'}]")
         started = time.perf_counter()
         rows = self._run("learns", overrides)
         name = f"val/{'few' if place.rehearse else 'test'}/total"

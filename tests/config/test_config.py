@@ -637,7 +637,11 @@ def test_reward_options_are_open() -> None:
         (["trainer.total_epochs=0"], "trainer.total_epochs must be at least 1"),
         (["rollout.max_staleness=1", "rollout.max_reuse=2"], "rollout.max_reuse=2: steps that reuse groups draw"),
         (["actor.fsdp_config.optimizer_offlod=true"], "unknown key 'actor.fsdp_config.optimizer_offlod'"),
-        (["critic.model.fsdp_config.model_dtype=bf16"], "unknown key 'critic.model.fsdp_config.model_dtype'"),
+        (["critic.model.fsdp_config.model_dtyp=fp32"], "unknown key 'critic.model.fsdp_config.model_dtyp'"),
+        (
+            ["critic.fsdp.model_dtype=bf16"],
+            "critic.fsdp.model_dtype=bf16 is refused: the optimizer's weights are float32",
+        ),
         (["data.seed"], "is not key=value"),
         (["~data.seed"], "neither deletions nor sweeps"),
         (["data.seed=1,2"], "neither deletions nor sweeps"),

@@ -92,6 +92,7 @@ _RULES = (
 _BENCHMARKS = "eval.limit eval.data_dir eval.allow_train_overlap"
 _OF_BENCHMARKS = (Rule(_BENCHMARKS, lambda c: not c.eval.benchmarks, "eval.benchmarks is empty"),)
 _OF_TURNS = [f"env.{item.name}" for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format")]
+_BENCHMARKS_USE = ("env.max_tool_calls", "sandbox", "data.prompt_template")  # in evaluations, without turns, too
 _OF_EPISODES = (
     Rule(" ".join([*_OF_TURNS, "sandbox", "data.prompt_template"]), lambda c: not c.env.multi_turn, _ONE_RESPONSE),
     Rule("env.tool_timeout_s", lambda c: c.env.name != "tool", "it applies to the tools of env.name=tool only"),
@@ -116,11 +117,13 @@ def unused_reasons(keys: Iterable[str], written: Mapping[str, Any], config: Conf
         *(_OF_EPISODES if command.has("env.name") else ()),
     )
     found = {key: command.refusal(key) for key in keys if not command.has(key)}
+    used = _BENCHMARKS_USE if command.has("eval.handler") else ()
     return found | {
         key: rule.why
         for key in keys
         for rule in rules
         if key not in found
+        and not (rule.why == _ONE_RESPONSE and within(key, used))
         and within(key, tuple(rule.keys.split()))
         and written[key] != command.default_of(key)
         and rule.when(config)

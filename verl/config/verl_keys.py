@@ -192,7 +192,10 @@ ABSENT_FEATURES: Mapping[str, Only] = {
             "full_determinism": Only(False, "no deterministic kernels; `trainer.seed` seeds the run"),
         }.items()
     },
-    "actor.fsdp_config.model_dtype": Only("fp32", "the optimizer's weights are float32"),
+    **{
+        f"{group}.fsdp_config.model_dtype": Only("fp32", "the optimizer's weights are float32")
+        for group in ("actor", "critic.model")
+    },
     "actor.qat.enable": Only(False, _QUANTIZED),
     "actor.calculate_sum_pi_squared": Only(False, "no optimal token baseline"),
     "actor.policy_loss.loss_mode": Only("vanilla", "set `algorithm.name`, a preset with another loss"),
@@ -416,7 +419,19 @@ OBSOLETE: Mapping[str, str] = {
     "trainer.samples_save_path": "responses are written to the run's folder (transcripts)",
     "trainer.log_val_generations": "responses are written to the run's folder (transcripts)",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds policy and critic; `trainer.keep_last` limits their number",
-    **{f"{group}.fsdp_config": _SHARDED for group in ("actor", "ref", "critic.model")},
+    **{
+        f"{group}.fsdp_config.{name}": _SHARDED
+        for group in ("actor", "ref", "critic.model")
+        for name in (
+            *("wrap_policy", "grad_offload", "fsdp_size", "offload_policy", "reshard_after_forward"),
+            *("forward_prefetch", "use_orig_params", "forward_only", "seed", "strategy", "turbo_config", "qat"),
+            *("ulysses_sequence_parallel_size", "use_no_sync_for_gradient_accumulation", "use_torch_compile"),
+            *("entropy_checkpointing", "entropy_from_logits_chunk_size", "entropy_from_logits_with_chunking"),
+            *("pad_to_length", "pad_to_length_bucket"),
+        )
+    },
+    **dict.fromkeys([f"{group}.fsdp_config.dtype" for group in ("ref", "critic.model")], _BESIDE),
+    **dict.fromkeys(("ref.fsdp_config.model_dtype", "ref.fsdp_config.optimizer_offload"), _BESIDE),
 }  # fmt: skip
 
 

@@ -79,13 +79,16 @@ def test_a_model_that_cannot_be_served_gets_a_card_with_the_reason(tmp_path: Pat
 
 
 def test_the_tool_parser_needs_no_package_but_vllm() -> None:
-    """The modules that an exported tool parser imports, with vLLM's replaced, load with the standard library alone."""
+    """The modules that an exported tool parser imports, with vLLM's and its grammars replaced, load with the standard
+    library alone."""
     code = (
         "import sys, types\n"
         "fake = types.ModuleType('vllm.tool_parsers.abstract_tool_parser')\n"
         "fake.DeltaMessage = fake.ExtractedToolCallInformation = fake.ToolParserManager = None\n"
         "fake.ToolParser = object\n"
-        "sys.modules |= {'vllm': fake, 'vllm.tool_parsers': fake, fake.__name__: fake}\n"
+        "fake.StructuredOutputsParams = fake.Grammar = None\n"
+        "names = ('vllm', 'vllm.tool_parsers', 'vllm.sampling_params', 'xgrammar', fake.__name__)\n"
+        "sys.modules |= dict.fromkeys(names, fake)\n"
         "before = set(sys.modules)\n"
         "import verl.kit.openai_server.tool_parser\n"
         "loaded = {name.partition('.')[0] for name in set(sys.modules) - before}\n"

@@ -260,7 +260,7 @@ def test_the_lab_finds_no_violation(name: str, options: dict[str, Any]) -> None:
 
 
 def test_the_lab_needs_the_format() -> None:
-    with pytest.raises(ConfigError, match="--format"):
+    with pytest.raises(ConfigError, match=r"set env\.tool_call_format"):
         try_reward(CallsReward(), [CALLS], tool_call_format=PLAIN)
 
 

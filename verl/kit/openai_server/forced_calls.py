@@ -22,6 +22,7 @@ _NAMES, _KEYS, _VALUES = (tuple(f"Trial{kind}{number}" for number in "12") for k
 _ARGUMENTS = re.compile(rf'\{{\s*"{_KEYS[0]}"\s*:\s*"{_VALUES[0]}"\s*\}}')
 _NO_GRAMMAR = "tool_choice can be auto or none: the calls of this tool-call format have no simple grammar"
 _TEXT: Grammar = {"type": "any_text"}
+ALLOWED_TOOLS = "allowed_tools"  # names, in a request to vLLM, whose chat completions have no such tool_choice
 
 
 def call_grammar(

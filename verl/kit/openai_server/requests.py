@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl.data.messages import read_arguments
 from verl.errors import DataError
+from verl.kit.openai_server.forced_calls import ALLOWED_TOOLS
 
-ALLOWED_TOOLS = "allowed_tools"  # names, in a request to vLLM, whose chat completions have no such tool_choice
 _CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI's fields before there were tools
 _MODES = ("auto", "required")

@@ -24,9 +24,8 @@ from xgrammar import Grammar
 
 from verl.errors import ConfigError
 from verl.formats.base import build_tool_call_format
-from verl.kit.openai_server.forced_calls import call_grammar
+from verl.kit.openai_server.forced_calls import ALLOWED_TOOLS, call_grammar
 from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
-from verl.kit.openai_server.requests import ALLOWED_TOOLS
 from verl.types import ToolCall, ToolSpec
 
 
