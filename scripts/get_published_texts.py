@@ -1,5 +1,5 @@
-"""Fetch the systems' own prompts and sentences, as files for `data.prompt_template` and the options of formats, and
-ToRL's 28,740 problems.
+"""Fetch the systems' own prompts, sentences and tool descriptions, as files for `data.prompt_template` and the options
+of formats and environments, and ToRL's 28,740 problems.
 
     python scripts/get_published_texts.py                     # all of them, to dataset/published
     python scripts/get_published_texts.py --only search_r1.txt torl.txt
@@ -33,6 +33,7 @@ from verl.system.files import replacing
 
 BASE = "https://raw.githubusercontent.com"
 TIMEOUT_S = 60.0
+_SKYRL_TOOLS = ("execute_bash", "finish", "str_replace_editor")
 _SKYRL_OPENHANDS = ("NovaSky-AI/SkyRL-OpenHands", "6f3ba323d8ad7d17891c1d171abc9eaf8baae252")
 
 
@@ -112,6 +113,21 @@ def _skyrl(instructions: str, converter: str) -> str:
     text = text.replace("{instance.problem_statement}", "{question}")
     example = assigned(converter, "IN_CONTEXT_LEARNING_EXAMPLE_PREFIX").lstrip()
     return f"{example}{text}{assigned(converter, 'IN_CONTEXT_LEARNING_EXAMPLE_SUFFIX')}"
+
+
+def _skyrl_tools(source: str) -> str:
+    """OpenHands' schemas of the tools of SkyRL's agents, as JSON. A description may be a name of the file's."""
+    texts, found = dict(strings(source)), []
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "ChatCompletionToolParamFunctionChunk":
+            given = {str(each.arg): each.value for each in call.keywords}
+            if ast.literal_eval(given["name"]) in _SKYRL_TOOLS:
+                function = {
+                    name: texts[value.id] if isinstance(value, ast.Name) else ast.literal_eval(value)
+                    for name, value in given.items()
+                }
+                found.append({"type": "function", "function": function})
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
 
 
 def _toolrl(source: str) -> str:
@@ -226,6 +242,16 @@ TEXTS: Mapping[str, Text] = {
             _CONVERTER,
         ),
         _skyrl,
+    ),
+    "skyrl_tools.json": Text(
+        (
+            Source(
+                *_SKYRL_OPENHANDS,
+                "openhands/agenthub/codeact_agent/function_calling.py",
+                "7c6c7a6303eeea613549c6e635703e00e90bdc593fd171e8cc1bf55ce552242b",
+            ),
+        ),
+        _skyrl_tools,
     ),
     "toolrl.txt": Text((_TOOLRL,), _toolrl),
     "toolrl_bfcl.txt": Text((_TOOLRL,), partial(_toolrl_bfcl, turn="If there's no appropriate tools")),

@@ -36,6 +36,15 @@ SERVED = {  # by the last part of the path
         "def get_instruction(instance):\n    instruction = f'In /workspace/{workspace_dir_name}, {workspace_dir_name}:"
         ' {instance.problem_statement} at {instance["base_commit"]}\'\n'
     ),
+    "function_calling.py": """
+_BASH = \"\"\"Run it.\\n* Often.\\n\"\"\"
+CmdRunTool = ToolParam(type='function', function=ChatCompletionToolParamFunctionChunk(
+    name='execute_bash', description=_BASH,
+    parameters={'type': 'object', 'properties': {'command': {'type': 'string'}}, 'required': ['command']},
+))
+WebTool = ToolParam(function=ChatCompletionToolParamFunctionChunk(name='web', description=f'{CmdRunTool}'))
+FinishTool = ToolParam(function=ChatCompletionToolParamFunctionChunk(name='finish', description='End.'))
+""",
     "rlla_qwen.py": r"""
 json_string = "{}"
 SYS = "Tools: {tools}, as {json_string}\n"
@@ -63,6 +72,25 @@ MADE = {
     "zerotir.txt": "{question} in \\boxed{} <think>",
     "tool_n1.txt": "Tools: {tools}, such as {1}",
     "openhands.txt": "You are it.\nFunctions:\n{tools}\n",
+    "skyrl_tools.json": json.dumps(
+        [
+            {
+                "type": "function",
+                "function": {
+                    "name": "execute_bash",
+                    "description": "Run it.\n* Often.\n",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"command": {"type": "string"}},
+                        "required": ["command"],
+                    },
+                },
+            },
+            {"type": "function", "function": {"name": "finish", "description": "End."}},
+        ],
+        indent=2,
+    )
+    + "\n",
     "toolrl.txt": "Tools: {tools}, as {}\n",
     "toolrl_bfcl.txt": TOOLRL_BFCL.format("If there's no appropriate tools, stop."),
     "toolrl_bfcl_multi_turn.txt": TOOLRL_BFCL.format("Use the one or more tools."),

@@ -20,6 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
 
+from verl.data.messages import read_tools
 from verl.envs.base import Env, EnvFactory, Observation, StepResult
 from verl.envs.clock import paused
 from verl.envs.tools.base import ToolError, ToolTimeoutError
@@ -227,6 +228,24 @@ class SweEnv(Env):
             slots.release()
 
 
+def specs_of(path: str, names: Sequence[str]) -> tuple[ToolSpec, ...]:
+    """The tools of these names as a file describes them to the policy.
+
+    Raises ConfigError if it lacks one, or has parameters that the tool does not take.
+    """
+    try:
+        specs = {spec.name: spec for spec in read_tools(Path(path).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, DataError) as error:
+        raise ConfigError(f"environment 'swe': tools={path} cannot be read ({error})") from error
+    for name in names:
+        if name not in specs:
+            raise ConfigError(f"environment 'swe': tools={path} has {', '.join(specs)}, and no {name}")
+        known = TOOLS[name].spec.parameters["properties"]
+        if unknown := [each for each in specs[name].parameters.get("properties", {}) if each not in known]:
+            raise ConfigError(f"environment 'swe': tools={path}: {name} takes {', '.join(known)}, and no {unknown[0]}")
+    return tuple(specs[name] for name in names)
+
+
 class SweFactory(EnvFactory):
     """Creates episodes, and owns the place where their runtimes start: this machine, or servers.
 
@@ -236,6 +255,8 @@ class SweFactory(EnvFactory):
     style:       openhands (four tools), skyrl (OpenHands' three, by its names and parameters, for published agents),
                  mini (bash alone) or line (one edit of one line, for small policies)
     prompt:      a file with {question} that replaces the style's prompt
+    tools:       a JSON file of function schemas, shown in place of those of the style's tools, as a published agent has
+                 them; what the tools take stays
     command_timeout_s: of a command of the agent, which is then stopped
     soft_timeout_s: after which a command is reported as running; the agent may wait for it, or interrupt it
     max_starting, max_running, max_scoring: runtimes that start, agents at work, patches that are scored at a time
@@ -250,6 +271,7 @@ class SweFactory(EnvFactory):
         prepared: str = "",
         style: str = "openhands",
         prompt: str = "",
+        tools: str = "",
         command_timeout_s: float = 120.0,
         soft_timeout_s: float | None = None,
         max_starting: int = 8,
@@ -284,7 +306,8 @@ class SweFactory(EnvFactory):
         self.shared_verdicts = SharedVerdicts() if share_verdicts else None
         self._places = itertools.count()
         self._kept: defaultdict[str, list[int]] = defaultdict(list)  # places of episodes that start again, by task
-        self.toolbox = Toolbox(self._spec(name) for name in self.style.tools)
+        self.toolbox = Toolbox(map(self._spec, self.style.tools))
+        self.shown_tools = specs_of(tools, self.style.tools) if tools else tuple(self.toolbox.specs.values())
         self._prompt: PromptTemplate = load_template(prompt or str(PROMPTS / f"{self.style.prompt}.txt"))
         self._prepared, self._runs_images = Path(prepared) if prepared else None, bool(deployment)
         self.runtimes = runtimes_at(urls, deployment, require_cgroup=require_cgroup)
@@ -327,7 +350,7 @@ class SweFactory(EnvFactory):
     def initial_observation(self, task: Task) -> Observation:
         *before, last = task.prompt
         asked = replace(last, content=self._prompt.fill(last.content, ""))
-        return Observation((*before, asked), tuple(self.toolbox.specs.values()))
+        return Observation((*before, asked), self.shown_tools)
 
     async def check_services(self) -> None:
         await check_services([self.runtimes])
