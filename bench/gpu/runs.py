@@ -50,7 +50,7 @@ class Runs:
             "rollout.max_num_seqs=128",  # all of a batch, and few CUDA graphs to capture
         ]
         if place.rehearse:
-            files = [f"data.{name}_files=[{self._few_rows(16)}]" for name in ("train", "val")]
+            files = [f"data.{name}_files=[{self._few_rows(4)}]" for name in ("train", "val")]
             overrides += [*ON_CPU, *files, "rollout.name=hf", "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
         else:
             overrides.append(f"data.val_files=[{ROWS / 'test.parquet'}]")

@@ -91,10 +91,13 @@ _RULES = (
 )
 _BENCHMARKS = "eval.limit eval.data_dir eval.allow_train_overlap"
 _OF_BENCHMARKS = (Rule(_BENCHMARKS, lambda c: not c.eval.benchmarks, "eval.benchmarks is empty"),)
-_OF_TURNS = [f"env.{item.name}" for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format")]
-_BENCHMARKS_USE = ("env.max_tool_calls", "sandbox", "data.prompt_template")  # in evaluations, without turns, too
+_BY_BENCHMARKS = "env.max_tool_calls sandbox data.prompt_template"  # used by benchmarks, too
+_OF_TURNS = [
+    f"env.{item.name}" for item in fields(EnvConfig) if item.name not in ("name", "tool_call_format", "max_tool_calls")
+]
+_OF_TRAINING = (Rule(_BY_BENCHMARKS, lambda c: not c.env.multi_turn, _ONE_RESPONSE),)
 _OF_EPISODES = (
-    Rule(" ".join([*_OF_TURNS, "sandbox", "data.prompt_template"]), lambda c: not c.env.multi_turn, _ONE_RESPONSE),
+    Rule(" ".join(_OF_TURNS), lambda c: not c.env.multi_turn, _ONE_RESPONSE),
     Rule("env.tool_timeout_s", lambda c: c.env.name != "tool", "it applies to the tools of env.name=tool only"),
     Rule(
         "env.max_concurrent_calls",
@@ -115,15 +118,14 @@ def unused_reasons(keys: Iterable[str], written: Mapping[str, Any], config: Conf
         *_RULES,
         *(_OF_BENCHMARKS if command.has("algorithm") else ()),
         *(_OF_EPISODES if command.has("env.name") else ()),
+        *(_OF_TRAINING if command.has("env.name") and not command.has("eval.handler") else ()),
     )
     found = {key: command.refusal(key) for key in keys if not command.has(key)}
-    used = _BENCHMARKS_USE if command.has("eval.handler") else ()
     return found | {
         key: rule.why
         for key in keys
         for rule in rules
         if key not in found
-        and not (rule.why == _ONE_RESPONSE and within(key, used))
         and within(key, tuple(rule.keys.split()))
         and written[key] != command.default_of(key)
         and rule.when(config)

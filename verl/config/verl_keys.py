@@ -397,10 +397,22 @@ OBSOLETE: Mapping[str, str] = {
     "data.validation_shuffle": _SET,
     **dict.fromkeys([f"data.{name}_key" for name in ("image", "video", "audio")], _IMAGES),
     **dict.fromkeys(("data.image_patch_size", "data.return_multi_modal_inputs", "data.mm_processor_kwargs"), _IMAGES),
-    **dict.fromkeys([f"reward_model.{name}" for name in (
-        "num_workers", "enable_resource_pool", "n_gpus_per_node", "nnodes", "rollout", "model_path",
-        "reward_loop_module_path", "reward_loop_class_name",
-    )], _RULES),
+    **dict.fromkeys(
+        [
+            f"reward_model.{name}"
+            for name in (
+                "num_workers",
+                "enable_resource_pool",
+                "n_gpus_per_node",
+                "nnodes",
+                "rollout",
+                "model_path",
+                "reward_loop_module_path",
+                "reward_loop_class_name",
+            )
+        ],
+        _RULES,
+    ),
     "reward.reward_manager": _RULES,
     "sandbox_fusion": _OFF,
     "algorithm.filter_groups.max_inflight_gen_batches": "groups are drawn one by one",
@@ -432,7 +444,7 @@ OBSOLETE: Mapping[str, str] = {
     },
     **dict.fromkeys([f"{group}.fsdp_config.dtype" for group in ("ref", "critic.model")], _BESIDE),
     **dict.fromkeys(("ref.fsdp_config.model_dtype", "ref.fsdp_config.optimizer_offload"), _BESIDE),
-}  # fmt: skip
+}
 
 
 def short(key: str) -> str:
