@@ -421,7 +421,7 @@ def test_a_failure_says_where_and_from_where_the_run_goes_on(model: Path, tmp_pa
         fit.settings = replace(fit.settings, save_freq=1)
         trainer.learner.timer = PhaseTimer(fit.display.phase)
         learn = trainer.learner.learn
-        trainer.learner.learn = lambda batch, step, traced: 1 / 0 if step == 1 else learn(batch, step)
+        trainer.learner.learn = lambda batch, step, *more: 1 / 0 if step == 1 else learn(batch, step)
         with pytest.raises(ZeroDivisionError) as failed:
             asyncio.run(fit.run())
     where, file = failed.value.__notes__

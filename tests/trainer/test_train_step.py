@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.support.every import every
 from tests.support.metric_names import known
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.correction import UNBOUNDED, Correction, token_weights
+from verl.algorithms.estimators.advantage import AdvantageInputs
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.estimators.reinforce_pp import reinforce_pp
 from verl.algorithms.estimators.toolrl_grpo import TOOLRL_GRPO
@@ -62,6 +64,7 @@ from verl.trainer.builders.algorithm import build_algorithm
 from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.learner import Learner
 from verl.trainer.metrics import Meter, Metrics
+from verl.trainer.not_finite import NotFiniteError
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
@@ -451,6 +454,47 @@ def test_a_stale_engine_stops_the_run() -> None:
     learning.weight_sync.engine.__class__ = Forgetful
     with pytest.raises(StaleEngineError, match="stale weights or different numerics"):
         stepped(learning)
+
+
+def test_weights_that_an_update_broke_are_not_blamed_on_the_engine() -> None:
+    with pytest.raises(NotFiniteError, match=r"log-probs are not finite at version 1 .*actor\.optim\.lr"):
+        stepped(trainer(PLAIN, lr=1e38))
+
+
+class DividesByZero:
+    """A user's estimator, with NaN for one group."""
+
+    def __call__(self, inputs: AdvantageInputs) -> Any:
+        estimate = PLAIN.advantage(inputs)
+        spoiled = [each * math.nan if number // 8 == 2 else each for number, each in enumerate(estimate.advantages)]
+        return replace(estimate, advantages=spoiled)
+
+
+def test_advantages_that_are_not_finite_end_the_run_and_name_the_row() -> None:
+    learning = trainer(replace(PLAIN, advantage=DividesByZero()))
+    third = asyncio.run(trainer(PLAIN).train_step()).groups[2].task.id
+    before = weights(learning)
+    with pytest.raises(NotFiniteError, match=rf"advantages of row {third} are not finite"):
+        stepped(learning)
+    assert every(torch.equal(full, before[name]) for name, full in weights(learning).items())
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_names_the_row(caplog: pytest.LogCaptureFixture) -> None:
+    """The other mini-batch is trained as if it were alone."""
+    batch, spoiled, alone = asyncio.run(trainer(GRPO).train_step()).batch, trainer(GRPO), trainer(GRPO)
+    in_third_A = batch.groups.repeat(batch.num_trained) == 2
+    reference = spoiled.learner.reference
+    assert reference is not None
+    ref_A = np.where(in_third_A, np.float32(np.nan), reference.score(reference.shard_for_scoring(batch)))
+    spoiled.learner.reference = SimpleNamespace(score=lambda sharding: ref_A)  # type: ignore[assignment]
+    metrics = spoiled.learner.learn(batch, 0, rows=["t1", "t2", "t3", "t4"]).metrics
+    problem = "step 1: an update of the actor is not finite and was left out"
+    assert f"{problem}: reference log-probs of row t3 are not finite" in caplog.text
+    assert not math.isfinite(metrics["actor/loss"])
+    first, _ = batch.split(2)
+    alone.learner.config = replace(alone.learner.config, data=DataConfig(train_batch_size=2))
+    alone.learner.learn(first, 0)
+    assert every(torch.equal(full, weights(alone)[name]) for name, full in weights(spoiled).items())
 
 
 def untimed(metrics: dict[str, float]) -> dict[str, float]:

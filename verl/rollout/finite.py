@@ -1,29 +1,29 @@
-"""Checks that scores are finite: NaN and infinities can be neither averaged nor stored as JSON."""
+"""Checks that scores are finite in float32, in which they are trained: NaN and infinities cannot be averaged."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Real
 
+import numpy as np
+
 from verl.types import Score
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def finite_number(value: object) -> float:
-    """The number as a float, whichever library's type it has. Raises ValueError if it is not a finite number."""
-    try:
-        if isinstance(value, Real) and math.isfinite(value):
-            return float(value)
-    except OverflowError:
-        pass
-    raise ValueError(f"{value!r} is not a finite number")
+    """The number as a float, whichever library's type it has. Raises ValueError if it is not finite in float32."""
+    if isinstance(value, Real) and -_LARGEST <= value <= _LARGEST:  # false for NaN
+        return float(value)
+    raise ValueError(f"{value!r} is not a finite number of float32")
 
 
 def finite_score(score: object) -> Score:
-    """The score with all numbers as floats. Raises ValueError if one is not finite."""
+    """The score with all numbers as floats. Raises ValueError if one is not finite in float32."""
     try:
         if isinstance(score, Score) and isinstance(score.parts, Mapping):
             parts = {name: finite_number(value) for name, value in score.parts.items()}
             return replace(score, total=finite_number(score.total), parts=parts)
     except ValueError:
         pass
-    raise ValueError(f"{score!r} is not a Score of finite numbers")
+    raise ValueError(f"{score!r} is not a Score of finite numbers of float32")

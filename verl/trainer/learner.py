@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import logging
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +18,10 @@ from verl.config.schema import Config
 from verl.tracking.metric import Metric, combined
 from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl
+from verl.trainer.not_finite import check_advantages, describe_cause, is_left_out
 from verl.trainer.policy import Critic, Policy
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,20 @@ class Learner:
         assert needs_reference == (self.reference is not None), "a reference exists if and only if KL is used"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic exists if and only if it is needed"
 
-    def learn(self, batch: TokenBatch, step: int, traced: Container[int] | None = None) -> Learned:
+    def learn(
+        self, batch: TokenBatch, step: int, traced: Container[int] | None = None, rows: Sequence[str] = ()
+    ) -> Learned:
         """Score, estimate advantages, update. Deterministic in batch, weights and step (counted from 0).
 
         traced: rows of the batch whose tokens are traced; None: no trace
+        rows: id of the data row of each group, for messages
+        Raises NotFiniteError for advantages that are not finite.
         """
         with self.timer.phase("score"):
             batch = self._with_scores(batch, step)
         with self.timer.phase("advantage"):
             batch = with_advantages(batch, self._current_algorithm())
+            check_advantages(batch, rows)
         with self.timer.phase("score"):
             batch = self._with_old_logprobs(batch)
         with self.timer.phase("update"):
@@ -64,6 +73,10 @@ class Learner:
             computed = nonzero_advantage_rows(batch, self.algorithm)
             learned, trace, batch = self._update(batch, step, traced)
         metrics = {**learned, **self._kl_metrics(batch)}
+        for model in ("actor", "critic"):
+            if is_left_out(metrics, model):
+                cause = describe_cause(batch, self.policy, rows)
+                _log.warning("step %d: an update of the %s is not finite and was left out: %s", step + 1, model, cause)
         return Learned(metrics, computed, batch, trace)
 
     def _with_scores(self, batch: TokenBatch, step: int) -> TokenBatch:

@@ -57,7 +57,8 @@ class PPOTrainer:
                     await self.weight_sync.engine.sleep()
             self.learning = True
             chosen = self.keeper.choose(collected.kept) if self.keeper else ()
-            outcome = await self._learn(batch, {each.row for each in chosen} if chosen else None)
+            traced = {each.row for each in chosen} if chosen else None
+            outcome = await self._learn(batch, traced, [group.task.id for group in collected.kept])
             learned = dict(outcome.metrics)
             with timer.phase("weight_sync"):
                 learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
@@ -94,11 +95,11 @@ class PPOTrainer:
         """Whether rollouts continue during the update (off-policy)."""
         return self.rollouts.config.rollout.max_staleness > 0
 
-    async def _learn(self, batch: TokenBatch, traced: Container[int] | None) -> Learned:
+    async def _learn(self, batch: TokenBatch, traced: Container[int] | None, rows: Sequence[str]) -> Learned:
         """In a thread if rollouts continue: a blocked event loop would use up the timeouts of their tools."""
         if self._ahead:
-            return await run_in_daemon_thread(self.learner.learn, batch, self.step, traced)
-        return self.learner.learn(batch, self.step, traced)
+            return await run_in_daemon_thread(self.learner.learn, batch, self.step, traced, rows)
+        return self.learner.learn(batch, self.step, traced, rows)
 
     def _timings(self, groups: Sequence[TrajectoryGroup], batch: TokenBatch, computed: Ints) -> Metrics:
         """computed: rows of the batch that the update computed"""

@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.batch.samples import batch_of, sample_from_completion
+from verl.batch.token_batch import Floats, TokenBatch
 from verl.errors import VerlError
 from verl.rollout.engine import RolloutEngine, Sampling, WeightTarget
 from verl.system.daemon import run_in_daemon_thread
+from verl.trainer.not_finite import NotFiniteError
 from verl.trainer.policy import Policy
 from verl.transfer.bucket import BucketLayout
+from verl.types import Completion, FinishReason
 
 
 class StaleEngineError(VerlError, RuntimeError):
@@ -109,15 +113,37 @@ class WeightSync:
             loading.cancel()
 
     async def _canary(self, engines: WeightTarget, version: int) -> list[Tensor]:
-        """[A] each, abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile."""
-        answers = [(prompt, await engines.probe(prompt, self.sampling)) for prompt in self.probes]
+        """[A] each, abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile.
+
+        Raises NotFiniteError where the trainer's own log-probs are not finite: then the engine is not to blame.
+        """
+        try:
+            answers = [(prompt, await engines.probe(prompt, self.sampling)) for prompt in self.probes]
+        except (VerlError, RuntimeError):
+            ends = [
+                (prompt[:-1], Completion(prompt[-1:], (0.0,), FinishReason.LENGTH, version)) for prompt in self.probes
+            ]
+            await self._scored(ends, version)
+            raise
         written = [(prompt, completions[0]) for prompt, each in answers for completions in each]
         if stale := {completion.weight_version for _, completion in written} - {version}:
             problem = f"the engine answers with version {sorted(stale)}"
             raise StaleEngineError(f"weight sync check failed at version {version}: {problem}")
         if not written:
             return []
-        batch = batch_of([sample_from_completion(prompt, completion) for prompt, completion in written])
-        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.shard_for_scoring(batch)))
+        batch, scored = await self._scored(written, version)
         assert batch.rollout_logprobs is not None
         return [torch.from_numpy(batch.rollout_logprobs - scored).abs()]
+
+    async def _scored(
+        self, written: Sequence[tuple[tuple[int, ...], Completion]], version: int
+    ) -> tuple[TokenBatch, Floats]:
+        """The completions of these prompts as a batch, and the trainer's log-probs [A]. Raises NotFiniteError."""
+        batch = batch_of([sample_from_completion(prompt, completion) for prompt, completion in written])
+        scored = await run_in_daemon_thread(lambda: self.policy.score(self.policy.shard_for_scoring(batch)))
+        if not np.isfinite(scored).all():
+            raise NotFiniteError(
+                f"the policy's log-probs are not finite at version {version} of its weights: they overflow. Lower "
+                "actor.optim.lr or actor.grad_clip, and resume from the last checkpoint"
+            )
+        return batch, scored

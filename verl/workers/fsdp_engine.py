@@ -5,6 +5,7 @@ computed in `compute_dtype`, gradients reduced in float32. Losses arrive as sums
 denominators (algorithms/aggregate.py), so gradients are summed over ranks, not averaged.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,20 +175,23 @@ class FSDPEngine:
     def update(self, packs: Iterable[PackedBatch], loss: PackLoss) -> UpdateResult:
         """One optimizer step over the packs of all ranks; every rank brings the same number of packs.
 
+        A loss or gradient that is not finite is not applied: weights and schedule stay as they are.
+
         loss: (module, pack) -> (the pack's share of the global loss, its parts of further metrics)
         """
         assert self._optimizer is not None and self._scheduler is not None and self._settings is not None
         self._states.load()
         totals = self.backward(packs, loss)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.max_grad_norm)
-        grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         lr = self._scheduler.get_last_lr()[0]
-        self._optimizer.step()
-        self._scheduler.step()
-        self._optimizer.zero_grad()
         values = {name: total.value() for name, total in _over_ranks(totals).items()}
         total_loss = values.pop(_LOSS).value
-        return UpdateResult(loss=total_loss, grad_norm=float(grad_norm), lr=float(lr), metrics=values)
+        if math.isfinite(grad_norm) and math.isfinite(total_loss):
+            self._optimizer.step()
+            self._scheduler.step()
+        self._optimizer.zero_grad()
+        return UpdateResult(loss=total_loss, grad_norm=grad_norm, lr=float(lr), metrics=values)
 
     def backward(self, packs: Iterable[PackedBatch], loss: PackLoss) -> dict[str, PackMetric]:
         """Add the gradients of the packs of all ranks to those of the parameters. Returns this rank's metrics."""

@@ -36,7 +36,7 @@ COLLAPSE_RULES = (
         ("actor/grad_norm",),
         lambda now, _: not math.isfinite(now),
         "not a finite number",
-        "an overflow or a NaN has reached the weights",
+        "the gradient overflowed, or an input was NaN; the update was left out",
         "lower actor.optim.lr or actor.grad_clip, or set model.compute_dtype=float32",
         patience=1,
         relative=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,10 +26,12 @@ from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.cli import announce_checkpoint
 from verl.trainer.loop import save_checkpoint
+from verl.trainer.not_finite import is_left_out
 from verl.trainer.policy import Policy
 from verl.workers.rank import TrainingRank
 
 COMMAND = "main_sft"
+_log = logging.getLogger(__name__)
 _LOSS = "val/demonstrations/loss"
 
 
@@ -81,6 +84,8 @@ class SFTRun:
                 **timings,
                 "perf/update_tokens_per_s": tokens / timings["time/update_s"],
             }
+            if is_left_out(metrics, "actor"):
+                _log.warning("step %d: the update is not finite and was left out; lower actor.optim.lr", self.step)
             done = self.step == settings.total_steps
             if self.val and (done or (settings.test_freq and self.step % settings.test_freq == 0)):
                 metrics[_LOSS] = self._validation_loss()
