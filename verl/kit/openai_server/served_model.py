@@ -116,7 +116,7 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
     if name is None:
         raise ConfigError(
             f"{model.folder}: the record of this model names no tool-call format, and its chat template lists no "
-            "tools, or writes calls of a kind that only native reads; set --tool-call-format (docs/tool_call_formats.md)"
+            "tools, or writes calls that only `native` reads; set --tool-call-format (docs/tool_call_formats.md)"
         )
     return TrainedFormat(name, prompt=prompt, template_options=template_options)
 
