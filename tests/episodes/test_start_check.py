@@ -498,10 +498,16 @@ def test_published_chat_templates_frame_turns_that_earn_their_reward(name: str) 
         ("empty_thought", "Yes.", "<think>\n\n</think>\n\nYes.<|im_end|>"),
         ("empty_thought", "<think>I know.</think>Yes.", "<think>I know.</think>Yes.<|im_end|>"),
         ("chatml", "Yes. ", "Yes. <|im_end|>"),
+        ("line_below", "Yes.", "\nYes.<|im_end|>"),
+        ("line_below", "<think>I know.</think>Yes.", "\n<think>I know.</think>Yes.<|im_end|>"),
+        ("line_below", "</think>Yes.", "\n</think>Yes.<|im_end|>"),
+        ("glm", "Yes.", "\n<think></think>\nYes.<|im_end|>"),
+        ("glm", "<think>I know.</think>\nYes.", "\n<think>I know.</think>\nYes.<|im_end|>"),
     ],
 )
 def test_a_demonstration_goes_on_where_the_prompt_ends(template: str, content: str, trained: str) -> None:
-    """No tag is trained twice, and no answer inside a thought that the prompt has opened."""
+    """No tag is trained twice, and no answer inside a thought that the prompt has opened. White space with which the
+    template begins a turn is trained with and without a thought."""
     chat = ChatTemplate(small_tokenizer("bytes", template, eos="<|endoftext|>"))
     assert chat.tokenizer.decode(demonstrated(chat, content)) == trained
 
