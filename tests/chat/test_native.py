@@ -19,13 +19,14 @@ from transformers import AutoTokenizer
 from tests.chat.test_chat import TEMPLATES, with_template
 from tests.kit.lab.lab import try_reward
 from tests.support.tiny import MINI
-from verl.chat.native import BoundNativeFormat, NativeFormat
+from verl.chat.native import BoundNativeFormat, NativeFormat, own_format
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.envs.task_envs import TaskEnvs
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import ConfigError
 from verl.formats.base import Calls, Final, ParseError, build_tool_call_format
+from verl.kit.evaluation.handlers import tool_call_format_of
 from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.trainer.builders.env import build_episode_runner
@@ -108,6 +109,23 @@ def episode_tools(runner: EpisodeRunner) -> tuple[ToolSpec, ...]:
 @pytest.fixture
 def mini() -> ChatTemplate:
     return ChatTemplate(AutoTokenizer.from_pretrained(MINI / "model"))
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_handler_of_an_evaluation_reads_the_calls_that_the_template_writes(name: str) -> None:
+    """Several families mark calls with <tool_call>, and differ inside it. A model without a record is served alike."""
+    chat = chat_of(name)
+    template = str(chat.tokenizer.chat_template)
+    own = own_format(template)
+    if own is None:
+        assert FAMILIES[name] in ("glm45", "lfm2", "gemma4")
+        with pytest.raises(ConfigError, match="has no known tool format"):
+            tool_call_format_of("native", template)
+    else:
+        assert tool_call_format_of("native", template) == own
+        rendered = NativeFormat().bound(chat).render([ROME])
+        assert build_tool_call_format(own).parse(rendered, (WEATHER,)) == Calls((ROME,))
 
 
 SCRAPS = (

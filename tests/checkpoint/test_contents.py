@@ -108,6 +108,25 @@ def test_a_file_that_was_replaced_under_its_path_is_refused_by_name(
     assert before != now and before.count("sha256") == now.count("sha256")
 
 
+def test_code_that_rows_name_is_part_of_the_data(place: Path, tmp_path: Path) -> None:
+    """The data file stays the same when a reward or an environment in it is edited."""
+    reward, env = f"{place}/mine.py:brief", f"{place}/tools.py:Room"
+    rows = [Task(f"train.jsonl#{number}", (), "", "mine", reward=reward, env=env) for number in range(3)]
+    rows.append(Task("train.jsonl#3", (), "", "mine", reward="rlla", env="shop"))  # ours: known by the version
+    settings = {"data.train_files": [f"{place}/train.jsonl"]}
+    store = save(tmp_path / "checkpoints", settings, contents_of(settings, False, rows))
+    find_saved(store, "main_ppo", settings, contents_of(settings, False, rows))
+    for file, name in (("mine.py", reward), ("tools.py", env)):
+        before = (place / file).read_text()
+        (place / file).write_text("another content")
+        with pytest.raises(ConfigError, match=r"different inputs: data\.train_files") as refused:
+            find_saved(store, "main_ppo", settings, contents_of(settings, False, rows))
+        assert str(refused.value).count(f"{name} is sha256") == 2
+        changed = find_saved(store, "main_ppo", settings, contents_of(settings, False, rows), ["data.train_files"])
+        assert changed is not None and list(changed.changed) == ["data.train_files"]
+        (place / file).write_text(before)
+
+
 def test_the_same_contents_elsewhere_are_the_same_run(store: CheckpointStore, place: Path) -> None:
     shutil.copytree(place, place.with_name("there"))
     shutil.rmtree(place)

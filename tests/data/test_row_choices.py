@@ -16,7 +16,7 @@ from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.lengths import fitting, read_tasks
-from verl.data.tasks import TaskSet, to_task
+from verl.data.tasks import TaskSet, to_task, to_tasks
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
 from verl.envs.tool_env import ToolEnv
@@ -188,6 +188,25 @@ def test_a_row_of_an_environment_needs_a_format(tmp_path: Path) -> None:
         load_inputs(load_config(words))
     path = write(tmp_path / "rows.jsonl", row(env="single_turn"))
     assert len(load_inputs(load_config(words)).train[0]) == 1
+
+
+def test_the_agent_loop_that_verl_takes_from_a_row_is_its_environment(chat: ChatTemplate, tmp_path: Path) -> None:
+    """Rows that veRL plays with tools are not trained without them."""
+    assert [task(agent_name=name).env for name in ("tool_agent", "single_turn_agent", None)] == [
+        *("tool", "single_turn", None)
+    ]
+    assert task(agent_name="tool_agent", env="shop").env == "shop"  # our own column decides
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (spoken,) = to_tasks({"messages": talk, "agent_name": "Ann"}, "rows.jsonl#0", data_source="talks")
+    assert spoken.env is None  # a column of other data
+    with pytest.raises(DataError, match="'agent_name': is 'swe_agent', an agent loop of veRL; expected single_turn_ag"):
+        task(agent_name="swe_agent")
+    source = write(tmp_path / "rows.jsonl", row(agent_name="tool_agent"))
+    tools = ("env.name=tool", "env.tools=[python]", "env.tool_call_format=hermes")
+    tasks, _ = read_tasks(source, prompt_fn(episode_runner(chat, *tools)), DataConfig(max_prompt_length=10_000))
+    assert len(tasks) == 1
+    with pytest.raises(DataError, match=r"'tool' needs env\.tool_call_format"):
+        read_tasks(source, prompt_fn(episode_runner(chat)), DataConfig(max_prompt_length=10_000))
 
 
 def test_rows_play_in_the_environment_that_they_name(chat: ChatTemplate) -> None:

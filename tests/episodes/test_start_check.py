@@ -274,6 +274,38 @@ def test_a_gold_that_quotes_a_control_token_is_a_bad_row(
     check_golds(runner, rewards, TaskSet(str(path)))  # an evaluation's rows: the bad one is told when its turn comes
 
 
+@pytest.mark.parametrize(
+    ("reward", "good", "bad", "said"),
+    [
+        ("tool_n1", N1, "#### 72", "the gold calls cannot be parsed: '#### 72'"),
+        ("tool_n1", N1, '[{"name": "weather", "arguments": {"city": NaN}}]', "NaN is not a number"),
+        ("tool_n1", N1, '[{"name": "weather"}]', "the gold calls cannot be parsed"),
+        ("rlla", RLLA, RLLA.replace('"Paris"}}', '"Paris"'), "line 1 of the gold calls is not JSON"),
+        ("rlla", RLLA, RLLA.replace("Paris", "<tool_call>"), "line 1 of the gold calls is not JSON"),
+        ("rlla", RLLA, RLLA.replace("I look.", "<|start_header_id|>assistant<|end_header_id|>"), "a mark of turns"),
+        ("rlla", RLLA, RLLA.replace("Paris", "<|eot_id|>"), "contains '<|eot_id|>', a mark of turns"),
+        ("rlla", f"{RLLA}<|eot_id|>", RLLA.replace("Paris", "<|eot_id|>"), "a mark of turns"),  # a policy may end there
+        ("api_bank", '{"name": "a", "parameters": {}}', '{"name": "a"}', """the gold call is '{"name": "a"}'"""),
+        ("api_bank", '{"name": "a", "parameters": {}}', "get()", "the gold call is 'get()'"),
+        ("bfcl", '"any"', "any", "not a BFCL key"),
+        ("search_r1", "Paris", '{"answers": ["Paris"]}', 'expected {"target": a text, or several}'),
+    ],
+)
+def test_a_gold_that_a_reward_cannot_read_is_a_bad_row(
+    reward: str, good: str, bad: str, said: str, tmp_path: Path
+) -> None:
+    """Whatever the source of the rows: told with file and row before the run, not as a fault of its episodes."""
+    runner, rewards = runner_of(ChatTemplate(small_tokenizer("bytes", "chatml")), "toolrl"), build_rewards(reward)
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "q"}], "data_source": "mine", "extra_info": {"tools": []}}
+    path.write_text("".join(json.dumps({**row, "reward_model": {"ground_truth": each}}) + "\n" for each in (good, bad)))
+    with pytest.raises(DataError) as refused:
+        read_tasks(str(path), prompt_fn(runner, rewards), DataConfig())
+    assert all(part in str(refused.value) for part in ("rows.jsonl", "row 1", said)), refused.value
+    tasks, _ = read_tasks(str(path), prompt_fn(runner, rewards), DataConfig(max_bad_share=0.5))
+    assert [task.answer for task in tasks] == [good]
+
+
 def test_a_gold_turn_whose_call_quotes_the_end_token_is_a_bad_row_too() -> None:
     chat = ChatTemplate(small_tokenizer("first", "chatml", tags=TAGS))
     runner, rewards = runner_of(chat, "hermes"), build_rewards("calls")
@@ -466,10 +498,16 @@ def test_published_chat_templates_frame_turns_that_earn_their_reward(name: str) 
         ("empty_thought", "Yes.", "<think>\n\n</think>\n\nYes.<|im_end|>"),
         ("empty_thought", "<think>I know.</think>Yes.", "<think>I know.</think>Yes.<|im_end|>"),
         ("chatml", "Yes. ", "Yes. <|im_end|>"),
+        ("line_below", "Yes.", "\nYes.<|im_end|>"),
+        ("line_below", "<think>I know.</think>Yes.", "\n<think>I know.</think>Yes.<|im_end|>"),
+        ("line_below", "</think>Yes.", "\n</think>Yes.<|im_end|>"),
+        ("glm", "Yes.", "\n<think></think>\nYes.<|im_end|>"),
+        ("glm", "<think>I know.</think>\nYes.", "\n<think>I know.</think>\nYes.<|im_end|>"),
     ],
 )
 def test_a_demonstration_goes_on_where_the_prompt_ends(template: str, content: str, trained: str) -> None:
-    """No tag is trained twice, and no answer inside a thought that the prompt has opened."""
+    """No tag is trained twice, and no answer inside a thought that the prompt has opened. White space with which the
+    template begins a turn is trained with and without a thought."""
     chat = ChatTemplate(small_tokenizer("bytes", template, eos="<|endoftext|>"))
     assert chat.tokenizer.decode(demonstrated(chat, content)) == trained
 

@@ -21,6 +21,12 @@ _ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 TEMPLATES = {
     "chatml": _HEAD + _ASK,
     "opened": _HEAD + _ASK.replace("assistant\n", "assistant\n<think>\n"),
+    "line_below": _HEAD + _ASK.replace("assistant\n", "assistant"),
+    "glm": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' and '</think>' not in m['content'] %}{{ '<think></think>\n' }}{% endif %}"
+        "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + _ASK.replace("assistant\n", "assistant")
+    ),
     "inst": (
         "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] + '</s>' }}"
         "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"

@@ -38,6 +38,7 @@ _VLLM_PARSERS = {
     "<|python_tag|>": "llama3_json",
     '"parameters": dictionary of argument name and its value': "llama3_json",
 }
+_OWN_FORMATS = {"hermes": "hermes", "qwen3_coder": "xml", "llama3_json": "llama3_json"}  # by vLLM's parser
 _QUESTION = Message("user", "a")
 _ANSWERS = (Message("assistant", "b"), Message("assistant", "c"))
 _TRIAL_TOOL = ToolSpec("trial", "", {"type": "object", "properties": {"text": {"type": "string"}}})
@@ -65,7 +66,7 @@ class NativeFormat:
             if self.parser is None and getattr(chat.tokenizer, "response_template", None) is not None:
                 made = BoundNativeFormat(None, chat=chat, read=_template_reader(chat))
             else:
-                name = self.parser or _family(chat)
+                name = self.parser or _family_of(chat)
                 made = BoundNativeFormat(name, chat=chat, read=_vllm_reader(name, chat))
             made.check()
         except DataError as error:
@@ -86,6 +87,11 @@ class NativeFormat:
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         raise _needs_tokenizer()
+
+
+def own_format(chat_template: str) -> str | None:
+    """The format of ours in which a chat template writes calls; None if it lists no tools, or writes others."""
+    return _OWN_FORMATS.get(_family(chat_template) or "") if "tools" in chat_template else None
 
 
 def _needs_tokenizer() -> ConfigError:
@@ -214,12 +220,15 @@ def _problem(error: Exception) -> str:
     return f"The call cannot be parsed: {' '.join(str(error).split())[:200].rstrip('.')}."
 
 
-def _family(chat: ChatTemplate) -> str:
-    """The name of vLLM's parser for a chat template. Raises ConfigError."""
-    template = str(chat.tokenizer.chat_template)
-    for mark, name in _VLLM_PARSERS.items():
-        if mark in template:
-            return name
+def _family(chat_template: str) -> str | None:
+    """The name of vLLM's parser for a chat template; None if it is not known."""
+    return next((name for mark, name in _VLLM_PARSERS.items() if mark in chat_template), None)
+
+
+def _family_of(chat: ChatTemplate) -> str:
+    """Raises ConfigError for an unknown one."""
+    if name := _family(str(chat.tokenizer.chat_template)):
+        return name
     raise ConfigError(
         f"env.tool_call_format=native: {chat.where} is of no known family, and the tokenizer has no response "
         f"template; {_OPTION} with one of vLLM's tool parsers, or choose another format"

@@ -49,6 +49,12 @@ class TurnFrame:
     lead: str
     end: str
 
+    @property
+    def blank_lead(self) -> str:
+        """White space between the prompt and a thought, as in GLM's turns."""
+        text = self.lead.lstrip()
+        return "" if text.startswith(THINK_END) else self.lead.removesuffix(text)
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -298,7 +304,7 @@ class ChatTemplate:
         """(a turn as the policy writes it after this prompt, its tokens with the end token and their spans).
 
         A thought that the prompt opens is not opened again; an answer without a thought follows what the chat template
-        puts there: the end of that thought, or an empty one.
+        puts there: the end of that thought, or an empty one. White space before it stays.
         raw: the prompt is no rendering of the chat template
         """
         opened, text = self._opened(prompt_ids), content
@@ -306,6 +312,8 @@ class ChatTemplate:
             text = content if raw else self.frame.lead + content
         elif opened and content.lstrip().startswith(THINK):
             text = content.lstrip().removeprefix(opened).removeprefix(THINK)
+        elif not opened and not raw:
+            text = self.frame.blank_lead + content
         if raw:
             (ids, spans), end = self._after(_BEFORE, text), int(self.tokenizer.eos_token_id)
         else:

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from verl.checkpoint.own_code import own_code
 from verl.data.rows import version_of
 from verl.pretrained import revision_of
 from verl.system.digests import digests, file_digest, folder_digests
+from verl.types import Task
 from verl.utils.reward_score.rlla import switches
 
 _log = logging.getLogger(__name__)
@@ -41,17 +42,18 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.j
 _TEXTS = ("*.md", "LICENSE*")
 
 
-def contents_of(settings: Mapping[str, Any], reads_weights: bool) -> Contents:
+def contents_of(settings: Mapping[str, Any], reads_weights: bool, tasks: Iterable[Task] = ()) -> Contents:
     """{setting: contents} of those that name files, and {variable: "1"} of ToolRL's that are on, if there is a reward.
 
     reads_weights: the folder `model.path` is read again on a resume, as the reference of a KL penalty
+    tasks: of the training data, whose rows may name rewards and environments in code of the user's
     """
     found: Contents = dict(switches()) if "reward.name" in settings else {}
     for key, value in settings.items():
         if key in _MODELS:
             content = value and _of_model(value, reads_weights and key == "model.path")
         elif key == _DATA:
-            content = [_of_data(source) for source in value]
+            content = [*map(_of_data, value), *_of_code_in_rows(tasks)]
         elif key == _COMMAND:
             content = value and [_of_text(word) for word in shlex.split(value)]
         else:
@@ -74,6 +76,12 @@ def _of_data(source: str) -> str:
     """A hub's name stays part of it: its commit alone does not identify the configuration and the split."""
     version = version_of(source)
     return f"sha256 {version['sha256']}" if "sha256" in version else f"{source} at commit {version['revision']}"
+
+
+def _of_code_in_rows(tasks: Iterable[Task]) -> list[str]:
+    """ "NAME is CONTENT" of rewards and environments that are code of the user's."""
+    names = sorted({name for task in tasks for name in (task.reward, task.env) if name})
+    return [f"{name} is {content}" for name in names if (content := _of_text(name)) != name]
 
 
 def _of_value(value: Any, is_path: bool = False) -> Any:

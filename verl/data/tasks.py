@@ -25,6 +25,7 @@ from verl.utils.reward_score.base import named_reward
 
 GROUND_TRUTH = "reward_model.ground_truth"
 DATA_SOURCE = "rlla"  # of ToolRL's rows
+_AGENT_LOOPS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}  # veRL's: the environment
 
 
 def to_tasks(row: Any, id: str, split_turns: str = "all", data_source: str = "") -> list[Task]:
@@ -88,10 +89,25 @@ def _shared(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of all tasks of a row."""
     return {
         "data_source": read_text(row.get("data_source"), "data_source"),
-        "env": read_text(row["env"], "env") if row.get("env") is not None else None,
+        "env": _env(row),
         "reward": _reward(row),
         "extra": dict(read_object(row, "extra_info")) if row.get("extra_info") is not None else {},
     }
+
+
+def _env(row: Mapping[str, Any]) -> str | None:
+    """The row's environment, also by the name of veRL's agent loop, which veRL takes from the row, too."""
+    if row.get("env") is not None:
+        return read_text(row["env"], "env")
+    if row.get("agent_name") is None or row.get("prompt") is None:
+        return None
+    loop = read_text(row["agent_name"], "agent_name")
+    if loop not in _AGENT_LOOPS:
+        known = " or ".join(_AGENT_LOOPS)
+        raise DataError(
+            f"is {loop!r}, an agent loop of veRL", known, "Name an environment in `env`", field="agent_name"
+        )
+    return _AGENT_LOOPS[loop]
 
 
 def unlisted_call(task: Task) -> DataError | None:

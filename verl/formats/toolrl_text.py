@@ -80,6 +80,13 @@ def final_turn(text: str) -> str:
     return text[start + len(header) :].partition(end)[0].strip()
 
 
+def cutting_mark(text: str) -> str | None:
+    """The first mark of a chat template at which `final_turn` cuts the text; None if it keeps all of it."""
+    if final_turn(text) == text.strip():
+        return None
+    return min((mark for marks in _CHAT_MARKERS for mark in marks if mark in text), key=text.find)
+
+
 def matches_shape(response: str, shape: Shape) -> bool:
     """Whether the whole response has exactly the blocks of `shape`, newline for newline, each tag once.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from verl.errors import DataError
 from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
 from verl.json_values import read_json
 from verl.types import Score, Task, Trajectory
@@ -23,6 +24,10 @@ class ApiBankReward:
     """Task.answer: JSON of the gold call, {"name": str, "parameters": object}. The total is `soft`."""
 
     reads_step: ClassVar[bool] = False
+
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for a gold call that cannot be parsed."""
+        _gold(task.answer)
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         gold = _gold(task.answer)
@@ -35,7 +40,13 @@ class ApiBankReward:
 
 @lru_cache(maxsize=1024)
 def _gold(answer: str) -> dict[str, Any]:
-    found: dict[str, Any] = read_json(answer)
+    try:
+        found = read_json(answer)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"name", "parameters"} <= found.keys():
+        expected = 'a JSON object {"name": text, "parameters": object}'
+        raise DataError(f"the gold call is {answer[:80]!r}", expected, field="reward_model.ground_truth")
     return found
 
 

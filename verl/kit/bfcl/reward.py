@@ -45,6 +45,10 @@ class BfclReward:
 
     reads_step: ClassVar[bool] = False
 
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for a key that cannot be parsed."""
+        read_key(task)
+
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Scores the calls of the last turn. Raises DataError, naming the task, if its key cannot be parsed."""
         calls = trajectory.turns[-1].message.tool_calls if trajectory.turns else ()

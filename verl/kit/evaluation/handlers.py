@@ -5,18 +5,13 @@ A model's score depends on the handler, so every score names its handler, and co
 
 from dataclasses import replace
 
+from verl.chat.native import own_format
 from verl.config.schema import EnvConfig
 from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS, build_tool_call_format
 from verl.formats.inline import InlineFormat
 from verl.kit.evaluation.benchmark import EpisodeConfig
 from verl.registry import nearest
-
-_NATIVE = {  # marker of calls in a chat template -> the format that parses them
-    "<tool_call>": "hermes",
-    "<|python_tag|>": "llama3_json",
-    '"parameters": dictionary of argument name and its value': "llama3_json",
-}
 
 
 def tool_call_format_of(handler: str, chat_template: str) -> str:
@@ -25,9 +20,8 @@ def tool_call_format_of(handler: str, chat_template: str) -> str:
         if handler not in TOOL_CALL_FORMATS and ":" not in handler:
             raise ConfigError(f"unknown handler {handler!r}; {nearest(handler, ['native', *TOOL_CALL_FORMATS])}")
         return handler
-    for marker, tool_call_format in _NATIVE.items():
-        if "tools" in chat_template and marker in chat_template:
-            return tool_call_format
+    if (own := own_format(chat_template)) is not None:
+        return own
     hint = "choose eval.handler=toolrl, eval.handler=tool_n1 or another format of docs/tool_call_formats.md"
     raise ConfigError(f"eval.handler=native: the model's chat template has no known tool format; {hint}")
 

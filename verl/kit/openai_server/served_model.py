@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from verl.chat.native import own_format
 from verl.checkpoint.checkpoint import STATE, read_state
 from verl.config.load import named_model
 from verl.data.source import source_rows
@@ -22,12 +23,6 @@ from verl.formats.toolrl_text import TOOLS_HEADING
 from verl.registry import option
 
 _ROWS = 16  # of the training data, to read their prompt
-_NATIVE = {  # marker of calls in a chat template -> the format that parses them
-    "<tool_call>\n<function=": "xml",
-    "<tool_call>": "hermes",
-    "<|python_tag|>": "llama3_json",
-    '"parameters": dictionary of argument name and its value': "llama3_json",
-}
 # The tool list in the system message of a training row, which is text: ToolRL's list, or one JSON schema per line.
 _LISTS = {
     "toolrl": re.compile(r"^1\. Name:.*^Parameters:[^\n]*$", re.MULTILINE | re.DOTALL),
@@ -117,11 +112,11 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
         return TrainedFormat(made, template_options=template_options)
     if rows is not None:
         return TrainedFormat(rows[0], prompt=rows[1], template_options=template_options)
-    name = _REWARDS.get(str(settings.get("reward.name"))) or native_format(chat_template)
+    name = _REWARDS.get(str(settings.get("reward.name"))) or own_format(chat_template)
     if name is None:
         raise ConfigError(
             f"{model.folder}: the record of this model names no tool-call format, and its chat template lists no "
-            "tools; set --tool-call-format (docs/tool_call_formats.md)"
+            "tools, or writes calls that only `native` reads; set --tool-call-format (docs/tool_call_formats.md)"
         )
     return TrainedFormat(name, prompt=prompt, template_options=template_options)
 
@@ -144,12 +139,6 @@ def chosen_format(options: argparse.Namespace, model: TrainedModel, chat_templat
         templates = model.settings.get("model.chat_template_options") or {}
         return TrainedFormat(options.tool_call_format, dict(options.option), own or None, templates)
     return trained_format(model, chat_template, own or None)
-
-
-def native_format(chat_template: str) -> str | None:
-    """The format of a chat template that lists tools; None if it is not known."""
-    found = (each for marker, each in _NATIVE.items() if "tools" in chat_template and marker in chat_template)
-    return next(found, None)
 
 
 def _prompt_of_rows(files: list[str] | tuple[str, ...]) -> tuple[str, PromptTemplate] | None:

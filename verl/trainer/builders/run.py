@@ -148,7 +148,7 @@ def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Ite
     """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = resume_config(config, TRAIN)
-    contents = contents_of(settings, reads_weights=needs_reference(inputs.algorithm))
+    contents = contents_of(settings, needs_reference(inputs.algorithm), chain(*inputs.train))
     saved = find_saved(store, COMMAND, settings, contents, config.trainer.allow_changed)
     stream = resumed_stream(config, inputs.train, saved)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(

@@ -8,9 +8,10 @@ variables and a list for a set, and drops units and bases. What it would confuse
     lists         1,2 may be in any order, but repeats count; \{1,2\} is a set; (1,2) and [1,2) are ordered, and differ.
                   \varnothing and \{\} are \emptyset
     texts         names, and letters with a capital, are the same letters, whatever their case: "BA" is not "AB"
-    units, bases  ignored if only one answer has them; different ones make different answers
-    equations     x=5 and m+n=5 are 5, but x^2=5, which is still to be solved, is not; 2+3=5 is 5, but 3=2 is not 2
-    degrees       \sin 30^\circ is 1/2
+    units, bases  ignored if only one answer has them; different ones make different answers. 3 ft 4 in is a list of two
+    equations     x=5, (x,y)=(5,6) and m+n=5 are their right sides, but x^2=5, which is still to be solved, is not 5;
+                  2+3=5 is 5, but 3=2 is not 2
+    degrees       \sin 30^\circ is 1/2; as a unit, it may be missing in one answer
     code          pi/2, -2*pi, x**2, 1e-05 and 3+4j are read as Python prints them
 
 A few harmless-looking pairs make sympy run forever (e.g. log 2 / (log 2 - log 3) and a wrong integer), and so do deep
@@ -54,6 +55,7 @@ _SPELLINGS = (
     (re.compile(r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}|\u2205"), r"\\emptyset "),
     (re.compile(r"\\backslash(?![A-Za-z])"), r"\\setminus "),
     (re.compile(r"\\mathbb ([A-Z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{([^{}]*)\}"), r" \1"),
     (re.compile(r"\^ ?\{ ?\\circ ?\}|\\degree(?![A-Za-z])|\u00b0"), r"^\\circ "),
 )
 _THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/])")  # 12 345
@@ -64,6 +66,7 @@ _AND = re.compile(r",?\s*(?:\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\A
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{([^{}]*)\}")
 _ELEMENT_OF = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")  # no difference
 _FRACTION = re.compile(r"[+-]?\d+/0*[1-9]\d*")
 _MIXED = re.compile(r"(?<![\w.^/}])(\d+) (\d+)/(\d+)(?![\d/])")
 _REPEATING = re.compile(  # 0.1\overline{6}, 0.\dot{1}4\dot{2}, 0.(3)
@@ -72,10 +75,11 @@ _REPEATING = re.compile(  # 0.1\overline{6}, 0.\dot{1}4\dot{2}, 0.(3)
 )
 _FLOAT = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _LETTERS = re.compile(r"\(?([A-Za-z]+(?: [A-Za-z]+)*)\)?")
-_BASED = re.compile(r"([+-]?)\(?([\w./]*\d[\w./]*?)\)?_\{?(?:base)?([^\W_]+)\}?")
+_BASED = re.compile(r"([+-]?)\(?([A-Za-z\d./]*\d[A-Za-z\d./]*?)\)?_\{?(?:base)?([^\W_]+)\}?")
 _FRACTION_OF_DIGITS = re.compile(r"\\[dt]?frac\{(\w+)\}\{(\w+)\}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_UNIT = re.compile(r"(.*[\d})]) ?(?:(square|sq\.?|cubic|cu\.?) )?([A-Za-z]+) ?(?:\^\{?(\d)\}?)?\.?")
+_UNIT = re.compile(r"(.*(?:[\d})]|\\circ)) ?(?:(square|sq\.?|cubic|cu\.?) )?([A-Za-z]+) ?(?:\^\{?(\d)\}?)?\.?")
+_AFTER_UNIT = re.compile(r"(?<=[A-Za-z.}]) ?(?=\d)")
 _RELATION = re.compile(r"[<>]|\\[lg]eq?(?![A-Za-z])")
 _VARIABLE = re.compile(
     r"(?<![\\A-Za-z])[A-Za-z]|\\(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|"
@@ -92,6 +96,7 @@ _KNOWN = re.compile(  # no name, but for functions of an angle that has one
 _OF_ANGLE = re.compile(  # \sin^2(90^\circ - 30^\circ)
     r"(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)? ?(?:\([^()]*\)|\{[^{}]*\}|[^ ,]*\^\\circ)"
 )
+_CIRCLE = re.compile(r" ?\^\\circ(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d*)?|\\frac\{\d+\}\{\d+\}) ?\^\\circ")
 
 _UNITS = {
@@ -254,6 +259,9 @@ def _read(text: str, splits_thousands: bool = False) -> _Answer:
                 return _Answer("" if is_list else (opening + closing).replace("\\", ""), _expanded(items))
             if _is_balanced(inner) and opening + closing == "()":
                 return _read(inner)
+    measures = _AFTER_UNIT.split(text)
+    if len(measures) > 1 and all(unit and unit[0] in _UNITS.values() for _, unit in map(_measure, measures)):
+        return _Answer("", tuple(measures))  # 3 ft 4 in
     is_number = _NUMBER.fullmatch(text) and (",0" in text or not splits_thousands)
     return _Answer("", _expanded([text] if is_number else _split(text, ",;")))
 
@@ -283,8 +291,8 @@ def _expanded(items: Sequence[str]) -> tuple[str, ...]:
 
 def _same(answer: str, gold: str) -> bool:
     answer, gold = _plain(answer), _plain(gold)
-    if answer == gold:
-        return True
+    if answer == gold or _DATE.fullmatch(gold):
+        return answer == gold
     numbers = _number(answer), _number(gold)
     if numbers[0] and numbers[1]:
         return numbers[0].equals(numbers[1])
@@ -353,7 +361,12 @@ def _same_value(answer: str, gold: str) -> bool:
     if base and gold_base:
         return (answer.lower(), base) == (gold.lower(), gold_base)
     (answer, unit), (gold, wanted) = _measure(answer), _measure(gold)
-    return (unit is None or wanted is None or unit == wanted) and _library_equal(answer, gold)
+    if unit is not None and wanted is not None and unit != wanted:
+        return False
+    if _library_equal(answer, gold):
+        return True
+    bare = [_CIRCLE.sub("", each) for each in (answer, gold)]  # \tan 15 is \tan 15^\circ, and no other number
+    return (bare[0] == answer) != (bare[1] == gold) and _library_equal(*bare)
 
 
 def _letters(text: str) -> str:
@@ -380,7 +393,9 @@ def _measure(text: str) -> tuple[str, tuple[str, str] | None]:
 
     A single letter stays in the text, for it may be a variable.
     """
-    match = _UNIT.fullmatch(_SPACES.sub(" ", _TEXT.sub(r" \1", text)).replace("p.m.", "pm").replace("a.m.", "am"))
+    match = _UNIT.fullmatch(
+        _SPACES.sub(" ", _TEXT.sub(r" \1", text)).strip().replace("p.m.", "pm").replace("a.m.", "am")
+    )
     if match is None or re.search("[A-Za-z]", _COMMAND.sub("", match[1])):
         return text, None
     name = match[3].lower()
@@ -415,6 +430,8 @@ def _same_equation(given: Sequence[str], wanted: Sequence[str]) -> bool | None:
 def _is_name(side: str) -> bool:
     """Whether this side of an equation is only a name for the other."""
     side = _TEXT.sub(r"\1", side).strip()
+    if side[:1] + side[-1:] == "()" and "," in side:  # (x, y)
+        return all(map(_is_name, _split(side[1:-1], ",")))
     return bool(_NAME.fullmatch(side) or _LETTERS.fullmatch(side)) and not _KNOWN.match(side)
 
 

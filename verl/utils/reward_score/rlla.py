@@ -32,6 +32,7 @@ from verl.formats.toolrl_text import (
     TOOL_CALL,
     Gold,
     call_text,
+    cutting_mark,
     final_turn,
     matches_shape,
     parse_calls,
@@ -56,6 +57,7 @@ from verl.utils.reward_score.matching import (
 )
 from verl.utils.reward_score.rlla_mutations import corrupted_responses, lengthen_thought
 
+_STEP = 1  # at which gold responses are tried
 # Exceptions of parsing or matching malformed calls of a response.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
@@ -311,7 +313,8 @@ class RllaReward:
         self.reads_step = self.options.follows_schedule
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for a row with messages whose gold turn is not in ToolRL's format: only the format of a
+        """Raises DataError for gold calls that cannot be parsed, for a gold that quotes the mark of a turn, which cuts
+        every response that reproduces it, and for a gold turn that is not in ToolRL's format: only the format of a
         thought would be scored."""
         is_conversation = task.gold is not None or not task.answer
         if is_conversation and not any(tag in task.answer for tag in (THINK, TOOL_CALL, RESPONSE)):
@@ -321,6 +324,17 @@ class RllaReward:
                 "Set reward.name=calls, which compares calls in any format",
                 file=task.id,
                 field="messages",
+            )
+        try:
+            maximum, gold = self.maximum(task, _STEP), self.gold(task, _STEP)
+        except DataError as error:
+            raise error.at(field="reward_model.ground_truth") from error
+        mark = cutting_mark(gold)
+        if mark and score_response(final_turn(gold), task.answer, _STEP, self.options).score < maximum:
+            raise DataError(
+                f"the gold response contains {mark!r}, a mark of turns: ToolRL's reward reads no further",
+                hint="Correct or drop the row",
+                field="reward_model.ground_truth",
             )
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:

@@ -111,6 +111,10 @@ class ToolN1Reward:
         if self.version not in _TOTALS:
             raise ConfigError(f"reward option version={self.version!r}; {nearest(self.version, list(_TOTALS))}")
 
+    def check_task(self, task: Task) -> None:
+        """Raises DataError for a gold answer that cannot be parsed."""
+        gold_calls(task.answer)
+
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         """Raises DataError, naming the task, if its gold answer cannot be parsed."""
         try:
