@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import ROOT
 from tests.support.every import every
+from tests.support.hub import Hub
 from tests.support.service import free_port
 from tests.support.tiny import run_words, save_tiny_model
-from verl import pretrained
 from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
+from verl.net import hub
 from verl.pretrained import check_hub, check_weights, read_causal_lm, read_model_config, read_tokenizer
 from verl.rollout.hf_engine import load_hf_engine
 from verl.trainer.builders.run import load_chat_template
@@ -229,55 +228,33 @@ def test_a_training_ends_with_one_line(
     assert f"NaN or infinite: {NAME}" in said and "Traceback" not in said
 
 
-class _Hub:
-    """A server at a free port that counts connections. answer: what it sends; nothing: it is silent"""
-
-    def __init__(self, answer: bytes = b"") -> None:
-        self.socket, self.answer, self.connections = socket.create_server(("127.0.0.1", 0)), answer, 0
-        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        silent = []
-        with suppress(OSError):
-            while True:
-                connection, _ = self.socket.accept()
-                self.connections += 1
-                if self.answer:
-                    connection.recv(65536)
-                    connection.sendall(self.answer)
-                    connection.close()
-                else:
-                    silent.append(connection)
-
-
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = _Hub()
+    server = Hub()
     refusing = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address if silent else refusing)
-    monkeypatch.setattr(pretrained, "_HUB_S", 0.4)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address if silent else refusing)
+    monkeypatch.setattr(hub, "_HUB_S", 0.4)
     for read in (read_model_config, read_tokenizer):
-        with pytest.raises(ConfigError, match=r"critic.path: 'me/model' is no folder, and the hub does not answer"):
+        with pytest.raises(ConfigError, match=r"critic.path: 'me/model' is no file or folder, and the hub, http://127"):
             read("me/model", "critic.path")
-    assert hub.connections in ((2, 3, 4) if silent else (0,))  # a client may connect twice; the libraries would more
-    hub.socket.close()
+    assert server.connections in ((2, 3, 4) if silent else (0,))  # a client may connect twice; the libraries would more
+    server.socket.close()
 
 
 def test_what_a_hub_answers_is_not_a_missing_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = _Hub(
+    server = Hub(
         b"HTTP/1.1 404 Not Found\r\nX-Error-Code: RepoNotFound\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     )
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
     check_hub("me/model", "model.path")
-    assert hub.connections == 1
-    hub.socket.close()
+    assert server.connections == 1
+    server.socket.close()
 
 
 def test_a_folder_and_an_impossible_name_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = _Hub()
-    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    server = Hub()
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
     for name in (str(tmp_path), "/no/such/folder", "a b"):
         check_hub(name, "model.path")
-    assert hub.connections == 0
-    hub.socket.close()
+    assert server.connections == 0
+    server.socket.close()

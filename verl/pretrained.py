@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import safe_open
@@ -28,31 +28,29 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from verl.errors import ConfigError
+from verl.net.hub import HubDownError, ask_hub
+from verl.text import in_short
 
 hub_logging.disable_propagation()  # it has a handler of its own: the program's would print every line again
-_HUB_S = 10.0
 _SHOWN = 3  # names listed in an error
 _LACKS = "lacks weights"
 _NOT_FINITE = "has weights that are NaN or infinite"
 
 
 def check_hub(name: str, key: str) -> None:
-    """Raises ConfigError if a name is to be looked up on the hub, and the hub does not answer: one request, no retries.
+    """Raises ConfigError if a name is to be looked up on the hub, and the hub does not answer.
 
-    The libraries would repeat each of their own look-ups for a minute. A folder and a model that was loaded before need
-    no hub, and what the hub answers is the libraries' to report.
+    A folder and a model that was loaded before need no hub, and what the hub answers is the libraries' to report.
     """
     if Path(name).exists():
         return
     try:
-        if revision_of(name) is not None:
-            return
-        HfApi().model_info(name, timeout=_HUB_S / 2)  # of the connection, and of the answer
+        if revision_of(name) is None:
+            ask_hub("model", name)
+    except HubDownError as error:
+        raise ConfigError(f"{key}: {name!r} {error}") from error
     except (HfHubHTTPError, HFValidationError):
         return
-    except Exception as error:  # of its HTTP client
-        problem = f"{key}: {name!r} is no folder, and the hub does not answer ({in_short(error)})"
-        raise ConfigError(f"{problem}; check the network, or give the folder of a model") from error
 
 
 def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
@@ -180,8 +178,3 @@ def _readable(path: str, key: str) -> Iterator[None]:
     except Exception as error:  # safetensors, pickle, json, huggingface_hub and torch have their own exceptions
         source = f"the {'folder' if Path(path).exists() else 'name'} {path!r} ({in_short(error)})"
         raise ConfigError(f"{key}: no causal language model can be loaded from {source}") from error
-
-
-def in_short(error: Exception) -> str:
-    """The type and first line of an error, without lists of all models and advice on upgrades."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

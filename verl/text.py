@@ -50,3 +50,8 @@ def shared_start(one: str, other: str) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 line`, `2 lines`"""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def in_short(error: Exception) -> str:
+    """The type and first line of an error, without lists of all models and advice on upgrades."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -558,3 +558,94 @@ def test_every_recipe_says_what_it_relies_on() -> None:
         written = set(flattened(OmegaConf.to_container(OmegaConf.load(path))))
         assert wanted <= written, path.name
         assert written & {"trainer.total_epochs", "trainer.total_training_steps"}, path.name
+
+
+def verls_overlong_reward(num_tokens: int, limit: int, length: int, factor: float) -> float:
+    """veRL 0.9.1, experimental/reward_loop/reward_manager/dapo.py, line by line."""
+    expected_len = limit - length
+    exceed_len = num_tokens - expected_len
+    return min(-exceed_len / length * factor, 0)
+
+
+OVERLONG_WORDS = {
+    "0.9": [
+        "reward.reward_manager.name=dapo",
+        *("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", "+reward.reward_kwargs.overlong_buffer_cfg.len=40"),
+        *("+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5", "+reward.reward_kwargs.max_resp_len=100"),
+        "+reward.reward_kwargs.overlong_buffer_cfg.log=False",
+    ],
+    "0.7": [
+        "reward_model.reward_manager=dapo",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.len=40",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+    ],
+    "recipe/dapo": [
+        *("reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True"),
+        *("reward_model.overlong_buffer.len=40", "reward_model.overlong_buffer.penalty_factor=0.5"),
+    ],
+}
+
+
+@pytest.mark.parametrize("version", OVERLONG_WORDS)
+def test_verls_overlong_buffer_is_ours_number_by_number(version: str) -> None:
+    """By hand: 60 tokens are free, 80 are half of the buffer (-0.25), 100 all of it (-0.5)."""
+    penalty = built(load_config([*OVERLONG_WORDS[version], "data.max_response_length=100"])).overlong
+    assert penalty is not None
+    by_hand = {1: 0.0, 60: 0.0, 61: -0.0125, 80: -0.25, 99: -0.4875, 100: -0.5}
+    assert {tokens: penalty.penalty(tokens) for tokens in by_hand} == pytest.approx(by_hand)
+    for tokens in range(1, 101):
+        assert penalty.penalty(tokens) == pytest.approx(verls_overlong_reward(tokens, 100, 40, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["len=0"], "overlong_buffer_cfg.len must be a whole number from 1, got 0"),
+        (["len=40", "penalty_factor=high"], "penalty_factor must be a number, got 'high'"),
+        (["len=200"], "algorithm.overlong_buffer=200 exceeds data.max_response_length=100"),
+        ([], "needs reward_model.reward_kwargs.overlong_buffer_cfg.len, in tokens"),
+        (["len=40", "lenght=3"], "unknown key 'reward.reward_kwargs.overlong_buffer_cfg.lenght'; did you mean"),
+    ],
+)
+def test_an_overlong_buffer_that_cannot_be_used_says_why(words: list[str], said: str) -> None:
+    group = "reward.reward_kwargs.overlong_buffer_cfg"
+    manager = ["reward.reward_manager.name=dapo", f"{group}.enable=true", "data.max_response_length=100"]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        built(load_config([*manager, *(f"{group}.{each}" for each in words)]))
+
+
+def test_verls_limit_of_the_overlong_buffer_is_that_of_a_response() -> None:
+    with pytest.raises(ConfigError, match=r"max_resp_len=99 must equal data.max_response_length"):
+        load_config([*OVERLONG_WORDS["0.7"], "reward_model.reward_kwargs.max_resp_len=99"])
+
+
+def test_an_overlong_buffer_that_verl_does_not_apply_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    naive = [each.replace("dapo", "naive") for each in OVERLONG_WORDS["0.9"]]
+    assert built(load_config(naive)).overlong is None
+    assert "only veRL's reward manager dapo has an overlong penalty" in caplog.text
+    off = [each.replace("enable=True", "enable=False") for each in OVERLONG_WORDS["0.7"]]
+    assert built(load_config([*off, "algorithm.name=dapo"])).overlong is None  # our preset has one
+    assert "the overlong penalty is not enabled" in caplog.text
+
+
+def test_a_mini_batch_above_the_batch_is_the_batch_where_early_versions_take_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """veRL's check is skipped with use_dynamic_bsz=True, as in ToRL's published command."""
+    words = [f"{ACTOR}ppo_mini_batch_size=64", "data.train_batch_size=32"]
+    assert load_config([*words, f"{ACTOR}use_dynamic_bsz=True"]).updates_per_step == 1
+    assert "it is above data.train_batch_size" in caplog.text
+    with pytest.raises(ConfigError, match=r"above data.train_batch_size"):
+        load_config([*words, f"{ACTOR}use_dynamic_bsz=False"])
+
+
+@pytest.mark.parametrize("mini", ["actor_rollout_ref.actor.ppo_mini_batch_size", "actor.ppo_mini_batch_size"])
+def test_a_mini_batch_above_the_batch_is_refused_in_both_spellings(mini: str) -> None:
+    """As by ActorConfig.validate of veRL 0.9.1."""
+    with pytest.raises(ConfigError, match=f"{mini}=64.* above data.train_batch_size"):
+        load_config([f"{mini}=64", "data.train_batch_size=32"])
+    with pytest.raises(ConfigError, match=r"above data.train_batch_size"):
+        load_config(["recipe=mini_grpo", f"{mini}=17"])  # whose batch is 16
+    assert load_config([f"{mini}=32", "data.train_batch_size=32"]).actor.ppo_mini_batch_size == 32
+    assert load_config(["data.train_batch_size=32"]).updates_per_step == 1  # the default is the batch

@@ -129,15 +129,16 @@ class Hub:
         self.asked.append((path, name, split, revision, streaming))
         return [row()]
 
-    def HfApi(self) -> SimpleNamespace:  # noqa: N802  the hub's name
-        return SimpleNamespace(dataset_info=lambda name, revision: SimpleNamespace(sha=self.commits[revision]))
+    def ask_hub(self, kind: str, name: str, revision: str | None) -> SimpleNamespace:
+        assert kind == "dataset"
+        return SimpleNamespace(sha=self.commits[revision])
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub()
     monkeypatch.setitem(sys.modules, "datasets", made)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", made)
+    monkeypatch.setattr(rows, "ask_hub", made.ask_hub)
     rows._commit.cache_clear()
     return made
 

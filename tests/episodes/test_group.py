@@ -14,8 +14,10 @@ from tests.episodes.test_episode import AskFormat, Echoes, Length
 from tests.support.tiny import MINI
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
+from verl.episodes import group
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
+from verl.errors import EngineLostError
 from verl.rollout.engine import Sampling, each_of
 from verl.rollout.joined import JoinedRequests
 from verl.scoring.pool import DirectScorer
@@ -116,3 +118,42 @@ def test_only_equal_requests_are_joined() -> None:
         ((2,), 1, 9),
         ((1,), 1, 8),
     ]
+
+
+class Slow(Seeded):
+    """Writes a token per look, and never ends; the second look fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def tokens_written(self) -> int:
+        self.looks += 1
+        if self.looks == 2:
+            raise EngineLostError("lost")
+        return 10 * self.looks
+
+
+def test_the_engine_is_followed_while_a_rollout_waits(chat: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_FOLLOW_S", 0.01)
+    engine, seen = Slow(), list[str]()
+    any_engine: Any = engine
+    rollout = GroupRollout(any_engine, DirectScorer(Length()), Sampling(5), single_turn_runner(chat, 8))
+    rollout.progress.on_change = lambda: seen.append(str(rollout.progress).rpartition(",")[0])
+
+    async def follow() -> None:
+        following = asyncio.create_task(rollout.follow())
+        await asyncio.sleep(0.1)
+        assert engine.looks == 0  # nothing is asked for
+        running = asyncio.create_task(rollout.run(TASK, 4, 0))
+        while engine.looks < 4:
+            await asyncio.sleep(0.01)
+        for task in (running, following):
+            task.cancel()
+
+    asyncio.run(follow())
+    assert seen[:2] == ["0 of 4 responses, 10 tokens", "0 of 4 responses, 30 tokens"]

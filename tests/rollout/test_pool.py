@@ -241,3 +241,28 @@ def test_a_broken_off_response_of_the_transformers_engine_has_the_log_probs_of_a
     both = joined([first, rest])
     assert tuple(both.token_ids) == tuple(whole.token_ids) and tuple(both.logprobs) == tuple(whole.logprobs)
     assert both.versions == (0,) * length + (3,) * (40 - length)
+
+
+def test_tokens_are_counted_while_they_are_written() -> None:
+    """Of seeded requests, one after the other: the sum never falls, and ends exact."""
+    model: Any = tiny_model("qwen2", tied=True, dtype=torch.float32)
+    model.set_attn_implementation("sdpa")
+    engine = HFEngine(model)
+    pool = EnginePool(LocalGroup(engine), [[0]])
+    looks: list[int] = []
+
+    async def look(until: asyncio.Future[Any]) -> None:
+        while not until.done():
+            looks.append(await pool.tokens_written())
+            await asyncio.sleep(0)
+
+    async def both() -> int:
+        requests = [pool.generate((3, 4, 5), Sampling(max_tokens=tokens, seed=5)) for tokens in (4, 40, 8)]
+        working = asyncio.gather(*requests)
+        await look(working)
+        assert await pool.tokens_written() == 52
+        return sum(len(each.token_ids) for completions in working.result() for each in completions)
+
+    assert asyncio.run(both()) == 52
+    assert looks == sorted(looks) and looks[0] == 0
+    assert len({*looks}) > 9

@@ -650,3 +650,22 @@ def test_an_engine_ends_with_an_owner_whose_death_nobody_asks_after() -> None:
         owner.wait()
         core.kill()
         core.wait()
+
+
+def test_tokens_are_counted_while_vllm_writes_them(runner: Runner) -> None:
+    """Three responses of one request and two of their own: vLLM keeps the ended ones of the former until all are."""
+    engine, looks = runner.engine, list[int]()
+
+    async def look(working: asyncio.Future[Any]) -> None:
+        while not working.done():
+            looks.append(await engine.tokens_written())
+            await asyncio.sleep(0.02)
+
+    async def written() -> None:
+        joined = engine.generate(PROMPTS[0], Sampling(max_tokens=300, n=3, stop_token_ids=tuple(range(0, 200, 40))))
+        alone = (engine.generate(prompt, Sampling(max_tokens=300)) for prompt in PROMPTS[1:3])
+        await look(asyncio.gather(joined, *alone))
+
+    runner(written())
+    assert len({*looks}) > 9 and 0 < max(looks) <= 1500
+    assert runner(engine.tokens_written()) == 0

@@ -380,8 +380,31 @@ def test_a_long_rollout_is_a_line_every_half_minute(monkeypatch: pytest.MonkeyPa
         clock.now += 20.0
         progress.finish(tokens)
     first, second = undated(console)
-    assert first == "step 1/9, rollout (40 s): 2 of 8 responses, 10 tokens/s"
-    assert second == "step 1/9, rollout (80 s): 4 of 8 responses, 10 tokens/s"
+    assert first == "step 1/9, rollout (40 s): 2 of 8 responses, 400 tokens, 10 tokens/s"
+    assert second == "step 1/9, rollout (80 s): 4 of 8 responses, 800 tokens, 10 tokens/s"
+
+
+def test_a_rollout_of_which_no_response_is_done_shows_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is looked at every 10 s. It had written 500 tokens before the rollout, of which 5 of a whole response;
+    it writes 20 tokens/s, and one response of 700 tokens ends."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    console, progress = Console(file=io.StringIO(), width=20), Progress(clock=lambda: clock.now)
+    display = Display(9, console)
+    display.watch(progress)
+    display.started()
+    progress.ask(8)
+    progress.finish(5)
+    progress.write(500)
+    display.phase("rollout")
+    for written in (700, 900, 1100, 1300, 1290, 1700):  # one was counted twice at 40 s
+        clock.now += 10.0
+        progress.write(written)
+    progress.finish(700)
+    first, second = undated(console)
+    assert first == "step 1/9, rollout (30 s): 0 of 7 responses, 600 tokens, 20 tokens/s"
+    assert second == "step 1/9, rollout (60 s): 0 of 7 responses, 1200 tokens, 20 tokens/s"
+    assert str(progress) == "1 of 7 responses, 1200 tokens, 20 tokens/s"
 
 
 def test_a_terminal_shows_the_start_and_the_responses() -> None:
@@ -398,7 +421,7 @@ def test_a_terminal_shows_the_start_and_the_responses() -> None:
         if name == "ranks":
             display.started()
     display.close()
-    assert "now Ray (0 s): 0 of 4 responses, 0 tokens/s" in shown[0]
+    assert "now Ray (0 s): 0 of 4 responses, 0 tokens, 0 tokens/s" in shown[0]
     assert re.search(r"start Ray \d\.\d s now ranks \(0 s\)", shown[1])
     assert "now rollout (0 s): 0 of 12 responses" in shown[2] and "start" not in shown[2]
 

@@ -1,6 +1,5 @@
 """List the components of every algorithm: toolrl algorithms"""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -8,12 +7,17 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.algorithms.table import COLUMNS, presets, row
+from verl.system.arguments import Arguments
 
 _FILE_WIDTH = 160  # characters, where the output is not a terminal
 
 
+def arguments() -> Arguments:
+    return Arguments("toolrl algorithms", __doc__)
+
+
 def main(argv: Sequence[str]) -> int:
-    argparse.ArgumentParser(prog="toolrl algorithms", description=__doc__).parse_args(argv)
+    arguments().read(argv)
     table = Table(title="algorithm.name (docs/algorithms.md)", show_lines=True)
     for name in COLUMNS:
         table.add_column(name, overflow="fold", no_wrap=name in ("name", "paper"))

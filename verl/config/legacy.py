@@ -14,6 +14,8 @@ from verl.config.schema import VERL_NAMES
 from verl.config.verl_keys import (
     ALIASES,
     INTERPRETED,
+    OVERLONG,
+    PACKS,
     REWARD_OPTIONS,
     SAME_AS,
     obsolete_reason,
@@ -368,6 +370,18 @@ def _read_schedules(result: Translation) -> None:
         result.put("actor.optim.min_lr_ratio", 0.0 if value is None else value, written)
 
 
+def _read_mini_batch(result: Translation) -> None:
+    """veRL refuses a mini-batch above the batch, unless use_dynamic_bsz is true: then early versions take the batch."""
+    key, dynamic = "actor.ppo_mini_batch_size", "actor.use_dynamic_bsz"
+    takes_batch = result.theirs.get(dynamic, ("", None))[1] is True
+    result.ignore(dynamic, PACKS.replace("`", ""))
+    written, mini, batch = result.spelled.get(key, key), result.now(key), result.now("data.train_batch_size")
+    if written == key or takes_batch or not (isinstance(mini, int) and isinstance(batch, int)):
+        return
+    if mini > batch:
+        raise ConfigError(f"{written}={mini} is above data.train_batch_size={batch}, as veRL says, too; lower it")
+
+
 def _updates_per_step(result: Translation) -> int:
     """Optimizer steps per training step; 1 for invalid sizes, which are reported later."""
     names = ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_epochs")
@@ -432,6 +446,32 @@ def _read_reward(result: Translation) -> None:
         if points is not None:
             result.settings["reward.options.with_form"] = True
             result.put(f"reward.options.{option}", points, f"reward_model.{name}")
+
+
+def _read_overlong(result: Translation) -> None:
+    """DAPO's penalty, which veRL's manager `dapo` adds to the reward, as part of the algorithm.
+
+    The formula is the same: veRL's has no lower bound, but a response is never longer than the limit.
+    """
+    length, factor, longest = f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor", "reward_model.reward_kwargs.max_resp_len"
+    if result.theirs.get("reward_model.reward_manager", ("", None))[1] != "dapo":
+        for name in (f"{OVERLONG}.enable", f"{OVERLONG}.log", length, factor, longest):
+            result.ignore(name, "only veRL's reward manager dapo has an overlong penalty")
+        return
+    result.ignore(f"{OVERLONG}.log", "the penalty is always logged, as reward/overlong_penalty")
+    enabled = result.flag(f"{OVERLONG}.enable")
+    if enabled:
+        tokens = result.count(longest)
+        if tokens not in (None, result.now("data.max_response_length")):
+            raise ConfigError(f"{longest}={tokens} must equal data.max_response_length, the limit of a response")
+        if length not in result.theirs:
+            raise ConfigError(f"{OVERLONG}.enable=true needs {length}, in tokens")
+        result.move(result.count(length), "algorithm.overlong_buffer", length)
+        result.move(result.number(factor), "algorithm.overlong_factor", factor)
+    elif enabled is False:
+        result.put("algorithm.overlong_buffer", 0, f"{OVERLONG}.enable")
+    for name in (length, factor, longest):
+        result.ignore(name, "the overlong penalty is not enabled")
 
 
 def _read_dataset(result: Translation) -> None:
@@ -583,8 +623,10 @@ _READERS = (
     _read_discount,
     _read_kl,
     _read_kl_control,
+    _read_mini_batch,
     _read_schedules,
     _read_sampling,
+    _read_overlong,
     _read_reward,
     _read_dataset,
     _read_filters,

@@ -34,6 +34,7 @@ from verl.system.packages import script
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
+SHORTHANDS = ("data", "model", "agent", "recipe", "reward")  # keys without a group
 _MODELS = ("model.path", "critic.path", "eval.compare")
 _SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"  # where scripts/prepare_smollm2.py writes it
 _CODE = re.compile(r"([A-Za-z_][\w.]*|.+\.(py|pkl)):[A-Za-z_]\w*")

@@ -19,9 +19,12 @@ MOVED: Mapping[str, str] = {
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_model.": "reward_model.",
     "reward.sandbox_fusion.": "sandbox_fusion.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward_model.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
     "critic.fsdp.": "critic.model.fsdp_config.",
 }
 REWARD_OPTIONS = "custom_reward_function.reward_kwargs"
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 # veRL's key -> our key with the same values.
 ALIASES: Mapping[str, str] = {
@@ -109,6 +112,8 @@ INTERPRETED: Mapping[str, str] = {
     "algorithm.rollout_correction.rollout_rs_threshold": "the upper bound in `algorithm.correction.rejection_bounds`",
     "algorithm.rollout_correction.rollout_rs_threshold_lower": "the lower bound in "
     "`algorithm.correction.rejection_bounds`; default: 1 / the upper one",
+    "actor.use_dynamic_bsz": "whether a mini-batch above the batch is the batch (true) or refused (false); no more, as "
+    "packs hold a number of tokens",
     "algorithm.filter_groups.enable": "`algorithm.filters=[zero_variance]` where true",
     "algorithm.filter_groups.max_num_gen_batches": "`algorithm.max_resample_rounds`, if groups are filtered; "
     "the default is 10 (veRL: no limit)",
@@ -116,6 +121,11 @@ INTERPRETED: Mapping[str, str] = {
     "custom_reward_function.name": "`reward.name=path:name`",
     REWARD_OPTIONS: "`reward.options`: further arguments of the function",
     "reward_model.reward_manager": "SkyRL's `swebench` is `reward.name=env` with `env.name=swe`",
+    f"{OVERLONG}.enable": "the overlong penalty of veRL's manager `dapo`; where false, `algorithm.overlong_buffer=0`",
+    f"{OVERLONG}.len": "`algorithm.overlong_buffer`, if the penalty is enabled",
+    f"{OVERLONG}.penalty_factor": "`algorithm.overlong_factor`, if the penalty is enabled",
+    f"{OVERLONG}.log": "the metric `reward/overlong_penalty` is always logged",
+    "reward_model.reward_kwargs.max_resp_len": "`data.max_response_length`, to which it must be equal",
     "reward_model.structure_format_score": "`reward.options.good_form` of Search-R1's reward with format",
     "reward_model.final_format_score": "`reward.options.any_answer` of Search-R1's reward with format",
     "do_search": "whether `retriever.url` selects Search-R1's environment",
@@ -271,7 +281,7 @@ REFUSED: Mapping[str, Only] = {
 }
 
 _NO_PADDING = "packs have no padding"
-_PACKS = "forward passes are packs of at most `actor.max_tokens_per_pack` tokens"
+PACKS = "forward passes are packs of at most `actor.max_tokens_per_pack` tokens"
 _WHOLE = "a sample is not split over ranks"
 _SHARDED = "FSDP2 shards all state over the ranks; use `actor.offload`, `critic.offload` and `ref.offload_params`"
 _VLLM = "the engine's start settings follow from training with weight sync"
@@ -296,18 +306,17 @@ OBSOLETE: Mapping[str, str] = {
     "actor_rollout_ref.exchange_size": "the weight sync sends buckets of 256 MiB",
     "model.use_remove_padding": _NO_PADDING,
     "actor.strategy": "training uses FSDP2",
-    "actor.use_dynamic_bsz": _PACKS,
-    "actor.ppo_micro_batch_size": _PACKS,
-    "actor.ppo_micro_batch_size_per_gpu": _PACKS,
+    "actor.ppo_micro_batch_size": PACKS,
+    "actor.ppo_micro_batch_size_per_gpu": PACKS,
     "actor.ulysses_sequence_parallel_size": _WHOLE,
     "actor.shuffle": _ORDER,
     "actor.optim.total_training_steps": "schedules span the run",
     "rollout.mode": "every engine is asynchronous",
     "rollout.calculate_log_probs": "engines always return the log-probs of sampled tokens",
-    "rollout.log_prob_micro_batch_size": _PACKS,
-    "rollout.log_prob_micro_batch_size_per_gpu": _PACKS,
-    "rollout.log_prob_use_dynamic_bsz": _PACKS,
-    "rollout.log_prob_max_token_len_per_gpu": _PACKS,
+    "rollout.log_prob_micro_batch_size": PACKS,
+    "rollout.log_prob_micro_batch_size_per_gpu": PACKS,
+    "rollout.log_prob_use_dynamic_bsz": PACKS,
+    "rollout.log_prob_max_token_len_per_gpu": PACKS,
     "rollout.free_cache_engine": _VLLM,
     "rollout.load_format": _VLLM,
     "rollout.enable_memory_saver": _VLLM,
@@ -323,13 +332,13 @@ OBSOLETE: Mapping[str, str] = {
     "critic.model.enable_gradient_checkpointing": "`model.enable_gradient_checkpointing` also applies to the critic",
     "critic.model.tokenizer_path": "the critic uses the policy's tokenizer",
     "critic.model.external_lib": "the critic is loaded like the policy",
-    "critic.use_dynamic_bsz": _PACKS,
-    "critic.ppo_micro_batch_size": _PACKS,
-    "critic.ppo_micro_batch_size_per_gpu": _PACKS,
-    "critic.ppo_max_token_len_per_gpu": _PACKS,
-    "critic.forward_micro_batch_size": _PACKS,
-    "critic.forward_micro_batch_size_per_gpu": _PACKS,
-    "critic.forward_max_token_len_per_gpu": _PACKS,
+    "critic.use_dynamic_bsz": PACKS,
+    "critic.ppo_micro_batch_size": PACKS,
+    "critic.ppo_micro_batch_size_per_gpu": PACKS,
+    "critic.ppo_max_token_len_per_gpu": PACKS,
+    "critic.forward_micro_batch_size": PACKS,
+    "critic.forward_micro_batch_size_per_gpu": PACKS,
+    "critic.forward_max_token_len_per_gpu": PACKS,
     "critic.ulysses_sequence_parallel_size": _WHOLE,
     "critic.shuffle": _ORDER,
     "critic.optim.total_training_steps": "schedules span the run",

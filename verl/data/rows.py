@@ -23,6 +23,7 @@ from typing import Any
 from verl.data.task_folders import find_task_folders, read_task_folders
 from verl.errors import DataError
 from verl.json_values import JsonError, as_json_value, check_values, read_json, strict_decoder
+from verl.net.hub import HubDownError, ask_hub
 from verl.system.digests import file_digest, folder_digests
 
 _BATCH_ROWS = 512
@@ -325,10 +326,11 @@ def _hub_name(source: str) -> Mapping[str, str | None]:
 def _commit(source: str) -> str:
     """The commit of a data set on the hub, so that all reads of a run see the same rows. Raises DataError."""
     hub = _hub_name(source)
+    _import("huggingface_hub", source)
     try:
-        found = _import("huggingface_hub", source).HfApi().dataset_info(hub["name"], revision=hub["revision"])
-    except DataError:
-        raise
+        found = ask_hub("dataset", str(hub["name"]), hub["revision"])
+    except HubDownError as error:
+        raise DataError(str(error), file=source) from error
     except Exception as error:  # as in _read_dataset
         hint = "Check the name, the revision and the network"
         raise DataError(f"cannot be loaded ({_one_line(error)})", hint=hint, file=source) from error

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from verl.episodes.episode import EpisodeRunner
-from verl.errors import LostRequestError
+from verl.errors import LostRequestError, VerlError
 from verl.rollout.engine import RolloutEngine, Sampling
 from verl.rollout.joined import JoinedRequests
 from verl.scoring.pool import Fault, Scorer
 from verl.tracking.progress import Progress
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
+
+_FOLLOW_S = 3.0  # between two looks at the engines' tokens
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class GroupRollout:
         firsts = [None if seed is None else (seed << 40) + number * n for number in range(len(tasks))]
         runs = [self.run(task, n, step, first) for task, first in zip(tasks, firsts, strict=True)]
         return await asyncio.gather(*runs)
+
+    async def follow(self) -> None:
+        """Until canceled, tell the progress how many tokens the engine has written: a response may take minutes."""
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            if self.progress.asked > self.progress.done:
+                with suppress(VerlError):  # raised where a response is waited for
+                    self.progress.write(await self.engine.tokens_written())
 
     async def close(self) -> None:
         """Close the episodes' shared resources; the engine and the scorer belong to the caller."""

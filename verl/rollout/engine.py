@@ -81,6 +81,9 @@ class RolloutEngine(Generator, WeightTarget, Protocol):
         """Restart engines whose process was lost, and return those; they need weights. None if none was lost. Raises
         EngineError if an engine keeps being lost."""
 
+    async def tokens_written(self) -> int:
+        """Tokens of all responses since the start, those in progress included; a lost engine's are missing."""
+
     async def metrics(self) -> dict[str, float]:
         """Counts since the last call: lost engines, tokens of drafts."""
 
@@ -103,6 +106,9 @@ class SingleEngine(RolloutEngine, Protocol):
 
     async def replace_lost(self) -> WeightTarget | None:
         return None
+
+    async def tokens_written(self) -> int:
+        return 0
 
     async def metrics(self) -> dict[str, float]:
         return {}

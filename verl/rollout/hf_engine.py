@@ -51,6 +51,11 @@ class HFEngine(SingleEngine):
         self._receiver = Receiver(model.device)
         self._in_use = asyncio.Lock()  # held on the weights by a running batch or a weight sync
         self._interrupted = False
+        self._written: Sequence[Sequence[int]] = ()  # tokens of the running batch
+
+    async def tokens_written(self) -> int:
+        """Those in progress."""
+        return sum(map(len, self._written))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         """Returns `sampling.n` completions; requests that wait at the same time share the batch."""
@@ -145,7 +150,7 @@ class HFEngine(SingleEngine):
             torch.default_generator if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
             for sampling in samplings
         ]
-        tokens: list[list[int]] = [[] for _ in prompts]
+        self._written = tokens = [list[int]() for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         reasons: list[FinishReason | None] = [None] * len(prompts)
         cache, step_BL = DynamicCache(), ids_BL
@@ -173,6 +178,7 @@ class HFEngine(SingleEngine):
             step_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
             await asyncio.sleep(0)  # gives `interrupt` a chance to run
+        self._written = ()
         return [
             Completion(array("i", ids), array("f", values), reason or FinishReason.ABORT, self._version)
             for ids, values, reason in zip(tokens, logprobs, reasons, strict=True)

@@ -100,6 +100,7 @@ class EnginePool(EngineSubset):
         self._decode = decode
         self._remake = remake
         self._in_flight = [0] * workers.size
+        self._num_written = 0  # tokens of responses, or pieces of them, that engines have returned
         self._open = asyncio.Event()  # cleared during a weight sync
         self._open.set()
         self._paused = False  # requests stay blocked after the weight sync
@@ -151,7 +152,9 @@ class EnginePool(EngineSubset):
             rank = await self._choose()
             self._in_flight[rank] += sampling.n
             try:
-                return tuple(await self._submit(rank, Method("generate"), prompt_ids, sampling))
+                completions = tuple(await self._submit(rank, Method("generate"), prompt_ids, sampling))
+                self._num_written += sum(len(each.token_ids) for each in completions)
+                return completions
             except _ReplacedError as error:
                 cause = error.__cause__
                 self.num_retried += 1
@@ -225,6 +228,10 @@ class EnginePool(EngineSubset):
                 self._lost[rank] = error
             else:
                 del self._lost[rank]
+
+    async def tokens_written(self) -> int:
+        in_progress = await self._on(self.ranks, Method("tokens_written"))
+        return self._num_written + sum(in_progress)
 
     async def metrics(self) -> dict[str, float]:
         remade, retried, self.num_remade, self.num_retried = self.num_remade, self.num_retried, 0, 0

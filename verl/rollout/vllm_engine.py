@@ -207,6 +207,13 @@ class VLLMEngine(SingleEngine):
             await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
             self._version, self._asleep = None, True
 
+    async def tokens_written(self) -> int:
+        """Those in progress: vLLM collects them here, token by token, until a request is whole."""
+        of_llm = self._llm.output_processor
+        running = (each.detokenizer for each in of_llm.request_states.values() if each.detokenizer is not None)
+        whole = (each for request in of_llm.parent_requests.values() for each in request.output_aggregator)
+        return sum(each.num_output_tokens() for each in running) + sum(len(each.token_ids) for each in whole if each)
+
     async def metrics(self) -> dict[str, float]:
         return self._drafts.take() if self._settings.speculation else {}
 

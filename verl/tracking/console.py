@@ -80,7 +80,7 @@ class Display(Tracker):
 
     def watch(self, progress: Progress) -> None:
         """Show the progress of rollouts."""
-        self._progress, progress.on_done = progress, self._report
+        self._progress, progress.on_change = progress, self._report
 
     def _report(self) -> None:
         """A line on the running rollout, if the last one is a while ago."""

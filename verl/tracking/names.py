@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from verl.system.arguments import Arguments
+
 STDERR = "_stderr"  # ends the names of standard errors
 
 
@@ -124,5 +126,10 @@ def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.removeprefix("reward/"): value for name, value in parts.items() if name not in _FIXED}
 
 
+def arguments() -> Arguments:
+    return Arguments("toolrl metrics", "List all metrics: toolrl metrics")
+
+
 if __name__ == "__main__":
+    arguments().read(None)
     sys.stdout.writelines(f"{metric.name:34} {metric.unit:8} {metric.meaning}\n" for metric in METRICS)

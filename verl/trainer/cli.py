@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from rich.markup import escape
 from verl.checkpoint.crash import crash_reported, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
-from verl.config.load import load_config
+from verl.config.load import SHORTHANDS, load_config
 from verl.config.schema import Config, ModelConfig, RewardConfig
 from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
 from verl.registry import resolve
+from verl.system.arguments import read_words, unknown_option
 from verl.system.exits import exit_code_of
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
@@ -39,6 +41,7 @@ _RESUME_NOTE = (
     "run the same command to resume: a training from its last checkpoint (without one it starts anew), an evaluation "
     "from its answers"
 )
+_OPTIONS = ("--help", "--config=", "--cfg=")  # of every command
 _CONFIG = "--config="
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
@@ -62,7 +65,7 @@ def run_cli(
     """Parse `argv` and call `run`; errors are printed in a line or two instead of a traceback. Returns the exit code.
 
     With --help and --cfg, `run` is not called: they print the keys and the configuration that the command uses.
-    known: options of this command besides --help and --cfg job; those with a value end in =
+    known: options of this command besides --help, --config and --cfg; those with a value end in =
     notes: lines that --cfg job prints as comments after the configuration
     Exit codes: what `run` returns if that is a number, else 0; 2 for an unusable configuration, data or folder; 1 for a
     failed run; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
@@ -142,29 +145,36 @@ def _print_failure(console: Console, error: Exception) -> None:
 
 
 def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(settings, options)"""
+    """(settings, options), each in one spelling: `key=value`, and `--name` or `--name=value`."""
     settings, options = [], []
-    rest = iter(argv)
-    for arg in rest:
-        if not arg.startswith("-"):
-            settings.append(arg)
-        elif arg in ("-h", "--help"):
-            options.append("--help")
-        elif arg == "--config":
-            options.append(f"{_CONFIG}{next(rest, '')}")
-        elif arg.startswith(_CONFIG):
-            options.append(arg)
-        elif arg == "--cfg":
-            if next(rest, None) != "job":
+    names = {each.strip("-=").replace("-", "_"): each.endswith("=") for each in (*_OPTIONS, *known)}
+    try:
+        words = list(read_words(argv, names))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for name, value in words:
+        if name == "cfg":
+            if value != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")
-            options.append(arg)
-        elif arg in known or arg.startswith(tuple(each for each in known if each.endswith("="))):
-            options.append(arg)
+            options.append("--cfg")
+        elif name is not None:
+            options.append(f"--{name}={value}" if names[name] else f"--{name}")
+        elif value == "-h":
+            options.append("--help")
         else:
-            raise ConfigError(
-                f"unknown option {arg!r}; known: {', '.join(['--help', '--config FILE', '--cfg job', *known])}"
-            )
+            settings.append(_setting(value, list(names)))
     return settings, options
+
+
+def _setting(word: str, options: Sequence[str]) -> str:
+    """`--key=value` as key=value. Raises ConfigError for an option that the command does not have."""
+    key, equals, _ = word.removeprefix("--").partition("=")
+    is_key = key in SHORTHANDS or "." in key
+    if word.startswith("-") and not (is_key and equals and word.startswith("--")):
+        raise ConfigError(f"write {key}=.., without a blank" if is_key else unknown_option(word, options))
+    if not is_key and get_close_matches(key, names := [*options, *SHORTHANDS]):
+        raise ConfigError(unknown_option(word, names))
+    return word.removeprefix("--")
 
 
 def _file_of(options: Sequence[str]) -> str | None:

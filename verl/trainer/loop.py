@@ -89,6 +89,7 @@ class TrainingRun:
         Raises Ended if a signal has requested a checkpoint and a shutdown.
         """
         listens, announce = self.settings.save_on_signal, announce_checkpoint(self.display.console)
+        following = asyncio.create_task(self.trainer.rollouts.rollout.follow())
         try:
             with (
                 self.stop.listening(announce) if listens else nullcontext(),
@@ -101,6 +102,7 @@ class TrainingRun:
             start_shutdown_timer(exit_code(number), note)
             raise Ended(number, note)
         finally:
+            following.cancel()
             await self.trainer.rollouts.close()
             if self.online_eval is not None:
                 await self.online_eval.close()

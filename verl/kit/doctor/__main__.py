@@ -23,6 +23,7 @@ from typing import Any
 
 from verl.kit.doctor.versions import Check, Flavour, check_all, find_flavour, find_gpus
 from verl.rollout.head_sizes import describe_head_sizes
+from verl.system.arguments import Arguments
 from verl.system.packages import SET_UP
 
 GIB = 1024**3
@@ -229,14 +230,18 @@ def examine(flavour: Flavour, *, dev: bool, with_vllm: bool) -> int:
     return 1 if failed else 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="toolrl doctor", description=__doc__.splitlines()[0])
+def arguments() -> Arguments:
+    parser = Arguments("toolrl doctor", __doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="versions only, one line if all is well")
     parser.add_argument("--dev", action="store_true", help="check the packages of tests and linters, too")
     parser.add_argument("--no-vllm", action="store_true", help="do not start a vLLM engine")
     parser.add_argument("--probe", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--probe-sandbox", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments().read(argv)
     if options.probe_sandbox:
         probe_sandbox()
         return 0

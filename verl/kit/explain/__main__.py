@@ -9,7 +9,6 @@ Exit code 0: the record agrees with the arithmetic. 1: a check fails. 2: there i
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,20 +17,24 @@ from rich.console import Console
 
 from verl.errors import VerlError
 from verl.kit.report.folder import RunFolder, read_run
+from verl.system.arguments import Arguments
 from verl.system.exits import write_error
 from verl.text import printable
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="toolrl explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments() -> Arguments:
+    parser = Arguments("toolrl explain", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, required=True, help="training step, from 1")
     parser.add_argument("--sample", type=int, help="number of the sample in the list of the step")
     parser.add_argument("--gradient", action="store_true", help="its share of the gradient norm, from the record")
     parser.add_argument("--user-code", action="store_true", help="run the code that the settings of the run name")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments()
+    options = parser.read(argv)
     if options.gradient and options.sample is None:
         parser.error("--gradient needs --sample")
     console = Console(highlight=False, emoji=False)

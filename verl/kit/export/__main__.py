@@ -6,7 +6,6 @@ llama.cpp and programs based on it (docs/serving.md).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +13,22 @@ from pathlib import Path
 from verl.errors import VerlError
 from verl.kit.export.folder import copy_model, new_folder
 from verl.kit.openai_server.served_model import add_format_arguments, find_model
+from verl.system.arguments import Arguments
 from verl.system.exits import write_error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="toolrl export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments() -> Arguments:
+    parser = Arguments("toolrl export", __doc__)
     add_format_arguments(parser)
     parser.add_argument("--format", choices=("hf", "gguf"), default="hf")
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     parser.add_argument("--dtype", choices=("f16", "q8_0"), default="f16", help="of the weights in GGUF")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="table for the card")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments().read(argv)
     try:
         with new_folder(options.out) as folder:
             if options.format == "hf":

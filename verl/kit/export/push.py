@@ -6,7 +6,6 @@ names another hub.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,22 +14,25 @@ from pathlib import Path
 from verl.errors import ConfigError, VerlError
 from verl.kit.export.folder import copy_model
 from verl.kit.openai_server.served_model import add_format_arguments
-from verl.pretrained import in_short
+from verl.system.arguments import Arguments
 from verl.system.exits import write_error
+from verl.text import in_short
 
 _REACH_TIMEOUT_S = 10.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="toolrl push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments() -> Arguments:
+    parser = Arguments("toolrl push", __doc__)
     add_format_arguments(parser)
     parser.add_argument("repository", metavar="OWNER/NAME")
     parser.add_argument("--private", action="store_true", help="if the repository is created")
     parser.add_argument("--revision", help="branch, created if missing (default: main)")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="table for the card")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments().read(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="toolrl-push-") as folder:
             copy_model(options, Path(folder))

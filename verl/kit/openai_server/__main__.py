@@ -32,6 +32,7 @@ from verl.kit.openai_server.serving_files import (
 )
 from verl.kit.serving.serving import ServingConfig, find_token
 from verl.pretrained import read_tokenizer
+from verl.system.arguments import Arguments
 from verl.system.exits import write_error
 from verl.system.packages import SET_UP
 
@@ -41,19 +42,8 @@ _ENTRY = "vllm.entrypoints.openai.api_server"  # `vllm serve` needs metadata tha
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start vLLM in place of this process. Returns 2, after an error on stderr, if it cannot start."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, _, further = _split(given)
-    parser = argparse.ArgumentParser(
-        prog="toolrl serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_format_arguments(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--name", help="model name in requests (default: the name of the run or model folder)")
-    parser.add_argument("--api-key", help="token of the clients; better: $VERL_SERVICE_TOKEN or --token-file")
-    parser.add_argument("--token-file", type=Path, help="file with the clients' token; created if missing")
-    parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
-    options = parser.parse_args(own)
+    own, _, further = _split(list(sys.argv[1:] if argv is None else argv))
+    options = arguments().read(own)
     try:
         command, environment = serving_command(options, further)
         address = f"http://{options.host}:{options.port}"
@@ -61,6 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.execvpe(sys.executable, [sys.executable, supervise.__file__, *ready, *command], environment)  # frees memory
     except VerlError as error:
         return write_error(error)
+
+
+def arguments() -> Arguments:
+    parser = Arguments("toolrl serve", __doc__)
+    add_format_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", help="model name in requests (default: the name of the run or model folder)")
+    parser.add_argument("--api-key", help="token of the clients; better: $VERL_SERVICE_TOKEN or --token-file")
+    parser.add_argument("--token-file", type=Path, help="file with the clients' token; created if missing")
+    parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
+    return parser
 
 
 def _example(address: str, command: Sequence[str], has_token: bool) -> str:

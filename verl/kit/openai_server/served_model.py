@@ -123,7 +123,7 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
 
 def add_format_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that take a run or a model."""
-    parser.add_argument("model", help="output folder of a training, or a model folder")
+    parser.add_argument("model", metavar="RUN", help="output folder of a training, or a model folder")
     parser.add_argument("--checkpoint", choices=("latest", "best"), default="latest", help="of a run")
     parser.add_argument("--tool-call-format", metavar="NAME", help="instead of the one in the record of the run")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE", help="of the format")

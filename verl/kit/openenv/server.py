@@ -11,7 +11,6 @@ end with it. Any client that can reach the port can play: beyond localhost a tok
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -29,8 +28,9 @@ from verl.errors import VerlError
 from verl.kit.openenv.held import HeldSessions
 from verl.kit.openenv.session import Session, TaskDraw, answer, check_task, error_response
 from verl.kit.openenv.wire import Action, ErrorCode, ProtocolError
-from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, serve, serving_config
 from verl.registry import option
+from verl.system.arguments import Arguments, positive_float, positive_int
 from verl.types import Task
 
 MAX_SESSIONS = 4000  # connections, of which a server holds up to half of its descriptors
@@ -158,9 +158,8 @@ def build_app(name: str, factory: EnvFactory, tasks: Sequence[Task], idle_s: flo
     return app
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if it cannot start."""
-    parser = argparse.ArgumentParser(prog="toolrl env-server", description="Serve an environment over HTTP.")
+def arguments() -> Arguments:
+    parser = Arguments("toolrl env-server", "Serve an environment over HTTP.")
     parser.add_argument("--env", required=True, help="a known name, package.module:Class or path/to/file.py:Class")
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     add_serving_arguments(parser, port=8100, max_body_mib=64)
@@ -168,20 +167,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task-option", type=option, action="append", default=[], help="of bundled tasks, likewise")
     parser.add_argument("--idle-s", type=positive_float, default=1800.0, help="close episodes idle for this long")
     parser.add_argument("--max-episodes", type=positive_int, default=MAX_SESSIONS, help="max open episodes")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if it cannot start."""
+    options = arguments().read(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tasks: Sequence[Task] = ()
     try:
-        factory = build_env_factory(arguments.env, dict(arguments.option))
-        if arguments.data:
-            tasks = read_tasks(arguments.data, factory)
-        elif arguments.task_option:
-            tasks = build_tasks(arguments.env, dict(arguments.task_option))
+        factory = build_env_factory(options.env, dict(options.option))
+        if options.data:
+            tasks = read_tasks(options.data, factory)
+        elif options.task_option:
+            tasks = build_tasks(options.env, dict(options.task_option))
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    app = build_app(arguments.env, factory, tasks, arguments.idle_s, arguments.max_episodes)
-    return serve(app, serving_config(arguments), websockets=True)
+    app = build_app(options.env, factory, tasks, options.idle_s, options.max_episodes)
+    return serve(app, serving_config(options), websockets=True)
 
 
 if __name__ == "__main__":

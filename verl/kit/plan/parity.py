@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.errors import ConfigError
-from verl.pretrained import in_short, read_model_config
+from verl.pretrained import read_model_config
+from verl.text import in_short
 from verl.types import Completion, FinishReason
 from verl.workers import attention
 from verl.workers.model import PackedPolicy, decoder_layers, head_size

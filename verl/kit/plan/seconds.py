@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from verl.errors import ConfigError
 from verl.kit.plan.cost import Cost, PassCost, critic_pass, pack_of_groups, policy_pass, score_pass
 from verl.kit.plan.plan import Plan, decoder_of
-from verl.pretrained import in_short, read_model_config
+from verl.pretrained import read_model_config
+from verl.text import in_short
 from verl.tracking.flops import Device, forward_flops
 from verl.trainer.builders.workers import engine_dtype
 from verl.workers.memory import MASTER, ModelShape, RankSettings, cache_per_token

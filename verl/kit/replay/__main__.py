@@ -18,6 +18,7 @@ from rich.table import Table
 
 from verl.config.commands import TRAIN
 from verl.errors import ConfigError
+from verl.system.arguments import Arguments, positive_int
 from verl.trainer.cli import CliArgs, run_cli
 
 if TYPE_CHECKING:
@@ -30,30 +31,22 @@ _ON_GPUS = (
 _SHOWN = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
 
 
+def arguments() -> Arguments:
+    parser = Arguments("toolrl replay", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--step", type=positive_int, required=True, help="training step, from 1")
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
-    if not {"-h", "--help"}.isdisjoint(argv):
-        Console(highlight=False, emoji=False).print(__doc__, markup=False)
-        return 0
+    options = arguments().read(argv)
 
     def run(_: CliArgs, console: Console) -> int:
-        return print_comparison(*parse_args(argv), console)
+        if not options.run.is_dir():
+            raise ConfigError(f"there is no folder {str(options.run)!r}")
+        return print_comparison(options.run.resolve(), options.step, console)
 
     return run_cli([], "", TRAIN, run)
-
-
-def parse_args(argv: Sequence[str]) -> tuple[Path, int]:
-    """(run folder, step). Raises ConfigError for invalid arguments and for a missing folder."""
-    rest = list(argv)
-    if "--step" in rest[:-1]:
-        place = rest.index("--step")
-        number = rest[place + 1]
-        del rest[place : place + 2]
-        if len(rest) == 1 and number.isascii() and number.isdigit() and int(number) > 0:
-            folder = Path(rest[0])
-            if not folder.is_dir():
-                raise ConfigError(f"there is no folder {rest[0]!r}")
-            return folder.resolve(), int(number)
-    raise ConfigError(f"expected RUN --step N with a whole number from 1 on, got {' '.join(argv) or 'nothing'!r}")
 
 
 def print_comparison(folder: Path, step: int, console: Console) -> int:

@@ -9,7 +9,6 @@ Exit code 0: written. 2: a folder is not that of a run, or the port is taken. 13
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,12 @@ from verl.kit.report.folder import read_runs
 from verl.kit.report.page import write_report
 from verl.kit.report.png import write_pngs
 from verl.kit.report.serve import ReportServer
+from verl.system.arguments import Arguments
 from verl.system.exits import write_error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="toolrl report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def arguments() -> Arguments:
+    parser = Arguments("toolrl report", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="the file; default: report.html in the folder of the first run")
     parser.add_argument("--serve", action="store_true", help="serve the report, which follows the runs")
@@ -35,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--png", type=Path, metavar="FOLDER", help="write the curves there, a file per family of metrics"
     )
     parser.add_argument("--user-code", action="store_true", help="run the code that the settings of a run name")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments()
+    options = parser.read(argv)
     if options.out and (options.serve or options.png):
         parser.error("--serve and --png write no page; leave out --out")
     if options.serve and options.png:

@@ -3,7 +3,6 @@
 POST /retrieve takes `{"queries": [..]}` or `{"query": ".."}`, and `topk` and `return_scores` with either.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,7 +13,8 @@ from pydantic import BaseModel, Field
 from verl.errors import VerlError
 from verl.kit.retrieval.bm25 import Bm25Retriever
 from verl.kit.retrieval.search import MAX_QUERY_CHARS, Retriever
-from verl.kit.serving.serving import add_serving_arguments, new_app, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, serve, serving_config
+from verl.system.arguments import Arguments, positive_int
 
 MAX_QUERIES = 1024
 Query = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
@@ -55,21 +55,23 @@ def application(retriever: Retriever, topk: int) -> FastAPI:
     return app
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if it cannot start."""
-    parser = argparse.ArgumentParser(
-        prog="toolrl retrieval-server", description="Serves a corpus with Search-R1's protocol."
-    )
+def arguments() -> Arguments:
+    parser = Arguments("toolrl retrieval-server", __doc__)
     parser.add_argument("--corpus", required=True, help="JSON lines with id and contents, plain or .gz")
     add_serving_arguments(parser, port=8000, max_body_mib=1)
     parser.add_argument("--topk", type=positive_int, default=3, help="default for requests without topk")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if it cannot start."""
+    options = arguments().read(argv)
     try:
-        retriever = Bm25Retriever(arguments.corpus)
+        retriever = Bm25Retriever(options.corpus)
     except VerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return serve(application(retriever, arguments.topk), serving_config(arguments))
+    return serve(application(retriever, options.topk), serving_config(options))
 
 
 if __name__ == "__main__":

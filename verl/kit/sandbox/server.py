@@ -4,7 +4,6 @@ Any client that reaches the port can run code: by default it listens on localhos
 required.
 """
 
-import argparse
 import logging
 import sys
 import time
@@ -21,7 +20,8 @@ from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.kit.sandbox import protocol
 from verl.kit.sandbox.inside import frames
 from verl.kit.sandbox.local import LANGUAGES, LocalSandbox
-from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, serve, serving_config
+from verl.system.arguments import Arguments, positive_float, positive_int
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +132,8 @@ def _files(files: dict[str, str | None]) -> dict[str, bytes]:
         raise DataError("a file is not valid base64", "base64", field="files") from error
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if it cannot start."""
-    parser = argparse.ArgumentParser(prog="toolrl sandbox-server", description=__doc__)
+def arguments() -> Arguments:
+    parser = Arguments("toolrl sandbox-server", __doc__)
     add_serving_arguments(parser, port=8080, max_body_mib=32)
     parser.add_argument("--workers", type=positive_int, default=2, help="concurrent executions")
     parser.add_argument("--isolation", default="bubblewrap", choices=["bubblewrap", "none"])
@@ -142,7 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-timeout-s", type=positive_float, default=LARGEST.wall_s, help="maximum of a request")
     parser.add_argument("--max-memory-mib", type=positive_int, default=LARGEST.memory_mib, help="maximum of a request")
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if it cannot start."""
+    options = arguments().read(argv)
     logging.basicConfig(level=logging.INFO)
     limits = Limits(memory_mib=options.memory_mib)
     try:

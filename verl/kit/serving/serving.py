@@ -5,7 +5,6 @@ import asyncio
 import base64
 import hmac
 import ipaddress
-import math
 import resource
 import secrets
 import socket
@@ -29,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.errors import ConfigError
 from verl.net.services import TOKEN_VARIABLE, checked_token, service_token
+from verl.system.arguments import positive_int
 from verl.system.daemon import run_async
 
 HEADER_S = 10.0  # timeout for receiving the headers of a request
@@ -64,19 +64,6 @@ def add_serving_arguments(parser: argparse.ArgumentParser, port: int, max_body_m
     parser.add_argument("--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME", help=hosts)
     parser.add_argument("--max-body-mib", type=positive_int, default=max_body_mib, help="per request")
     parser.add_argument("--max-requests", type=positive_int, default=1024, help="concurrent requests")
-
-
-def positive_int(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(number := float(text)) and number > 0:
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
 def serving_config(options: argparse.Namespace) -> ServingConfig:

@@ -8,7 +8,6 @@ can run code in a runtime: beyond localhost a token is required (Authorization: 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import secrets
@@ -30,12 +29,13 @@ from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 
 from verl.errors import ConfigError, DataError
-from verl.kit.serving.serving import add_serving_arguments, new_app, positive_float, positive_int, serve, serving_config
+from verl.kit.serving.serving import add_serving_arguments, new_app, serve, serving_config
 from verl.kit.swe import wire
 from verl.kit.swe.image import ImageStore, give_away, prepare_image
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
 from verl.kit.swe.runtime import TESTBED, CommandFailedError, CommandStatus, RuntimeLostError
 from verl.kit.swe.tasks import Repository, SweTask
+from verl.system.arguments import Arguments, positive_float, positive_int
 
 SHARED = "shared"  # the lease of clients that know none
 SHARED_IDLE_S = 3600.0
@@ -413,9 +413,8 @@ async def _upload(runtime: LocalRuntime, data: bytes, target: str, unzip: bool) 
             raise CommandFailedError(f"{target}: {done.stderr.decode(errors='replace')[-500:]}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until interrupted. Returns 2 if it cannot start."""
-    parser = argparse.ArgumentParser(prog="toolrl runtime-server", description=__doc__)
+def arguments() -> Arguments:
+    parser = Arguments("toolrl runtime-server", __doc__)
     add_serving_arguments(parser, port=8200, max_body_mib=512)
     parser.add_argument("--capacity", type=positive_int, default=4, help="runtimes at a time")
     parser.add_argument("--queue", type=positive_int, default=256, help="requests that wait for a runtime")
@@ -424,7 +423,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="for images and runtimes, on a disk; default: a temporary one")
     parser.add_argument("--max-images-gib", type=positive_float, default=50.0, help="of unused repositories on disk")
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until interrupted. Returns 2 if it cannot start."""
+    parser = arguments()
+    options = parser.read(argv)
     if options.environments and not options.environments.is_dir():
         parser.error(f"--environments {options.environments} is not a folder")
     if options.folder and options.folder.exists() and not options.folder.is_dir():
