@@ -1,4 +1,4 @@
-"""Rewards of other trainers get what these trainers pass: compared with recordings of TRL's and veRL's own calls."""
+"""Rewards of others get what these pass: compared with recordings of TRL's, veRL's and verifiers' own calls."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.utils.reward_score.peers.tools import Counter, weather
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import to_task
+from verl.envs.base import Observation, StepResult
 from verl.envs.registry import ClassFactory
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.function import FunctionTool
@@ -25,6 +26,7 @@ from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.written import as_trajectory
+from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
 from verl.kit.class_env.class_env import as_env_class, as_task_row
 from verl.registry import resolve
@@ -33,13 +35,15 @@ from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.functions import FunctionReward
+from verl.utils.reward_score.functions import FunctionReward, check_function
 from verl.utils.reward_score.weighted import Term, WeightedSum
 
 PEERS = Path(__file__).parent / "peers"
 GIVEN = json.loads((PEERS / "cases.json").read_text())
 TRL = json.loads((PEERS / "trl.json").read_text())["given"]
 VERL = json.loads((PEERS / "verl.json").read_text())["given"]
+RECORDED = json.loads((PEERS / "verifiers.json").read_text())
+VERIFIERS = RECORDED["given"]
 CASES = {case["name"]: case for case in GIVEN["cases"]}
 
 
@@ -62,6 +66,8 @@ def played(case: dict[str, Any]) -> Trajectory:
     tokenizer.chat_template = GIVEN["template"]
     chat = ChatTemplate(tokenizer)
     envs: Any = ClassFactory(as_env_class(Counter)) if case.get("environment") else None
+    if "env" in case:
+        envs = ClassFactory(case["env"])
     if envs is None:
         tools = [FunctionTool(weather)] if case.get("tools") else []
         envs = ToolEnvFactory(tools, ToolRunner(ToolLimits()))
@@ -310,3 +316,86 @@ def test_an_environment_that_cannot_be_sent_is_told_to_a_reward_that_asks(episod
 
     with pytest.raises(TypeError, match="environments"):
         scored(final, episode)
+
+
+class Asked:
+    """An environment that plays the user."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.steps = task, 0
+
+    async def reset(self) -> Observation:
+        return Observation(self.task.prompt)
+
+    async def step(self, message: Message) -> StepResult:
+        self.steps += 1
+        return StepResult((Message("user", "And?"),)) if self.steps == 1 else StepResult(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class Stock(Counter):
+    """As the environment of the recording, which says nothing at first."""
+
+    def reset(self, **row: object) -> None:  # type: ignore[override]
+        self.value = 0
+
+
+def without_defaults(value: Any) -> Any:
+    """In JSON, without what another environment alone can know."""
+    if isinstance(value, dict):
+        left_out = ("example_id", "model", "usage", "stop_condition", "tool_defs", "data_source")
+        return {key: without_defaults(each) for key, each in value.items() if key not in left_out}
+    return [without_defaults(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_function_of_a_rubric_gets_what_verifiers_passes(name: str) -> None:
+    """In single turns, with a user, with tools and with a tool over a state: items and attributes, async or not."""
+    theirs = without_defaults(VERIFIERS[name]["given"])
+    case = next((each for label, each in CASES.items() if name.endswith(f", {label}")), CASES["a conversation"])
+    if name == "StatefulToolEnv":
+        case = {**CASES["an environment"], "env": as_env_class(Stock)}
+    columns = {key: value for key, value in theirs["task"].items() if key != "prompt"}
+    case = {**case, "columns": columns}
+    if name == "MultiTurnEnv":
+        case = {**case, "env": Asked, "responses": ["<think>\none\n</think>\n\n1", "2"]}
+    trajectory = played(case)
+    seen: dict[str, Any] = {}
+
+    async def everything(prompt: Any, completion: Any, **given: Any) -> float:
+        access = {"item": completion[0]["role"], "attribute": completion[0].role}
+        seen.update(prompt=prompt, completion=completion, access=access, **given)
+        return 0.5
+
+    def named(answer: Any, info: Any, completion: Any) -> bool:
+        return {"answer": answer, "info": info} == VERIFIERS[name]["named"]
+
+    assert scored(everything, trajectory).total == 0.5 and scored(named, trajectory).total == 1.0
+    assert seen["state"]["prompt"] == seen["prompt"] and seen["state"].answer == theirs["answer"]
+    ours = without_defaults(seen)
+    ours["state"] = {key: value for key, value in ours["state"].items() if key in theirs["state"]}
+    assert ours == {key: value for key, value in theirs.items() if key != "parser"}
+
+
+def test_a_rubrics_none_and_exception_are_faults_here_where_verifiers_scores_0(episode: Trajectory) -> None:
+    assert VERIFIERS["ToolEnv, a call"]["metrics"]["none"] == VERIFIERS["ToolEnv, a call"]["metrics"]["broken"] == 0.0
+    with pytest.raises(TypeError, match="returned None; expected a finite number"):
+        scored(lambda completion: None, episode)
+    with pytest.raises(ZeroDivisionError):
+        scored(lambda completion: 1 / 0, episode)
+
+
+def test_what_a_rubric_alone_has_is_told(episode: Trajectory) -> None:
+    """A parser, a column that rows lack, and all rollouts of a group, which verifiers hands to functions of plurals."""
+    with pytest.raises(ConfigError, match="`parser` is the rubric's own"):
+        check_function("f", lambda completion, answer, parser: 0.0, {})
+    check_function("f", lambda completion, answer, parser=str: 0.0, {})
+    with pytest.raises(DataError, match="example_id"):
+        scored(lambda completion, example_id: 0.0, episode)
+    assert set(RECORDED["group"]["given"]) >= {"answers", "infos"}
+    with pytest.raises(DataError, match="answers"):
+        scored(lambda completions, answers, infos: [0.0], episode)
+    with pytest.raises(ConfigError, match="tasks"):
+        check_function("f", lambda states, *, tasks: [0.0], {})

@@ -1,8 +1,8 @@
 """Records what TRL hands to a reward function, in trl.json, with an interpreter that has TRL:
 
-    python record_trl.py ../../../../dataset/mini/tokenizer
+    python record_trl.py ../../../../dataset/mini/tokenizer [CASE ..]
 
-The trainer is TRL's own; the responses of a case take the place of its generation.
+Without names all cases are recorded. The trainer is TRL's own; the responses of a case take the place of its generation.
 """
 
 import json
