@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tiny import MINI
-from tests.utils.reward_score.peers.tools import Counter, weather
+from tests.utils.reward_score.peers.tools import KINDS, WEIGHTS, Counter, facts, weather
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import to_task
@@ -40,7 +41,8 @@ from verl.utils.reward_score.weighted import Term, WeightedSum
 
 PEERS = Path(__file__).parent / "peers"
 GIVEN = json.loads((PEERS / "cases.json").read_text())
-TRL = json.loads((PEERS / "trl.json").read_text())["given"]
+RECORDED_OF_TRL = json.loads((PEERS / "trl.json").read_text())
+TRL, KINDS_OF_TRL = RECORDED_OF_TRL["given"], RECORDED_OF_TRL["kinds"]
 VERL = json.loads((PEERS / "verl.json").read_text())["given"]
 RECORDED = json.loads((PEERS / "verifiers.json").read_text())
 VERIFIERS = RECORDED["given"]
@@ -69,7 +71,7 @@ def played(case: dict[str, Any]) -> Trajectory:
     if "env" in case:
         envs = ClassFactory(case["env"])
     if envs is None:
-        tools = [FunctionTool(weather)] if case.get("tools") else []
+        tools = [FunctionTool(weather), FunctionTool(facts)] if case.get("tools") else []
         envs = ToolEnvFactory(tools, ToolRunner(ToolLimits()))
     observations = ObservationTokenizer(chat, build_tool_call_format("hermes"), 100)
     limits = EpisodeLimits(feedback_on_parse_error=not case.get("ends"))
@@ -105,7 +107,35 @@ def test_a_reward_of_trls_form_gets_what_trl_passes(name: str) -> None:
     if environments is not None:
         (environment,) = environments
         ours["environments"] = vars(environment)
-    assert ours == TRL[name]
+    theirs = json.loads(json.dumps(TRL[name]))
+    for given in (ours, theirs):
+        given["prompts"] = given["prompts"] if isinstance(given["prompts"], str) else plain_messages(given["prompts"])
+    if name in OTHER_WORDS:  # the results of tools have other words, and so other tokens
+        results = [[each.pop("content") for each in messages(given) if each["role"] == "tool"] for given in (ours, theirs)]
+        assert all(OTHER_WORDS[name](*pair) for pair in zip(*results, strict=True))
+        assert [given.pop("completion_ids")[-1] for given in (ours, theirs)] == [2, 2]
+    assert ours == theirs
+
+
+def messages(given: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = given["completions"]
+    return found
+
+
+def plain_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the None that a data set adds, and with the text of content parts as one."""
+    found = [{key: value for key, value in message.items() if value is not None} for message in given]
+    for message in found:
+        if isinstance(message["content"], list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+    return found
+
+
+OTHER_WORDS: dict[str, Callable[[str, str], bool]] = {
+    "a tool that returns an object": lambda ours, theirs: json.loads(ours) == ast.literal_eval(theirs),
+    "a method that fails": lambda ours, theirs: ours == f"Error: {ast.literal_eval(theirs)['error']}",
+    "an unknown tool": lambda ours, theirs: "no tool 'fly'" in ours and "Tool fly not found" in theirs,
+}
 
 
 @pytest.fixture(scope="module")
@@ -397,5 +427,19 @@ def test_what_a_rubric_alone_has_is_told(episode: Trajectory) -> None:
     assert set(RECORDED["group"]["given"]) >= {"answers", "infos"}
     with pytest.raises(DataError, match="answers"):
         scored(lambda completions, answers, infos: [0.0], episode)
-    with pytest.raises(ConfigError, match="tasks"):
+    with pytest.raises(ConfigError, match="too many positional"):
         check_function("f", lambda states, *, tasks: [0.0], {})
+
+
+def test_results_of_all_kinds_count_as_with_trl(episode: Trajectory) -> None:
+    """Async, an object, a partial, NaN, None, booleans, a tensor and an array; names and the weighted sum."""
+    trajectory = played(CASES["a conversation"])
+    functions = [FunctionReward(each) for each in KINDS]
+    scores = [each.score(trajectory, trajectory.task, 1) for each in functions]
+    assert [each.total if each.counted else None for each in scores] == KINDS_OF_TRL["rewards"]
+    total = WeightedSum(["env"])
+    total.terms = [
+        Term(name, function, weight)
+        for name, function, weight in zip(KINDS_OF_TRL["names"], functions, WEIGHTS, strict=True)
+    ]
+    assert total.score(trajectory, trajectory.task, 1).total == pytest.approx(KINDS_OF_TRL["total"])

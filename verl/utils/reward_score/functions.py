@@ -106,13 +106,13 @@ class FunctionReward:
         return asyncio.run(_awaited(found)) if isawaitable(found) else found
 
     def _read(self, found: Any) -> Score:
-        """The score. None in TRL's list: the reward does not apply to the response."""
+        """The score. None or NaN in TRL's list: the reward does not apply to the response."""
         if self._form in _LISTS:
             if not isinstance(found, Iterable) or len(listed := list(found)) != 1:
                 shown = shortened(repr(found), _SHOWN)
                 raise TypeError(f"{self._name} returned {shown}; expected a list of one number")
             (found,) = listed
-            if found is None and self._form == _TRL:
+            if self._form == _TRL and (found is None or (_is_number(found) and math.isnan(found))):
                 return Score(0.0, {}, counted=False)
         return as_score(found, self._name)
 
