@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.support.tiny import MINI
@@ -43,7 +45,9 @@ PEERS = Path(__file__).parent / "peers"
 GIVEN = json.loads((PEERS / "cases.json").read_text())
 RECORDED_OF_TRL = json.loads((PEERS / "trl.json").read_text())
 TRL, KINDS_OF_TRL = RECORDED_OF_TRL["given"], RECORDED_OF_TRL["kinds"]
-VERL = json.loads((PEERS / "verl.json").read_text())["given"]
+RECORDED_OF_VERL = json.loads((PEERS / "verl.json").read_text())
+VERL, FORMS_OF_VERL = RECORDED_OF_VERL["given"], RECORDED_OF_VERL["forms"]
+ROWS_OF_VERL, RESULTS_OF_VERL = RECORDED_OF_VERL["rows"], RECORDED_OF_VERL["results"]
 RECORDED = json.loads((PEERS / "verifiers.json").read_text())
 VERIFIERS = RECORDED["given"]
 CASES = {case["name"]: case for case in GIVEN["cases"]}
@@ -111,7 +115,9 @@ def test_a_reward_of_trls_form_gets_what_trl_passes(name: str) -> None:
     for given in (ours, theirs):
         given["prompts"] = given["prompts"] if isinstance(given["prompts"], str) else plain_messages(given["prompts"])
     if name in OTHER_WORDS:  # the results of tools have other words, and so other tokens
-        results = [[each.pop("content") for each in messages(given) if each["role"] == "tool"] for given in (ours, theirs)]
+        results = [
+            [each.pop("content") for each in messages(given) if each["role"] == "tool"] for given in (ours, theirs)
+        ]
         assert all(OTHER_WORDS[name](*pair) for pair in zip(*results, strict=True))
         assert [given.pop("completion_ids")[-1] for given in (ours, theirs)] == [2, 2]
     assert ours == theirs
@@ -443,3 +449,80 @@ def test_results_of_all_kinds_count_as_with_trl(episode: Trajectory) -> None:
         for name, function, weight in zip(KINDS_OF_TRL["names"], functions, WEIGHTS, strict=True)
     ]
     assert total.score(trajectory, trajectory.task, 1).total == pytest.approx(KINDS_OF_TRL["total"])
+
+
+@pytest.mark.parametrize("name", ROWS_OF_VERL)
+def test_rows_of_all_kinds_reach_verls_form_as_with_verl(name: str, episode: Trajectory) -> None:
+    """No extra_info, nested values and None in it, a name that veRL sets itself; gold answers of all JSON types."""
+    given = ROWS_OF_VERL[name]["row"]
+    row = {
+        "data_source": "weather",
+        "prompt": CASES["a call"]["prompt"],
+        "reward_model": {"style": "rule", "ground_truth": given["ground_truth"]},
+        "extra_info": given.get("extra_info"),
+    }
+    seen: dict[str, Any] = {}
+
+    def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, **others: Any) -> float:
+        seen.update(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, **others)
+        return 1.0
+
+    scored(compute_score, replace(episode, task=to_task(row, "row#0")))
+    assert seen == ROWS_OF_VERL[name]["named"]
+    assert type(seen["ground_truth"]) is type(given["ground_truth"])
+    with pytest.raises(DataError, match="ground_truth"):  # which veRL passes on
+        to_task({**row, "reward_model": {"ground_truth": ""}}, "row#0")
+
+
+@pytest.mark.parametrize("name", RESULTS_OF_VERL)
+def test_results_of_all_kinds_count_as_with_verl(name: str, episode: Trajectory) -> None:
+    """What veRL cannot read is an error here, too; but NumPy's scalars are numbers."""
+    results = {
+        "an integer": 1,
+        "a boolean": True,
+        "a scalar": np.float32(0.5),
+        "a tensor": torch.tensor(0.25),
+        "None beside the score": {"score": 0.5, "pred": None, "acc": np.bool_(True), "parts": [1, 2]},
+        "a score that is a scalar": {"score": np.int64(2), "format": np.float64(0.5)},
+        "a dict without a score": {"acc": 1.0},
+        "a text": "1.0",
+        "none": None,
+        "a list": [1.0],
+    }
+    theirs = 0.5 if name == "a scalar" else RESULTS_OF_VERL[name]
+
+    def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any) -> Any:
+        return results[name]
+
+    if theirs is None:
+        with pytest.raises(TypeError, match="compute_score returned"):
+            scored(compute_score, episode)
+    else:
+        assert scored(compute_score, episode).total == theirs
+
+
+def test_functions_of_other_signatures_are_called_as_by_verl_or_refused_at_the_start(episode: Trajectory) -> None:
+    found, seen = FORMS_OF_VERL["found"], FORMS_OF_VERL["seen"]
+    ours: dict[str, Any] = {}
+
+    async def coroutine(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        ours["coroutine"] = [data_source, solution_str, ground_truth]
+        return 0.75
+
+    def more(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any, strict: bool = True) -> float:
+        ours["more"] = strict
+        return 0.25
+
+    def takes_all(solution_str: Any, **given: Any) -> float:
+        ours["takes all"] = sorted(["solution_str", *given])
+        return 0.5
+
+    for function in (coroutine, more, takes_all):
+        check_function("f", function, {})
+        assert scored(function, episode).total == found[function.__name__]
+    assert ours == seen
+    assert found["less"] == "TypeError"
+    with pytest.raises(ConfigError, match="extra_info"):
+        check_function("f", lambda data_source, solution_str, ground_truth: 0.0, {})
+    with pytest.raises(ConfigError, match=r"other parameters than .*solution_str"):  # of which trainer?
+        check_function("f", lambda **given: 0.0, {})
