@@ -2,7 +2,7 @@
 
     python record_trl.py ../../../../dataset/mini/tokenizer [CASE ..]
 
-Without names all cases are recorded. The trainer is TRL's own; the responses of a case take the place of its generation.
+Without names all cases are recorded. The trainer is TRL's own; a case's responses take the place of its generation.
 """
 
 import json
