@@ -1,8 +1,10 @@
-"""Environments in other libraries' forms, and real ones of gymnasium, TextArena and SkyRL-gym where installed."""
+"""Environments in other libraries' forms, and real ones of gymnasium, TextArena and SkyRL-gym."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.episodes import Played, play, say
+from tests.support.foreign import foreign_folder
 from verl.data.tasks import to_task
 from verl.envs.base import Env
 from verl.envs.registry import build_env_factory
@@ -35,6 +38,8 @@ def opening(name: str, row: Task, **options: Any) -> str:
 
 
 FORMS = """
+import time
+
 class Game:
     '''Guess a number: 0.25 for an attempt that is too small, 1 for the right one.'''
     def __init__(self, most: int = 9):
@@ -96,6 +101,56 @@ class TextArena(Game):
 
 def make(most):
     return Gymnasium(most)
+
+class Final(Rllm):
+    '''The last reward is that of the whole; several at a time would mix up.'''
+    inside = 0
+    @staticmethod
+    def from_dict(row):
+        return Final(row["most"])
+    @staticmethod
+    def is_multithread_safe():
+        return False
+    def reset(self):
+        self.seen, self.goal = [], 3
+        return {}, {}
+    def step(self, action):
+        Final.inside += 1
+        assert Final.inside == 1, "two at a time"
+        time.sleep(0.01)
+        Final.inside -= 1
+        self.seen.append(action)
+        return {"question": "More?"}, 0.1, len(self.seen) == 3, None
+    def compute_final_reward(self):
+        assert not hasattr(self, "closed")
+        return 5.0 * len(self.seen)
+    def close(self):
+        self.closed = True
+
+class Returned(Final):
+    '''As rLLM's single turns: its first observation is the task, gold answer included.'''
+    @staticmethod
+    def from_dict(row):
+        made = Returned()
+        made.max_steps = row.pop("max_steps", 3)
+        made.task = row["task"] if "task" in row else row
+        made.task.setdefault("asked", []).append(1)
+        return made
+    def reset(self):
+        super().reset()
+        return self.task, {}
+
+class Spaces(Final):
+    '''As rLLM's FrozenLake: gymnasium's own space is another one than that of its actions.'''
+    class ACTION_SPACE:
+        n, start = 4, 1
+        contains = staticmethod(lambda value: 1 <= value <= 4)
+    class action_space:
+        n = 4
+        contains = staticmethod(lambda value: 0 <= value < 4)
+    @staticmethod
+    def from_dict(row):
+        return Spaces()
 """
 
 
@@ -114,8 +169,53 @@ def test_every_form_is_played_to_its_end_and_its_rewards_are_summed(name: str, f
     episode = played(forms(name), task(goal=3), "1", "2", "3", **options)
     assert episode.score == Score(1.5, {"steps": 3.0})
     most = options.get("most", 9)
-    shown = f'{{"question": "From 1 to {most}?"}}' if name == "Rllm" else f"From 1 to {most}?"
+    shown = f"From 1 to {most}?"
     assert opening(forms(name), task(goal=3), **options) == (shown if name == "SkyRl" else f"Play.\n\n{shown}")
+
+
+def test_the_final_reward_of_rllm_replaces_that_of_the_last_step(forms: Callable[[str], str]) -> None:
+    assert played(forms("Final"), task(), "a", "b", "c", most=9).score == Score(0.1 + 0.1 + 15.0, {"steps": 3.0})
+    assert played(forms("Final"), task(), "a", most=9).score == Score(5.0, {"steps": 1.0})  # ended by a limit
+    assert played(forms("Final"), task(), most=9).score == Score(0.0, {"steps": 0.0})
+
+
+def test_episodes_of_an_environment_that_is_not_safe_in_threads_run_one_at_a_time(
+    forms: Callable[[str], str],
+) -> None:
+    factory = build_env_factory(forms("Final"), {"most": 9})
+
+    async def of_one_class() -> list[Played]:
+        return await asyncio.gather(*(play(factory(task()), [say("a"), say("b")]) for _ in range(6)))
+
+    assert [each.score for each in asyncio.run(of_one_class())] == [Score(10.1, {"steps": 2.0})] * 6
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        ({}, "Play."),
+        ({"ground_truth": "SECRET"}, "Play."),
+        ({"task": {"ground_truth": "SECRET"}}, "Play."),
+        ({"max_steps": 2, "ground_truth": "SECRET"}, "Play."),  # which it takes out of the row
+        ({"question": "2 + 3?", "ground_truth": "SECRET"}, "Play.\n\n2 + 3?"),
+        ({"task": {"question": "2 + 3?", "ground_truth": "SECRET"}}, "Play.\n\n2 + 3?"),
+        ({"question": "Play.", "ground_truth": "SECRET"}, "Play."),
+    ],
+)
+def test_of_a_task_that_an_environment_returns_the_policy_sees_the_question(
+    columns: dict[str, Any], shown: str, forms: Callable[[str], str]
+) -> None:
+    row = task(**columns)
+    assert opening(forms("Returned"), row) == opening(forms("Returned"), row) == shown
+    assert "asked" not in row.extra and "asked" not in row.extra.get("task", {})  # an episode has a row of its own
+    (step,) = played(forms("Returned"), row, "a")
+    assert step.messages == (Message("user", "More?"),)
+
+
+def test_the_space_of_an_environments_own_actions_counts(forms: Callable[[str], str]) -> None:
+    zero, four = played(forms("Spaces"), task(), "0", "4")
+    assert zero.messages == (Message("user", "Answer with a number from 1 to 4."),)
+    assert four.messages == (Message("user", "More?"),)
 
 
 def test_a_cut_episode_ends_and_has_its_rewards(forms: Callable[[str], str]) -> None:
@@ -191,8 +291,14 @@ def test_unknown_options_are_refused_before_a_run(forms: Callable[[str], str]) -
         build_env_factory(forms("Gymnasium"), {"least": 1})
 
 
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(foreign_folder(Path(__file__).with_name("libraries.txt"))))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("libraries")
 def test_frozen_lake_of_gymnasium_pays_what_it_reports() -> None:
-    pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     options = {"id": "FrozenLake-v1", "render_mode": "ansi", "is_slippery": False}
     right = ["1", "1", "2", "2", "1", "2"]  # down, down, right, right, down, right
     episode = played("gymnasium:make", task(), *right, **options)
@@ -201,8 +307,11 @@ def test_frozen_lake_of_gymnasium_pays_what_it_reports() -> None:
     assert "FFF" in opening("gymnasium:make", task(), **options)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("libraries")
 def test_a_game_of_textarena_pays_what_it_reports() -> None:
-    textarena = pytest.importorskip("textarena", reason="textarena is not installed")
+    import textarena
+
     own = textarena.make("GuessTheNumber-v0")
     row = task(seed=3)
     text = opening("textarena:make", row, env_id="GuessTheNumber-v0")
@@ -221,9 +330,58 @@ def test_a_game_of_textarena_pays_what_it_reports() -> None:
     assert episode.score is not None and episode.score.total == float((rewards or {}).get(0) or 0.0)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("libraries")
 def test_gsm8k_of_skyrl_gym_pays_what_it_reports() -> None:
-    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
     name, row = "skyrl_gym.envs.gsm8k.env:GSM8kEnv", task("1 + 1?", reward_spec={"ground_truth": "2"})
     assert played(name, row, "So it is #### 2").score == Score(1.0, {"steps": 1.0})
     assert played(name, row, "#### 3").score == Score(0.0, {"steps": 1.0})
     assert opening(name, row) == "1 + 1?"
+    several = "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv"
+    again = task("1 + 1?", reward_spec={"ground_truth": "2"}, extra_info={"max_turns": 4})
+    wrong, none, right = episode = played(several, again, "#### 3", "Two?", "#### 2")
+    assert episode.score == Score(0.05 + 0.0 + 1.0, {"steps": 3.0})
+    assert "tentative" in wrong.messages[0].content and not none.done and right.done
+
+
+GAMES = [
+    ("gymnasium:make", {"id": "Taxi-v4", "render_mode": "ansi"}, [str(each) for each in range(6)]),
+    ("gymnasium:make", {"id": "CliffWalking-v1"}, [str(each) for each in range(4)]),
+    ("gymnasium:make", {"id": "Blackjack-v1"}, ["0", "1"]),
+    ("textarena:make", {"env_id": "GuessTheNumber-v0", "max_turns": 4}, [f"[{each}]" for each in range(22)]),
+    ("textarena:make", {"env_id": "Secretary-v0"}, ["[accept]", "[continue]", "hm"]),
+    ("textarena:make", {"env_id": "Mastermind-v0"}, ["[1 2 3 4]", "[6 5 4 3]", "[1 1 2 2]", "no"]),
+    ("textarena:make", {"env_id": "Minesweeper-v0"}, ["[0 0]", "[3 4]", "[5 1]", "[99 0]", "no"]),
+]
+
+
+def by_hand(name: str, options: Any, seed: int, moves: list[str]) -> tuple[float, int, bool]:
+    """The sum of rewards, the number of steps, and whether the game has ended, in an object of the library."""
+    own, ended, steps, total = importlib.import_module(name.partition(":")[0]).make(**options), False, 0, 0.0
+    is_textarena = name.startswith("textarena")
+    own.reset(seed=seed, **({"num_players": 1} if is_textarena else {}))
+    while not ended and steps < len(moves):
+        if is_textarena:
+            own.get_observation()
+            ended, _ = own.step(action=moves[steps])
+        else:
+            _, reward, terminated, truncated, _ = own.step(int(moves[steps]))
+            total, ended = total + float(reward), terminated or truncated
+        steps += 1
+    return float((own.close()[0] or {}).get(0) or 0.0) if is_textarena else total, steps, ended
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize(("name", "options", "answers"), GAMES)
+def test_random_games_pay_what_the_library_reports(name: str, options: Any, answers: list[str]) -> None:
+    """The same moves by hand: the same sum. Other moves have other sums."""
+    sums = set()
+    for seed in range(12):
+        draw = random.Random(seed)
+        moves = [draw.choice(answers) for _ in range(5)]
+        total, steps, ended = by_hand(name, options, seed, moves)
+        episode = played(name, task(seed=seed), *moves[:steps], **options)
+        assert episode.score == Score(total, {"steps": float(steps)}) and episode[-1].done == ended, moves
+        sums.add(total)
+    assert len(sums) > 1, sums

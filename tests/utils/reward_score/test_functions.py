@@ -1,23 +1,27 @@
-"""Rewards of other trainers get what these trainers pass: compared with recordings of TRL's and veRL's own calls."""
+"""Rewards of others get what these pass: compared with recordings of TRL's, veRL's and verifiers' own calls."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.support.tiny import MINI
-from tests.utils.reward_score.peers.tools import Counter, weather
+from tests.utils.reward_score.peers.tools import KINDS, WEIGHTS, Counter, facts, weather
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import to_task
+from verl.envs.base import Observation, StepResult
 from verl.envs.registry import ClassFactory
 from verl.envs.tool_env import ToolEnvFactory
 from verl.envs.tools.function import FunctionTool
@@ -25,6 +29,7 @@ from verl.envs.tools.runner import ToolLimits, ToolRunner
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.written import as_trajectory
+from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
 from verl.kit.class_env.class_env import as_env_class, as_task_row
 from verl.registry import resolve
@@ -33,13 +38,18 @@ from verl.scoring.pool import DirectScorer, ScoringPool
 from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory, TrajectoryGroup
-from verl.utils.reward_score.functions import FunctionReward
+from verl.utils.reward_score.functions import FunctionReward, check_function
 from verl.utils.reward_score.weighted import Term, WeightedSum
 
 PEERS = Path(__file__).parent / "peers"
 GIVEN = json.loads((PEERS / "cases.json").read_text())
-TRL = json.loads((PEERS / "trl.json").read_text())["given"]
-VERL = json.loads((PEERS / "verl.json").read_text())["given"]
+RECORDED_OF_TRL = json.loads((PEERS / "trl.json").read_text())
+TRL, KINDS_OF_TRL = RECORDED_OF_TRL["given"], RECORDED_OF_TRL["kinds"]
+RECORDED_OF_VERL = json.loads((PEERS / "verl.json").read_text())
+VERL, FORMS_OF_VERL = RECORDED_OF_VERL["given"], RECORDED_OF_VERL["forms"]
+ROWS_OF_VERL, RESULTS_OF_VERL = RECORDED_OF_VERL["rows"], RECORDED_OF_VERL["results"]
+RECORDED = json.loads((PEERS / "verifiers.json").read_text())
+VERIFIERS = RECORDED["given"]
 CASES = {case["name"]: case for case in GIVEN["cases"]}
 
 
@@ -62,8 +72,10 @@ def played(case: dict[str, Any]) -> Trajectory:
     tokenizer.chat_template = GIVEN["template"]
     chat = ChatTemplate(tokenizer)
     envs: Any = ClassFactory(as_env_class(Counter)) if case.get("environment") else None
+    if "env" in case:
+        envs = ClassFactory(case["env"])
     if envs is None:
-        tools = [FunctionTool(weather)] if case.get("tools") else []
+        tools = [FunctionTool(weather), FunctionTool(facts)] if case.get("tools") else []
         envs = ToolEnvFactory(tools, ToolRunner(ToolLimits()))
     observations = ObservationTokenizer(chat, build_tool_call_format("hermes"), 100)
     limits = EpisodeLimits(feedback_on_parse_error=not case.get("ends"))
@@ -99,7 +111,37 @@ def test_a_reward_of_trls_form_gets_what_trl_passes(name: str) -> None:
     if environments is not None:
         (environment,) = environments
         ours["environments"] = vars(environment)
-    assert ours == TRL[name]
+    theirs = json.loads(json.dumps(TRL[name]))
+    for given in (ours, theirs):
+        given["prompts"] = given["prompts"] if isinstance(given["prompts"], str) else plain_messages(given["prompts"])
+    if name in OTHER_WORDS:  # the results of tools have other words, and so other tokens
+        results = [
+            [each.pop("content") for each in messages(given) if each["role"] == "tool"] for given in (ours, theirs)
+        ]
+        assert all(OTHER_WORDS[name](*pair) for pair in zip(*results, strict=True))
+        assert [given.pop("completion_ids")[-1] for given in (ours, theirs)] == [2, 2]
+    assert ours == theirs
+
+
+def messages(given: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = given["completions"]
+    return found
+
+
+def plain_messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the None that a data set adds, and with the text of content parts as one."""
+    found = [{key: value for key, value in message.items() if value is not None} for message in given]
+    for message in found:
+        if isinstance(message["content"], list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+    return found
+
+
+OTHER_WORDS: dict[str, Callable[[str, str], bool]] = {
+    "a tool that returns an object": lambda ours, theirs: json.loads(ours) == ast.literal_eval(theirs),
+    "a method that fails": lambda ours, theirs: ours == f"Error: {ast.literal_eval(theirs)['error']}",
+    "an unknown tool": lambda ours, theirs: "no tool 'fly'" in ours and "Tool fly not found" in theirs,
+}
 
 
 @pytest.fixture(scope="module")
@@ -310,3 +352,177 @@ def test_an_environment_that_cannot_be_sent_is_told_to_a_reward_that_asks(episod
 
     with pytest.raises(TypeError, match="environments"):
         scored(final, episode)
+
+
+class Asked:
+    """An environment that plays the user."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.steps = task, 0
+
+    async def reset(self) -> Observation:
+        return Observation(self.task.prompt)
+
+    async def step(self, message: Message) -> StepResult:
+        self.steps += 1
+        return StepResult((Message("user", "And?"),)) if self.steps == 1 else StepResult(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class Stock(Counter):
+    """As the environment of the recording, which says nothing at first."""
+
+    def reset(self, **row: object) -> None:  # type: ignore[override]
+        self.value = 0
+
+
+def without_defaults(value: Any) -> Any:
+    """In JSON, without what another environment alone can know."""
+    if isinstance(value, dict):
+        left_out = ("example_id", "model", "usage", "stop_condition", "tool_defs", "data_source")
+        return {key: without_defaults(each) for key, each in value.items() if key not in left_out}
+    return [without_defaults(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_function_of_a_rubric_gets_what_verifiers_passes(name: str) -> None:
+    """In single turns, with a user, with tools and with a tool over a state: items and attributes, async or not."""
+    theirs = without_defaults(VERIFIERS[name]["given"])
+    case = next((each for label, each in CASES.items() if name.endswith(f", {label}")), CASES["a conversation"])
+    if name == "StatefulToolEnv":
+        case = {**CASES["an environment"], "env": as_env_class(Stock)}
+    columns = {key: value for key, value in theirs["task"].items() if key != "prompt"}
+    case = {**case, "columns": columns}
+    if name == "MultiTurnEnv":
+        case = {**case, "env": Asked, "responses": ["<think>\none\n</think>\n\n1", "2"]}
+    trajectory = played(case)
+    seen: dict[str, Any] = {}
+
+    async def everything(prompt: Any, completion: Any, **given: Any) -> float:
+        access = {"item": completion[0]["role"], "attribute": completion[0].role}
+        seen.update(prompt=prompt, completion=completion, access=access, **given)
+        return 0.5
+
+    def named(answer: Any, info: Any, completion: Any) -> bool:
+        return {"answer": answer, "info": info} == VERIFIERS[name]["named"]
+
+    assert scored(everything, trajectory).total == 0.5 and scored(named, trajectory).total == 1.0
+    assert seen["state"]["prompt"] == seen["prompt"] and seen["state"].answer == theirs["answer"]
+    ours = without_defaults(seen)
+    ours["state"] = {key: value for key, value in ours["state"].items() if key in theirs["state"]}
+    assert ours == {key: value for key, value in theirs.items() if key != "parser"}
+
+
+def test_a_rubrics_none_and_exception_are_faults_here_where_verifiers_scores_0(episode: Trajectory) -> None:
+    assert VERIFIERS["ToolEnv, a call"]["metrics"]["none"] == VERIFIERS["ToolEnv, a call"]["metrics"]["broken"] == 0.0
+    with pytest.raises(TypeError, match="returned None; expected a finite number"):
+        scored(lambda completion: None, episode)
+    with pytest.raises(ZeroDivisionError):
+        scored(lambda completion: 1 / 0, episode)
+
+
+def test_what_a_rubric_alone_has_is_told(episode: Trajectory) -> None:
+    """A parser, a column that rows lack, and all rollouts of a group, which verifiers hands to functions of plurals."""
+    with pytest.raises(ConfigError, match="`parser` is the rubric's own"):
+        check_function("f", lambda completion, answer, parser: 0.0, {})
+    check_function("f", lambda completion, answer, parser=str: 0.0, {})
+    with pytest.raises(DataError, match="example_id"):
+        scored(lambda completion, example_id: 0.0, episode)
+    assert set(RECORDED["group"]["given"]) >= {"answers", "infos"}
+    with pytest.raises(DataError, match="answers"):
+        scored(lambda completions, answers, infos: [0.0], episode)
+    with pytest.raises(ConfigError, match="too many positional"):
+        check_function("f", lambda states, *, tasks: [0.0], {})
+
+
+def test_results_of_all_kinds_count_as_with_trl(episode: Trajectory) -> None:
+    """Async, an object, a partial, NaN, None, booleans, a tensor and an array; names and the weighted sum."""
+    trajectory = played(CASES["a conversation"])
+    functions = [FunctionReward(each) for each in KINDS]
+    scores = [each.score(trajectory, trajectory.task, 1) for each in functions]
+    assert [each.total if each.counted else None for each in scores] == KINDS_OF_TRL["rewards"]
+    total = WeightedSum(["env"])
+    total.terms = [
+        Term(name, function, weight)
+        for name, function, weight in zip(KINDS_OF_TRL["names"], functions, WEIGHTS, strict=True)
+    ]
+    assert total.score(trajectory, trajectory.task, 1).total == pytest.approx(KINDS_OF_TRL["total"])
+
+
+@pytest.mark.parametrize("name", ROWS_OF_VERL)
+def test_rows_of_all_kinds_reach_verls_form_as_with_verl(name: str, episode: Trajectory) -> None:
+    """No extra_info, nested values and None in it, a name that veRL sets itself; gold answers of all JSON types."""
+    given = ROWS_OF_VERL[name]["row"]
+    row = {
+        "data_source": "weather",
+        "prompt": CASES["a call"]["prompt"],
+        "reward_model": {"style": "rule", "ground_truth": given["ground_truth"]},
+        "extra_info": given.get("extra_info"),
+    }
+    seen: dict[str, Any] = {}
+
+    def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, **others: Any) -> float:
+        seen.update(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, **others)
+        return 1.0
+
+    scored(compute_score, replace(episode, task=to_task(row, "row#0")))
+    assert seen == ROWS_OF_VERL[name]["named"]
+    assert type(seen["ground_truth"]) is type(given["ground_truth"])
+    with pytest.raises(DataError, match="ground_truth"):  # which veRL passes on
+        to_task({**row, "reward_model": {"ground_truth": ""}}, "row#0")
+
+
+@pytest.mark.parametrize("name", RESULTS_OF_VERL)
+def test_results_of_all_kinds_count_as_with_verl(name: str, episode: Trajectory) -> None:
+    """What veRL cannot read is an error here, too; but NumPy's scalars are numbers."""
+    results = {
+        "an integer": 1,
+        "a boolean": True,
+        "a scalar": np.float32(0.5),
+        "a tensor": torch.tensor(0.25),
+        "None beside the score": {"score": 0.5, "pred": None, "acc": np.bool_(True), "parts": [1, 2]},
+        "a score that is a scalar": {"score": np.int64(2), "format": np.float64(0.5)},
+        "a dict without a score": {"acc": 1.0},
+        "a text": "1.0",
+        "none": None,
+        "a list": [1.0],
+    }
+    theirs = 0.5 if name == "a scalar" else RESULTS_OF_VERL[name]
+
+    def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any) -> Any:
+        return results[name]
+
+    if theirs is None:
+        with pytest.raises(TypeError, match="compute_score returned"):
+            scored(compute_score, episode)
+    else:
+        assert scored(compute_score, episode).total == theirs
+
+
+def test_functions_of_other_signatures_are_called_as_by_verl_or_refused_at_the_start(episode: Trajectory) -> None:
+    found, seen = FORMS_OF_VERL["found"], FORMS_OF_VERL["seen"]
+    ours: dict[str, Any] = {}
+
+    async def coroutine(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        ours["coroutine"] = [data_source, solution_str, ground_truth]
+        return 0.75
+
+    def more(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any, strict: bool = True) -> float:
+        ours["more"] = strict
+        return 0.25
+
+    def takes_all(solution_str: Any, **given: Any) -> float:
+        ours["takes all"] = sorted(["solution_str", *given])
+        return 0.5
+
+    for function in (coroutine, more, takes_all):
+        check_function("f", function, {})
+        assert scored(function, episode).total == found[function.__name__]
+    assert ours == seen
+    assert found["less"] == "TypeError"
+    with pytest.raises(ConfigError, match="extra_info"):
+        check_function("f", lambda data_source, solution_str, ground_truth: 0.0, {})
+    with pytest.raises(ConfigError, match=r"other parameters than .*solution_str"):  # of which trainer?
+        check_function("f", lambda **given: 0.0, {})

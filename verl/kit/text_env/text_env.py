@@ -6,14 +6,16 @@
     TextArena  reset(num_players, seed), get_observation()  step(action) -> (done, info), and close() -> rewards
 
 It is a class, or a function that makes such an object (`gymnasium:make`, `textarena:make`). The episode's score is the
-sum of the rewards. Every episode has an object of its own; its methods run in threads, one at a time. The policy's
-thought is no part of an action. Where actions are numbers (gymnasium's Discrete), the last number of the text is taken.
+sum of the rewards; rLLM's `compute_final_reward` replaces the last one. Every episode has an object of its own; its
+methods run in threads, one at a time. The policy's thought is no part of an action. Where actions are numbers
+(gymnasium's Discrete), the last number of the text is taken. Of an observation with a `question` the policy sees that.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from threading import Lock
@@ -51,7 +53,7 @@ class TextEnv(Env):
         self._task, self._options = task, options
         self._object: Any = None
         self._turn = Lock()
-        self._total, self._steps = 0.0, 0
+        self._rewards: list[float] = []
         self._closed = False
 
     async def reset(self) -> Observation:
@@ -60,25 +62,31 @@ class TextEnv(Env):
     async def step(self, message: Message) -> StepResult:
         action = self._action(spoken(message.content).strip())
         if action is None:
-            space = self._object.action_space
+            space = self._space
             first = int(getattr(space, "start", 0))
             return StepResult((Message("user", f"Answer with a number from {first} to {first + int(space.n) - 1}."),))
         made = await run_in_daemon_thread(self._alone, self._step, action)
-        self._total += made.reward or 0.0
-        self._steps += 1
+        self._rewards.append(made.reward or 0.0)
         return StepResult(() if made.done else _messages(made.observed), done=made.done)
 
     async def judge(self) -> Score:
-        await self.close()  # TextArena reports its rewards there
-        return Score(self._total, {"steps": float(self._steps)})
+        rewards = list(self._rewards)
+        if hasattr(self._object, "compute_final_reward"):  # rLLM's, in place of the last step's
+            rewards[-1:] = [float(await run_in_daemon_thread(self._alone, self._object.compute_final_reward))]
+        at_the_end = await self._close()
+        return Score(sum(rewards) + at_the_end, {"steps": float(len(self._rewards))})
 
     async def close(self) -> None:
+        await self._close()
+
+    async def _close(self) -> float:
+        """Closes the object, once. Returns the reward of the one player, which TextArena reports then."""
         if self._closed or self._object is None:
-            return
+            return 0.0
         self._closed = True
         found = await run_in_daemon_thread(self._alone, getattr(self._object, "close", lambda: None))
-        if isinstance(found, tuple) and isinstance(found[0], Mapping):
-            self._total += float(found[0].get(0) or 0.0)  # of the one player
+        is_textarena = isinstance(found, tuple) and isinstance(found[0], Mapping)
+        return float(found[0].get(0) or 0.0) if is_textarena else 0.0
 
     def _alone(self, run: Callable[..., Any], *given: Any) -> Any:
         with self._turn:
@@ -86,16 +94,21 @@ class TextEnv(Env):
 
     def _start(self) -> tuple[Message, ...]:
         """The object made and reset: the messages to which the policy responds."""
-        row = row_of(self._task)
+        row = deepcopy(row_of(self._task))  # an environment may change what it gets
         with _STARTING:
             self._object = self._made(row)
+            if not getattr(self._object, "is_multithread_safe", lambda: True)():  # rLLM's
+                self._turn = _STARTING
             if hasattr(self._object, "init"):
                 prompt, _ = self._object.init([as_openai(message) for message in self._task.prompt])
                 return read_messages(prompt, "init")
             found = self._object.reset(**self._named(row))
             has_info = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-            text = as_text(self._observation() if found is None else self._shown(found[0] if has_info else found))
+            observed = self._observation() if found is None else self._shown(found[0] if has_info else found)
         *before, last = self._task.prompt
+        text = "" if _is_row(observed, row) else _said(observed)
+        if text in ("", last.content):
+            return self._task.prompt
         return (*before, replace(last, content=f"{last.content}\n\n{text}"))
 
     def _made(self, row: Mapping[str, Any]) -> Any:
@@ -113,20 +126,26 @@ class TextEnv(Env):
         known = {"options": row, "num_players": 1, **columns}
         return {name: value for name, value in known.items() if name in parameters}
 
+    @property
+    def _space(self) -> Any:
+        """The space of actions that are numbers. In rLLM it has another name, beside gymnasium's, which it extends."""
+        spaces = (getattr(self._object, name, None) for name in ("ACTION_SPACE", "action_space"))
+        return next((space for space in spaces if hasattr(space, "n")), None)
+
     def _action(self, text: str) -> Any:
         """None: the text has no number where one is asked for."""
-        if not hasattr(getattr(self._object, "action_space", None), "n"):
+        if self._space is None:
             return text
         numbers = _INTEGER.findall(text)
-        return int(numbers[-1]) if numbers and self._object.action_space.contains(int(numbers[-1])) else None
+        return int(numbers[-1]) if numbers and self._space.contains(int(numbers[-1])) else None
 
     def _step(self, action: Any) -> _Step:
         match self._object.step(action):
             case {"observations": observed, "reward": reward, "done": done}:
                 return _Step(observed, float(reward), bool(done))
-            case (observed, reward, terminated, truncated, Mapping()):
+            case (observed, reward, terminated, truncated, _):
                 return _Step(self._shown(observed), float(reward), bool(terminated or truncated))
-            case (observed, reward, done, Mapping()):
+            case (observed, reward, done, _):
                 return _Step(self._shown(observed), float(reward), bool(done))
             case (bool() as done, Mapping()):
                 return _Step("" if done else self._observation(), None, done)
@@ -152,4 +171,18 @@ def _messages(observed: Any) -> tuple[Message, ...]:
     listed = observed if isinstance(observed, list | tuple) else []
     if listed and all(isinstance(each, Mapping) and "role" in each for each in listed):
         return read_messages(listed, "observations")
-    return (Message("user", as_text(observed)),)
+    return (Message("user", _said(observed)),)
+
+
+def _said(observed: Any) -> str:
+    """As rLLM's agents read it: the question of a mapping, and nothing of an empty one."""
+    if isinstance(observed, Mapping) and isinstance(question := observed.get("question"), str):
+        return question
+    return "" if observed is None or observed == {} else as_text(observed)
+
+
+def _is_row(observed: Any, row: Mapping[str, Any]) -> bool:
+    """Whether rLLM's environment returns its task, gold answer included, of which its agents choose the question."""
+    if not isinstance(observed, Mapping) or "question" in observed:
+        return False
+    return observed == row.get("task") or all(observed.get(name) == row[name] for name in ("prompt", "answer"))

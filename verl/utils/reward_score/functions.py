@@ -1,9 +1,10 @@
-"""Functions as rewards: plain ones, and those written for veRL and TRL, which get what these trainers pass to them.
+"""Functions as rewards: plain ones, and those written for veRL, TRL and verifiers, which get what these pass to them.
 
 (response, answer)                                           the messages after the prompt, as one text
 (data_source, solution_str, ground_truth, extra_info)        veRL: the decoded response, observations included
 (data_sources, solution_strs, ground_truths, extra_infos)    veRL's batch manager: lists, here of one row
 (completions, ..)                                            TRL: lists of one row, and any columns
+(completion, ..)                                             verifiers' rubrics: messages, state, and any columns
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from verl.formats.openai import as_openai
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.text import shortened
 from verl.types import Message, Score, Task, ToolCall, Trajectory, Turn
+from verl.utils.reward_score.rubric import rubric_arguments
 
 _SHOWN = 200  # characters of a value that is no score
-_TRL, _BATCH, _VERL = "completions", "solution_strs", "solution_str"  # the parameter that identifies a form
+_TRL, _BATCH, _VERL, _RUBRIC = "completions", "solution_strs", "solution_str", "completion"  # each identifies a form
 _LISTS = (_TRL, _BATCH)  # forms that return a list
-_BY_TRL = ("prompts", _TRL, "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+_BESIDE_COLUMNS = {  # the arguments of forms that take the columns of rows
+    _TRL: ("prompts", _TRL, "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
+    _RUBRIC: ("prompt", _RUBRIC, "info", "state", "task"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +57,36 @@ class FunctionReward:
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         log = _Log()
-        if _TRL in self._parameters:
-            found = self._call(**self._taken(_trl_columns(trajectory, task, step, log)))
-        elif _BATCH in self._parameters:
-            found = self._call(**{f"{name}s": [value] for name, value in _verl_arguments(trajectory, task).items()})
-        elif _VERL in self._parameters:
-            found = self._call(**_verl_arguments(trajectory, task))
-        else:
-            found = self._call(_as_text(trajectory), task.answer)
+        match self._form:
+            case "completions":
+                found = self._call(**self._taken(_trl_columns(trajectory, task, step, log)))
+            case "solution_strs":
+                arguments = _verl_arguments(trajectory, task)
+                found = self._call(**{f"{name}s": [value] for name, value in arguments.items()})
+            case "solution_str":
+                found = self._call(**_verl_arguments(trajectory, task))
+            case "completion":
+                arguments = rubric_arguments(trajectory, _row_columns(task), list(_rounds(trajectory)))
+                found = self._call(**self._taken(arguments))
+            case _:
+                found = self._call(_as_text(trajectory), task.answer)
         score = self._read(found)
         return replace(score, parts={**score.parts, **log.metrics}, details={**score.details, **log.extra})
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError if the row lacks a column that a function of TRL's form names."""
-        if _TRL not in self._parameters:
+        """Raises DataError if the row lacks a column that a function of TRL's or verifiers' form names."""
+        if self._form not in _BESIDE_COLUMNS:
             return
-        columns = _row_columns(task)
+        offered = (*_BESIDE_COLUMNS[self._form], *_row_columns(task))
         try:
-            signature(self.function).bind(**{**self._taken(dict.fromkeys((*_BY_TRL, *columns))), **self.options})
+            signature(self.function).bind(**{**self._taken(dict.fromkeys(offered)), **self.options})
         except TypeError as error:
-            has = f"one of {', '.join((*_BY_TRL, *columns))}"
+            has = f"one of {', '.join(offered)}"
             raise DataError(f"reward {self._name}: {error}", has, "Add it to the rows") from error
+
+    @property
+    def _form(self) -> str:
+        return _form_of(self._parameters)
 
     @property
     def _name(self) -> str:
@@ -92,13 +106,13 @@ class FunctionReward:
         return asyncio.run(_awaited(found)) if isawaitable(found) else found
 
     def _read(self, found: Any) -> Score:
-        """The score. None in TRL's list: the reward does not apply to the response."""
-        if any(name in self._parameters for name in _LISTS):
+        """The score. None or NaN in TRL's list: the reward does not apply to the response."""
+        if self._form in _LISTS:
             if not isinstance(found, Iterable) or len(listed := list(found)) != 1:
                 shown = shortened(repr(found), _SHOWN)
                 raise TypeError(f"{self._name} returned {shown}; expected a list of one number")
             (found,) = listed
-            if found is None and _TRL in self._parameters:
+            if self._form == _TRL and (found is None or (_is_number(found) and math.isnan(found))):
                 return Score(0.0, {}, counted=False)
         return as_score(found, self._name)
 
@@ -119,23 +133,37 @@ class _Log:
 
 def check_function(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raises ConfigError for a function that `FunctionReward` cannot call; TRL's columns are those of the rows."""
-    given: tuple[Any, ...] = ()
     try:
         parameters = signature(function)
         named = dict.fromkeys(options)
-        if _BATCH in parameters.parameters:
-            named |= dict.fromkeys(("data_sources", _BATCH, "ground_truths", "extra_infos"))
-        elif _VERL in parameters.parameters:
-            named |= dict.fromkeys(("data_source", _VERL, "ground_truth", "extra_info"))
-        elif _TRL not in parameters.parameters:
-            given = ("", "")
-        if _TRL in parameters.parameters:
-            parameters.bind_partial(**named)
-        else:
-            parameters.bind(*given, **named)
+        match _form_of(parameters.parameters):
+            case "solution_strs":
+                parameters.bind(**named | dict.fromkeys(("data_sources", _BATCH, "ground_truths", "extra_infos")))
+            case "solution_str":
+                parameters.bind(**named | dict.fromkeys(("data_source", _VERL, "ground_truth", "extra_info")))
+            case "completions":
+                parameters.bind_partial(**named)
+            case "completion":
+                parameters.bind_partial(**named)
+                _check_parser(parameters.parameters, options)
+            case _:
+                parameters.bind("", "", **named)
     except (TypeError, ValueError) as error:
-        forms = "(response, answer), (data_source, solution_str, ground_truth, extra_info) or (completions, **columns)"
-        raise ConfigError(f"reward {name!r} is a function of other parameters than {forms}: {error}") from error
+        forms = "(response, answer), (data_source, solution_str, ground_truth, extra_info), (completions, **columns)"
+        other = f"is a function of other parameters than {forms} or (completion, **columns)"
+        raise ConfigError(f"reward {name!r} {other}: {error}") from error
+
+
+def _check_parser(parameters: Mapping[str, Parameter], options: Mapping[str, Any]) -> None:
+    """A rubric's parser is of its environment: another one would give other scores without a word."""
+    parser = parameters.get("parser")
+    if parser is not None and parser.default is Parameter.empty and "parser" not in options:
+        raise TypeError("`parser` is the rubric's own; give it a default, such as parser=vf.XMLParser(['answer'])")
+
+
+def _form_of(parameters: Iterable[str]) -> str:
+    """The parameter that identifies the form; empty: a plain function."""
+    return next((name for name in (_TRL, _BATCH, _VERL, _RUBRIC) if name in parameters), "")
 
 
 def as_score(found: Any, made_by: str) -> Score:

@@ -5,6 +5,8 @@
 The episode is the case "a call" of cases.json, as veRL's agent loop leaves it in a batch.
 """
 
+import asyncio
+import copy
 import json
 import sys
 import tempfile
@@ -57,10 +59,39 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic | torch.Tensor) else value
 
 
-def batch(tokenizer: Any) -> DataProto:
+ROWS: dict[str, dict[str, Any]] = {  # what a row can hold, beside its prompt and its data source
+    "nothing": {"ground_truth": "Rain."},
+    "nested": {
+        "ground_truth": "Rain.",
+        "extra_info": {"a": {"b": [1, None, {"c": "ü"}]}, "hint": None, "big": 2**53 + 1},
+    },
+    "a dict": {"ground_truth": {"target": ["Rain."], "at": None}, "extra_info": {"index": 1}},
+    "a list": {"ground_truth": ["Rain.", "rain"], "extra_info": {"answer": ["x", "y"]}},
+    "a number": {"ground_truth": 7, "extra_info": {"split": "test"}},
+    "a fraction": {"ground_truth": 0.5, "extra_info": {}},
+    "a boolean": {"ground_truth": True, "extra_info": {"index": 0}},
+    "a name of its own": {"ground_truth": "Rain.", "extra_info": {"num_turns": 99}},
+}
+RESULTS: dict[str, Any] = {
+    "an integer": 1,
+    "a boolean": True,
+    "a scalar": np.float32(0.5),
+    "a tensor": torch.tensor(0.25),
+    "None beside the score": {"score": 0.5, "pred": None, "acc": np.bool_(True), "parts": [1, 2]},
+    "a score that is a scalar": {"score": np.int64(2), "format": np.float64(0.5)},
+    "a dict without a score": {"acc": 1.0},
+    "a text": "1.0",
+    "none": None,
+    "a list": [1.0],
+}
+
+
+def batch(tokenizer: Any, row: dict[str, Any] | None = None) -> DataProto:
     response = [token for text in TEXTS for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     prompt = tokenizer("<|im_start|>user\nRain in Oslo?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     padding = [tokenizer.pad_token_id] * 3
+    given = row or {"ground_truth": "Rain.", "extra_info": {"index": 7, "split": "train"}}
+    extra = given.get("extra_info") or {}  # veRL's data set does the same
     return DataProto.from_dict(
         tensors={
             "prompts": torch.tensor([padding + prompt]),
@@ -69,12 +100,58 @@ def batch(tokenizer: Any) -> DataProto:
         },
         non_tensors={
             "data_source": np.array(["weather"], dtype=object),
-            "reward_model": np.array([{"style": "rule", "ground_truth": "Rain."}], dtype=object),
-            "extra_info": np.array([{"index": 7, "split": "train"}], dtype=object),
+            "reward_model": np.array([{"style": "rule", "ground_truth": given["ground_truth"]}], dtype=object),
+            "extra_info": np.array([copy.deepcopy(extra)], dtype=object),
             "__num_turns__": np.array([4], dtype=np.int32),
             "tool_extra_fields": np.array([ADDED], dtype=object),
         },
     )
+
+
+def in_loop(tokenizer: Any, row: dict[str, Any] | None, function: Any) -> Any:
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    manager = of_loop("naive")(OmegaConf.create({"reward": {"reward_kwargs": {}}}), tokenizer, function)
+    return manager.loop.run_until_complete(manager.run_single(batch(tokenizer, row)))
+
+
+def of_results(tokenizer: Any) -> dict[str, Any]:
+    """The score that veRL's managers trained on for each kind of result; null where one raises."""
+    made = {}
+    for name, result in RESULTS.items():
+        manager = get_reward_manager_cls("naive")(tokenizer=tokenizer, num_examine=0, compute_score=Seen(result))
+        try:
+            made[name] = manager(batch(tokenizer), return_dict=True)["reward_tensor"].sum().item()
+        except (TypeError, ValueError, KeyError, RuntimeError):
+            made[name] = None
+    return made
+
+
+def of_forms(tokenizer: Any) -> dict[str, Any]:
+    """What functions of other signatures got, or the error."""
+    seen: dict[str, Any] = {}
+
+    async def coroutine(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        seen["coroutine"] = [data_source, solution_str, ground_truth]
+        return 0.75
+
+    def takes_all(**given: Any) -> float:
+        seen["takes all"] = sorted(given)
+        return 0.5
+
+    def more(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any, strict: bool = True) -> float:
+        seen["more"] = strict
+        return 0.25
+
+    def less(data_source: Any, solution_str: Any, ground_truth: Any) -> float:
+        return 0.0
+
+    made: dict[str, Any] = {}
+    for function in (coroutine, takes_all, more, less):
+        try:
+            made[function.__name__] = in_loop(tokenizer, None, function)["reward_score"]
+        except TypeError as error:
+            made[function.__name__] = type(error).__name__
+    return {"found": made, "seen": seen}
 
 
 def main() -> None:
@@ -96,13 +173,20 @@ def main() -> None:
         found = manager(batch(tokenizer), return_dict=True)
         reward = found["reward_tensor"].sum().item()
         made[name] = {"given": seen.given, "named": seen.named, "reward": reward}
+    rows = {}
+    for name, row in ROWS.items():
+        seen = Seen(1.0)
+        in_loop(tokenizer, row, seen)
+        rows[name] = {"row": row, "named": seen.named}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "mine.py")
         file.write_text("def mine(**given):\n    return given\n")
         own = {"path": str(file), "name": "mine", "reward_kwargs": {"strict": True, "data_source": "ours"}}
         function = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": own}}))
         made["reward_kwargs"] = function(data_source="theirs", solution_str="Rain.")
-    (HERE / "verl.json").write_text(json.dumps({"version": verl.__version__, "given": made}, indent=1) + "\n")
+    more = {"rows": rows, "results": of_results(tokenizer), "forms": of_forms(tokenizer)}
+    text = {"version": verl.__version__, "given": made, **more}
+    (HERE / "verl.json").write_text(json.dumps(text, indent=1) + "\n")
 
 
 if __name__ == "__main__":
