@@ -1022,10 +1022,11 @@ def test_sampling_settings_are_replaced_and_counted() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropics_tool_choice_never_constrains_the_policy(stream: bool) -> None:
-    """A choice that demands a call is counted and has no effect; with none a call is text. All are one conversation."""
+    """A choice that demands a call is counted and has no effect; with none a call is text, and no tools are shown."""
 
     async def test() -> None:
-        async with opened(CALL, "I will not.", CALL, CALL) as door:
+        style = observations("hermes", prompt_template="artist_tools")  # lists tools, and writes calls
+        async with opened(CALL, "I will not.", CALL, CALL, observations=style) as door:
             tool = {"name": "weather", "description": "Of a city.", "input_schema": PARAMETERS}
             messages: list[Any] = [{"role": "user", "content": "How is Oslo?"}]
             found = []
@@ -1046,7 +1047,8 @@ def test_anthropics_tool_choice_never_constrains_the_policy(stream: bool) -> Non
             called, said = ("tool_use", ["tool_use"]), ("end_turn", ["text"])
             assert found == [called, said, said, called]
             assert door.session.counts["sampling_overridden"] == 2 and door.session.overridden == {"tool_choice"}
-            assert len(door.session.ledger.segments) == 1
+            listed = ['"description": "Of a city."' in chat().tokenizer.decode(shown) for shown, _ in door.policy.saw]
+            assert listed == [True, True, False, True]
             door.session.on_sampling = OnSampling.REFUSE
             with pytest.raises(anthropic.BadRequestError, match=r"env.options.on_sampling=refuse"):
                 await door.anthropic().messages.create(model="any", **{**request, "tool_choice": {"type": "any"}})

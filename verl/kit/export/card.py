@@ -42,7 +42,8 @@ _SERVING = [
     "",
     "```bash",
     f"vllm serve . --chat-template {CHAT_TEMPLATE} --chat-template-content-format string \\",
-    f"    --enable-auto-tool-choice --tool-parser-plugin {TOOL_PARSER} --tool-call-parser {PARSER_NAME}",
+    f"    --enable-auto-tool-choice --tool-parser-plugin {TOOL_PARSER} --tool-call-parser {PARSER_NAME} \\",
+    "    --exclude-tools-when-tool-choice-none",
     "```",
 ]
 

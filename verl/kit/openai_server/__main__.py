@@ -95,7 +95,7 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *("--host", options.host, "--port", str(options.port)),
         *("--chat-template", str(folder / CHAT_TEMPLATE), "--chat-template-content-format", "string"),
         *("--enable-auto-tool-choice", "--tool-parser-plugin", str(folder / TOOL_PARSER)),
-        *("--tool-call-parser", PARSER_NAME),
+        *("--tool-call-parser", PARSER_NAME, "--exclude-tools-when-tool-choice-none"),
         *("--middleware", f"{CheckedRequests.__module__}.{CheckedRequests.__name__}"),
         *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
         *([] if on_gpu else ["--enforce-eager"]),

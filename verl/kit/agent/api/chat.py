@@ -162,8 +162,8 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     sampling = given_sampling(body, _SAMPLING) | constraints(
         given.tool_choice, named, tools, any(each.strict for each in functions)
     )
-    reads_calls = bool(tools) and given.tool_choice != "none"
-    return ChatRequest(messages, tools, min(limits, default=None), tuple(given.stop or ()), reads_calls, sampling)
+    offered = () if given.tool_choice == "none" else tools
+    return ChatRequest(messages, offered, min(limits, default=None), tuple(given.stop or ()), bool(offered), sampling)
 
 
 def chosen_tools(choice: object, choices: Mapping[str, type[ToolChoice]]) -> list[str]:
