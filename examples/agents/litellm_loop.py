@@ -1,4 +1,4 @@
-"""The tool loop of openai_loop.py on LiteLLM, which moves the policy's thoughts into a field of the message."""
+"""The tool loop of openai_loop.py on LiteLLM, which repeats responses with fields of its own."""
 
 import os
 

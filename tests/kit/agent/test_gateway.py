@@ -1020,6 +1020,42 @@ def test_sampling_settings_are_replaced_and_counted() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_choice_never_constrains_the_policy(stream: bool) -> None:
+    """A choice that demands a call is counted and has no effect; with none a call is text, and no tools are shown."""
+
+    async def test() -> None:
+        style = observations("hermes", prompt_template="artist_tools")  # lists tools, and writes calls
+        async with opened(CALL, "I will not.", CALL, CALL, observations=style) as door:
+            tool = {"name": "weather", "description": "Of a city.", "input_schema": PARAMETERS}
+            messages: list[Any] = [{"role": "user", "content": "How is Oslo?"}]
+            found = []
+            for choice in ({"type": "tool", "name": "weather"}, {"type": "any"}, {"type": "none"}, {"type": "auto"}):
+                request: Any = {"messages": messages, "tools": [tool], "tool_choice": choice, "max_tokens": 100}
+                if stream:
+                    async with door.anthropic().messages.stream(model="any", **request) as events:
+                        done = await events.get_final_message()
+                else:
+                    done = await door.anthropic().messages.create(model="any", **request)
+                found.append((done.stop_reason, [block.type for block in done.content]))
+                calls = [block for block in done.content if block.type == "tool_use"]
+                results = [{"type": "tool_result", "tool_use_id": call.id, "content": "-3"} for call in calls]
+                messages += [
+                    {"role": "assistant", "content": done.content},
+                    {"role": "user", "content": results or "?"},
+                ]
+            called, said = ("tool_use", ["tool_use"]), ("end_turn", ["text"])
+            assert found == [called, said, said, called]
+            assert door.session.counts["sampling_overridden"] == 2 and door.session.overridden == {"tool_choice"}
+            listed = ['"description": "Of a city."' in chat().tokenizer.decode(shown) for shown, _ in door.policy.saw]
+            assert listed == [True, True, False, True]
+            door.session.on_sampling = OnSampling.REFUSE
+            with pytest.raises(anthropic.BadRequestError, match=r"env.options.on_sampling=refuse"):
+                await door.anthropic().messages.create(model="any", **{**request, "tool_choice": {"type": "any"}})
+
+    run(test)
+
+
 def test_sampling_settings_are_refused_or_honored() -> None:
     async def test() -> None:
         async with opened("one", "two") as door:

@@ -21,14 +21,15 @@ from verl.chat.template import ChatTemplate
 from verl.data.messages import read_messages, read_tools
 from verl.embedded import embedded_path
 from verl.envs.base import Observation
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.formats.base import TOOL_CALL_FORMATS, ToolCallFormat, build_tool_call_format
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import PromptTemplate, function_schema
 from verl.kit.agent.ledger import Ledger
 from verl.kit.openai_server.chat_template import serving_chat_template
+from verl.kit.openai_server.dropped import refusals
 from verl.kit.openai_server.served_model import TrainedFormat
-from verl.kit.openai_server.serving_files import serving_texts
+from verl.kit.openai_server.serving_files import CHAT_TEMPLATE, serving_texts
 from verl.types import Message, ToolSpec
 
 TEMPLATES = Path(__file__).parents[2] / "chat" / "templates"
@@ -309,3 +310,85 @@ def test_a_role_that_training_refuses_is_refused(name: str) -> None:
     template = serving_chat_template(build_tool_call_format(name), used.tokenizer.chat_template)
     with pytest.raises(Exception, match="the role developer is not one of"):
         served_text(used, template, [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}], [])
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n"
+TEXTS = f"{{% for m in messages %}}{TURN}{{% endfor %}}<|im_start|>assistant\n"
+CALLS = TEXTS.replace("<|im_end|>", "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>")
+LISTS = "{{ tools | tojson if tools else '' }}"
+SYSTEM, HELLO = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}
+CALLED = [HELLO, {"role": "assistant", "content": "", "tool_calls": [call("c0", {"city": "Oslo"}, "rain")]}]
+ANSWERED = [*CALLED, {"role": "tool", "tool_call_id": "c0", "content": "7"}]
+DROPS_SYSTEM = "the model's chat template drops messages with the role system"
+DROPS_TOOLS = "the model's chat template does not list tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "style", "refused", "shown", "problem"),
+    [
+        (TEXTS, "hermes", [HELLO], None, f"{DROPS_TOOLS}, .* serve it with a format that"),
+        (TEXTS, "hermes", [SYSTEM, HELLO], None, f"{DROPS_TOOLS}, .* --option prompt_template=FILE"),
+        (
+            "{% if messages[0].role == 'system' %}" + LISTS + "{% endif %}" + CALLS,
+            "hermes",
+            [HELLO],
+            [SYSTEM, HELLO],
+            f"{DROPS_TOOLS} without a system message",
+        ),
+        (
+            "{% if messages[0].role != 'system' %}" + LISTS + "{% endif %}" + CALLS,
+            "xml",
+            [SYSTEM, HELLO],
+            [HELLO],
+            f"{DROPS_TOOLS} beside a system message",
+        ),
+        (
+            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CALLS,
+            "llama3_json",
+            [HELLO],
+            None,
+            DROPS_TOOLS,
+        ),
+        (LISTS + TEXTS, "hermes", CALLED, [HELLO], "drops the calls of earlier turns"),
+        (
+            LISTS + CALLS.replace("m in messages", "m in messages if m.role != 'tool'"),
+            "hermes",
+            ANSWERED,
+            [HELLO],
+            "tool",
+        ),
+        (
+            TEXTS.replace("m in messages", "m in messages if m.role != 'tool'"),
+            "tool_n1",
+            ANSWERED,
+            [HELLO],
+            "role tool",
+        ),
+        (TEXTS.replace("m in messages", "m in messages if m.role != 'system'"), "toolrl", [HELLO], None, DROPS_SYSTEM),
+    ],
+)
+def test_what_the_chat_template_drops_is_refused_as_in_training(
+    template: str, style: str, refused: list[Any], shown: list[Any] | None, problem: str, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(embedded_path("embedded:model"), tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(template)
+    used = ChatTemplate(PreTrainedTokenizerFast.from_pretrained(model))
+    made, tools = serving_texts(model, TrainedFormat(style))[CHAT_TEMPLATE], [function_schema(RAIN)]
+    with pytest.raises(Exception, match=problem):
+        served_text(used, made, refused, tools)
+    with pytest.raises((ConfigError, DataError)):
+        trained_ids(used, build_tool_call_format(style), refused, tools)
+    if shown is not None:
+        expected = trained_ids(used, build_tool_call_format(style), shown, tools)
+        assert ids(used, served_text(used, made, shown, tools)) == expected
+
+
+def test_a_prompt_template_that_a_format_does_not_use_is_refused(tmp_path: Path) -> None:
+    trained = TrainedFormat("hermes", prompt=PromptTemplate("Tools: {tools}"))
+    with pytest.raises(ConfigError, match="--prompt-template has no effect with the tool-call format hermes"):
+        serving_texts(Path(embedded_path("embedded:model")), trained)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3"])
+def test_a_chat_template_that_shows_all_refuses_nothing(name: str) -> None:
+    assert refusals(chat(name), template_tools=True) == refusals(chat(name), template_tools=False) == ""

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from verl.kit.openai_server.requests import CheckedRequests, RequestError, checked
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 FUNCTION = {"name": "get_rain"}
 
 
@@ -49,6 +49,8 @@ def allowed(mode: Any, *tools: Any) -> dict[str, Any]:
         ),
         (CHAT, allowed("auto"), "tool_choice.allowed_tools.tools must be a list of"),
         (CHAT, allowed("auto", FUNCTION), "tool_choice.allowed_tools.tools must be a list of"),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice demands a call, but there are no tools"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "a"}, "tools": []}, "tool_choice demands a call, but"),
     ],
 )
 def test_what_would_be_dropped_is_an_error(path: str, body: Mapping[str, Any], problem: str) -> None:
@@ -66,10 +68,11 @@ def test_what_would_be_dropped_is_an_error(path: str, body: Mapping[str, Any], p
         history('{"city": "Kala"}'),
         history({"city": "Kala"}),
         {"tool_choice": "required"},
+        {"tool_choice": {"type": "none"}},
     ],
 )
 def test_what_is_right_or_vllms_own_error_goes_through_as_it_is(body: Mapping[str, Any]) -> None:
-    assert checked(body, CHAT) == checked(body, RESPONSES) == body
+    assert checked(body, CHAT) == checked(body, RESPONSES) == checked(body, MESSAGES) == body
 
 
 def test_allowed_tools_become_a_choice_that_vllm_knows_and_names() -> None:
@@ -87,6 +90,9 @@ def test_tools_are_shown_as_in_training(strict: bool | None) -> None:
     assert checked(chat, CHAT) == {"tools": [{"type": "function", "function": function}]}
     flat = {"tools": [{"type": "function", **function, "strict": strict}]}
     assert checked(flat, RESPONSES) == {"tools": [{"type": "function", **function}]}
+    assert checked({"tools": [{**FUNCTION, "input_schema": schema, "strict": strict}]}, MESSAGES) == {
+        "tools": [{**FUNCTION, "input_schema": schema}]
+    }
     assert checked({"tools": [7, {"function": 7}]}, CHAT) == {"tools": [7, {"function": 7}]}
 
 

@@ -24,6 +24,7 @@ from verl.types import ToolCall
 
 need_vllm()
 pytestmark = pytest.mark.long
+CALLED = {"name": "get_rain", "arguments": "{}"}
 TOOLS = [
     {
         "type": "function",
@@ -236,3 +237,25 @@ def test_the_end_token_is_no_content(name: str, tmp_path: Path) -> None:
             delta = used.parse_delta(piece, ids, asked, prompt_token_ids=[1], finished=bool(ids))
             sent += (delta.content or "") if delta else ""
         assert sent == answer.content
+
+
+@pytest.mark.parametrize(
+    ("conversation", "ids"),
+    [
+        ([], ["call00000", "call00001"]),
+        ([{"role": "assistant", "tool_calls": [{"id": "call00003", "type": "function", "function": CALLED}]}], None),
+        ([{"role": "assistant", "content": "Calling tools: [{'id': 'call00003', 'type': 'function'}]"}], None),
+        ([{"role": "assistant", "content": "recall00009 call123"}], ["call00000", "call00001"]),
+    ],
+)
+def test_calls_are_numbered_on_as_in_training(
+    conversation: list[dict[str, Any]], ids: list[str] | None, tmp_path: Path
+) -> None:
+    """Some programs show the policy their ids, as text."""
+    parser, asked = parser_class("hermes", tmp_path), request()
+    asked.messages += conversation
+    text = build_tool_call_format("hermes").render([ToolCall("get_rain", {"city": "Kala"})] * 2)  # type: ignore[attr-defined]
+    _, _, calls = new_parser(parser, asked).parse(text, asked, enable_auto_tools=True)
+    made = [call.id for call in calls]
+    delta = new_parser(parser, asked).parse_delta(text, [2], asked, prompt_token_ids=[1], finished=True)
+    assert made == [call.id for call in delta.tool_calls] == (ids or ["call00004", "call00005"])

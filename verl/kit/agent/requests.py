@@ -35,8 +35,9 @@ def refused(error: DataError, field: str) -> ApiError:
 class ChatRequest:
     """A conversation to respond to.
 
+    tools: that the policy is offered: none with tool_choice=none, as in rows and by `toolrl serve`
     max_tokens: of the response; None: as many as fit
-    reads_calls: whether tool calls are parsed (not with tool_choice=none)
+    reads_calls: whether tool calls are parsed
     sampling: the request's own sampling settings, which differ from the run's or may do so
     token_ids: in place of messages
     conversation, places: the request's names of its messages, for errors; places: empty for conversation[0], ..

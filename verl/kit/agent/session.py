@@ -22,7 +22,7 @@ from verl.kit.agent.ledger import Draft, Ledger
 from verl.kit.agent.requests import ApiError, ChatRequest, ChatResponse, Finish, bad_request, refused
 from verl.kit.agent.sampling import OnSampling, differing, honored
 from verl.kit.agent.thoughts import OnThoughts
-from verl.kit.openai_server.parsing import ResponseReader
+from verl.kit.openai_server.parsing import ResponseReader, numbered
 from verl.kit.swe.harness import TaskSession
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Message, ParsedResponse, Score, StopReason, ToolCall
@@ -318,9 +318,8 @@ class Session:
         return made, parsed
 
     def _numbered(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-        """The calls with an id each: nine letters and digits, which all chat templates accept."""
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        return tuple(replace(call, id=f"call{first + number:05}") for number, call in enumerate(calls))
+        return numbered(calls, first)
 
 
 def least_tokens(text: str, longest_token: int) -> int:

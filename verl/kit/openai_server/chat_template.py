@@ -29,6 +29,7 @@ def serving_chat_template(
     options: Mapping[str, Any] | None = None,
     separate_turns: bool = False,
     bos_token: str = "",
+    refusals: str = "",
 ) -> str:
     """The chat template that renders messages and tools as this format and the model's chat template do in training.
 
@@ -37,12 +38,13 @@ def serving_chat_template(
     options: variables of the chat template that were set in training
     separate_turns: the policy was trained in episodes of several turns, not on rows with a history
     bos_token: put before prompts without a chat template
+    refusals: errors for what the model's chat template would drop (dropped.py)
     Raises ConfigError for a format whose prompts cannot be written as a template.
     """
     variables = (f"{{%- set {key} = {literal(value)} -%}}" for key, value in (options or {}).items())
     head = "".join([_file("common"), *variables])
     if tool_call_format.template_tools:
-        return _before(head + _file("tools_only"), base)
+        return _before(head + _file("tools_only") + refusals, base)
     body = tool_call_format.serving_template if isinstance(tool_call_format, PromptTemplateMixin) else None
     if body is None:
         raise ConfigError(
@@ -59,8 +61,8 @@ def serving_chat_template(
         head += _inline_macros(tool_call_format) + _file(body)
         if tool_call_format.raw:
             return f"{head}{_file('raw')}{{{{ {literal(bos_token)} ~ messages[-1].content ~ inline_turn.text }}}}"
-        return f"{_before(head, base)}{{{{ inline_turn.text }}}}"
-    return _before(head + (_file("json") if body == "toolrl" else "") + _file(body), base)
+        return f"{_before(head + refusals, base)}{{{{ inline_turn.text }}}}"
+    return _before(head + (_file("json") if body == "toolrl" else "") + _file(body) + refusals, base)
 
 
 def _before(head: str, base: str) -> str:

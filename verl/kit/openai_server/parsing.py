@@ -1,13 +1,28 @@
 """A response as OpenAI's API has it: content and tool calls, read with the tool-call format of the training."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.formats.base import ToolCallFormat
 from verl.formats.split import split
 from verl.types import ToolCall, ToolSpec
 
 PARSER_NAME = "toolrl"  # for vLLM's --tool-call-parser
+_ID = re.compile(r"\bcall(\d{5,})\b")
+
+
+def numbered(calls: Sequence[ToolCall], first: int) -> tuple[ToolCall, ...]:
+    """The calls with an id each: nine letters and digits, which all chat templates accept.
+
+    Some programs show them to the policy, so they look alike in training and from a server.
+    """
+    return tuple(replace(call, id=f"call{first + number:05}") for number, call in enumerate(calls))
+
+
+def next_number(conversation: str) -> int:
+    """The number after those of all ids in a conversation."""
+    return max((int(found) + 1 for found in _ID.findall(conversation)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from verl.data.messages import read_arguments
 from verl.errors import DataError
 from verl.kit.openai_server.forced_calls import ALLOWED_TOOLS
 
-_CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
+_CHAT, _RESPONSES, _MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+_PATHS = (_CHAT, _RESPONSES, _MESSAGES, f"{_MESSAGES}/count_tokens")
 _FORMER = {"functions": "tools", "function_call": "tool_choice"}  # OpenAI's fields before there were tools
 _MODES = ("auto", "required")
 
@@ -40,7 +41,7 @@ class CheckedRequests:
             raw = await Request(scope, receive).body()
             return {"type": "http.request", "body": _checked_body(raw, path), "more_body": False}
 
-        is_checked = scope["type"] == "http" and path in (_CHAT, _RESPONSES)
+        is_checked = scope["type"] == "http" and path in _PATHS
         await self._app(scope, receive_checked if is_checked else receive, send)
 
 
@@ -68,6 +69,8 @@ def checked(body: Mapping[str, Any], path: str = _CHAT) -> dict[str, Any]:
     found = dict(body)
     if isinstance(tools := body.get("tools"), list):
         found["tools"] = list(map(_shown, tools))
+    if path == _MESSAGES:
+        _check_choice(body)
     return found | (_allowed_tools(body.get("tool_choice")) if path == _CHAT else {})
 
 
@@ -97,6 +100,13 @@ def _objects(value: Any) -> Sequence[Mapping[str, Any]]:
     """The entries of a list, of which those that are no objects have no fields here: vLLM refuses them."""
     entries = value if isinstance(value, list) else []
     return [each if isinstance(each, Mapping) else {} for each in entries]
+
+
+def _check_choice(body: Mapping[str, Any]) -> None:
+    """Anthropic's choice of a call needs tools; of OpenAI's requests vLLM itself checks that."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") in ("any", "tool") and not body.get("tools"):
+        raise RequestError("tool_choice demands a call, but there are no tools; add tools, or leave it out")
 
 
 def _allowed_tools(choice: Any) -> dict[str, Any]:

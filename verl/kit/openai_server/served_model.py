@@ -109,7 +109,7 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
             name, options, own, template_options, settings.get("env.name", "single_turn") != "single_turn"
         )
     if made := model.state.get("tool_call_format"):
-        return TrainedFormat(made, template_options=template_options)
+        return TrainedFormat(made, prompt=prompt, template_options=template_options)
     if rows is not None:
         return TrainedFormat(rows[0], prompt=rows[1], template_options=template_options)
     name = _REWARDS.get(str(settings.get("reward.name"))) or own_format(chat_template)

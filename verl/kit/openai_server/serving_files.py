@@ -18,6 +18,7 @@ from verl.errors import ConfigError
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
 from verl.kit.openai_server.chat_template import serving_chat_template
+from verl.kit.openai_server.dropped import refusals
 from verl.kit.openai_server.served_model import TrainedFormat
 from verl.pretrained import end_tokens, read_tokenizer
 from verl.system.files import replacing
@@ -41,6 +42,12 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
     tokenizer = read_tokenizer(str(folder), "model")
     tool_call_format = trained.build()
     raw = isinstance(tool_call_format, InlineFormat) and tool_call_format.raw
+    if trained.prompt is not None and tool_call_format.template_tools:
+        raise ConfigError(
+            f"--prompt-template has no effect with the tool-call format {trained.name}, whose tools the model's chat "
+            "template lists; set --option prompt_template=FILE, a text with {question} and {tools}"
+        )
+    chat = ChatTemplate(tokenizer, end_tokens(str(folder)), template_options=trained.template_options)
     template = serving_chat_template(
         tool_call_format,
         "" if raw else base_template(tokenizer, tool_call_format.template_tools),
@@ -48,8 +55,8 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
         options=trained.template_options,
         separate_turns=trained.separate_turns,
         bos_token=_bos(tokenizer) if raw else "",
+        refusals="" if raw else refusals(chat, tool_call_format.template_tools),
     )
-    chat = ChatTemplate(tokenizer, end_tokens(str(folder)), template_options=trained.template_options)
     if isinstance(tool_call_format, NativeFormat):
         tool_call_format = tool_call_format.bound(chat)  # an error here, not in the server
     if isinstance(tool_call_format, TurnFormat) and chat.opens_thought:  # as in training

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
-from uuid import uuid4
 
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers.abstract_tool_parser import (
@@ -25,7 +24,7 @@ from xgrammar import Grammar
 from verl.errors import ConfigError
 from verl.formats.base import build_tool_call_format
 from verl.kit.openai_server.forced_calls import ALLOWED_TOOLS, call_grammar
-from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader
+from verl.kit.openai_server.parsing import PARSER_NAME, ResponseReader, next_number, numbered
 from verl.types import ToolCall, ToolSpec
 
 
@@ -64,6 +63,7 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         self.reader = self.reader_of(tokenizer)
         self._text = ""
         self._streamed = ""  # content
+        self._request: Any = None
         self._tools: list[ToolSpec] = []
         self._finished = False
         own = self.reader.tags
@@ -110,7 +110,7 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         answer = self.reader.read(self._without_end(model_output), _specs(request.tools))
         return ExtractedToolCallInformation(
             tools_called=bool(answer.calls),
-            tool_calls=[_openai_call(call) for call in answer.calls],
+            tool_calls=_openai_calls(answer.calls, request),
             content=answer.content or None,
         )
 
@@ -127,7 +127,7 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         if not _may_call(request):
             return DeltaMessage(content=delta_text) if delta_text else None
         self._text += delta_text
-        self._tools = _specs(request.tools)
+        self._request, self._tools = request, _specs(request.tools)
         if self.model_tokenizer.eos_token_id in delta_token_ids:  # older versions have no `finish_streaming`
             return self.finish_streaming()
         content = self.reader.certain_content(self._without_end(self._text))
@@ -142,7 +142,8 @@ class FormatToolParser(ToolParser):  # type: ignore[misc]  # vLLM may not be ins
         self._finished = True
         answer = self.reader.read(self._without_end(self._text), self._tools)
         content = answer.content[len(self._streamed) :]
-        calls = [{"index": number, **_openai_call(call)} for number, call in enumerate(answer.calls)]
+        made = _openai_calls(answer.calls, self._request)
+        calls = [{"index": number, **call} for number, call in enumerate(made)]
         fields = {"content": content, "tool_calls": calls}
         return DeltaMessage(**{name: value for name, value in fields.items() if value}) if content or calls else None
 
@@ -183,7 +184,13 @@ def _specs(tools: Any) -> list[ToolSpec]:
     return [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in functions]
 
 
-def _openai_call(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+def _openai_calls(calls: Sequence[ToolCall], request: Any) -> list[dict[str, Any]]:
+    shown = getattr(request, "messages", None) or getattr(request, "input", "")
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+        }
+        for call in numbered(calls, next_number(str(shown)))
+    ]

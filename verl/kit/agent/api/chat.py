@@ -162,8 +162,8 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     sampling = given_sampling(body, _SAMPLING) | constraints(
         given.tool_choice, named, tools, any(each.strict for each in functions)
     )
-    reads_calls = bool(tools) and given.tool_choice != "none"
-    return ChatRequest(messages, tools, min(limits, default=None), tuple(given.stop or ()), reads_calls, sampling)
+    offered = () if given.tool_choice == "none" else tools
+    return ChatRequest(messages, offered, min(limits, default=None), tuple(given.stop or ()), bool(offered), sampling)
 
 
 def chosen_tools(choice: object, choices: Mapping[str, type[ToolChoice]]) -> list[str]:
@@ -212,8 +212,12 @@ def _without(value: Any, *names: str) -> Any:
 
 
 def chat_completion(response: ChatResponse, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The response as one JSON object."""
-    message: dict[str, Any] = {"role": "assistant", "content": response.content or (None if response.calls else "")}
+    """The response as one JSON object.
+
+    Its null `reasoning` is that of vLLM's server: with it SDKs leave thoughts in the content, in training as later.
+    """
+    content = response.content or (None if response.calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "reasoning": None}
     if response.calls:
         message["tool_calls"] = [_call(call) for call in response.calls]
     choice = {"index": 0, "message": message, "finish_reason": response.finish}

@@ -167,9 +167,9 @@ def read_anthropic(body: Mapping[str, Any]) -> ChatRequest:
     sampling |= constraints(choice.type, choice.named, tools, any(each.strict for each in specs))
     if choice.disable_parallel_tool_use:
         sampling["disable_parallel_tool_use"] = True
-    reads_calls = bool(tools) and choice.type != "none"
+    offered = () if choice.type == "none" else tools
     stops, places = tuple(given.stop_sequences or ()), tuple(place for place, _ in placed)
-    return ChatRequest(read, tools, given.max_tokens, stops, reads_calls, sampling, places=places)
+    return ChatRequest(read, offered, given.max_tokens, stops, bool(offered), sampling, places=places)
 
 
 def _openai(message: Any, field: str) -> list[tuple[str, dict[str, Any]]]:

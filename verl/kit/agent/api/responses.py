@@ -179,10 +179,9 @@ def read_responses(body: Mapping[str, Any]) -> ChatRequest:
     if given.text.verbosity is not None:
         sampling["verbosity"] = given.text.verbosity
     sampling |= constraints(given.tool_choice, named, tools, any(each.strict for each in specs))
-    reads_calls = bool(tools) and given.tool_choice != "none"
-    limit = given.max_output_tokens
+    offered, limit = () if given.tool_choice == "none" else tools, given.max_output_tokens
     return ChatRequest(
-        read, tools, limit, reads_calls=reads_calls, sampling=sampling, conversation="input", places=tuple(places)
+        read, offered, limit, reads_calls=bool(offered), sampling=sampling, conversation="input", places=tuple(places)
     )
 
 
