@@ -8,14 +8,22 @@ the path. Nothing here belongs on an event loop: call it by `asyncio.to_thread`.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from verl.errors import DataError
+from verl.system import unpacking
+
+Links = Literal["inside", "kept", "none"]
+UNPRIVILEGED_UID = 65534  # the user of untrusted code if root starts it
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -66,6 +74,77 @@ def opened(folder: Path, name: str) -> Iterator[BinaryIO]:
         except (OSError, ValueError) as error:  # ValueError: also for no name, and for a NUL in one
             raise refused(error, f"{folder}/{name}") from error
         yield file
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of what is unpacked or copied."""
+
+    mib: float = 16_384
+    files: int = 1_000_000
+    depth: int = 200
+    seconds: float = 600.0
+
+
+DEFAULT = Limits()
+
+
+def unpack(
+    archive: BinaryIO, target: Path, limits: Limits = DEFAULT, links: Links = "inside", *, mine: bool = True
+) -> int:
+    """Unpack a tar file into a new folder, in a process without rights (unpacking.py); returns the bytes of its files.
+
+    links: `inside`: none may lead out of the archive; `kept`: as text, which nobody here follows; `none`: files and
+    folders alone. mine: the folder belongs to this user in the end; else, if that is root, to the user of untrusted
+    code. Raises DataError with the entry and the reason, and OSError if the target cannot be written; then parts may
+    be there.
+    """
+    user = UNPRIVILEGED_UID if os.geteuid() == 0 else None
+    target.mkdir(mode=0o755)
+    folder = os.open(target, FOLDER)
+    try:
+        if user is not None:
+            os.fchown(folder, user, user)
+        given = {**asdict(limits), "links": links, "user": user, "target": folder}
+        command = [sys.executable, "-I", "-S", "-X", "utf8", unpacking.__file__, json.dumps(given)]
+        archive.seek(0)
+        pipe = subprocess.PIPE
+        done = subprocess.run(
+            command, stdin=archive, stdout=pipe, stderr=pipe, pass_fds=[folder], env={}, cwd="/", timeout=limits.seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DataError(f"is not unpacked within {limits.seconds:g} s", "a tar file") from error
+    finally:
+        os.close(folder)
+    if done.returncode:
+        how = f"exit code {done.returncode}: {done.stderr.decode(errors='replace').strip()[-_SHOWN:]}"
+        raise DataError(f"cannot be unpacked ({how})", "a tar file")
+    answer = json.loads(done.stdout)
+    if "errno" in answer:
+        raise OSError(answer["errno"], answer["problem"], str(target))
+    if "problem" in answer:
+        raise DataError(answer["problem"], "files, folders and links of one tree", file=shown(answer["path"]))
+    if mine and user is not None:
+        give(target, os.geteuid())
+    return int(answer["bytes"])
+
+
+def give(tree: Path, user: int) -> None:
+    """Make a user the owner of a tree that we made and nobody else can reach. Does nothing if this is not root."""
+    if os.geteuid() != 0:
+        return
+    for _, folders, files, here in os.fwalk(tree):
+        os.fchown(here, user, user)
+        for name in (*folders, *files):
+            os.chown(name, user, user, dir_fd=here, follow_symlinks=False)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, and no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def _parts(name: str) -> tuple[str, ...]:
