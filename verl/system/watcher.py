@@ -7,7 +7,6 @@ Standard library only: it lives as long as the run, in about 10 MB.
 
 import os
 import select
-import shutil
 import signal
 import sys
 import time
@@ -89,15 +88,64 @@ class RunProcesses:
 
 
 def remove_tree(folder: str | os.PathLike[str]) -> None:
-    """As far as possible, also folders without permissions, such as those of an overlay."""
-
-    def unlock(_: object, path: str, __: object) -> None:
+    """As far as possible, whoever filled it: folders nested thousands deep, folders without permissions, such as those
+    of an overlay. No link is followed. Paths are relative to open folders, of which two are open at a time.
+    """
+    try:
+        here = _unlocked(os.fspath(folder))
+    except OSError:  # a file, or gone
         with suppress(OSError):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
+            os.unlink(folder)
+        return
+    above = [("", os.fstat(here), _emptied(here))]  # from the top to `here`: (name, identity, folders within)
+    try:
+        while above:
+            name, _, within = above[-1]
+            if within:
+                with suppress(OSError):
+                    inner = _unlocked(within[-1], here)
+                    os.close(here)
+                    here = inner
+                    above.append((within[-1], os.fstat(here), _emptied(here)))
+                within.pop()
+                continue
+            above.pop()
+            if above:
+                outer = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
+                os.close(here)
+                here = outer
+                if not os.path.samestat(os.fstat(here), above[-1][1]):  # moved meanwhile
+                    return
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
+    with suppress(OSError):
+        os.rmdir(folder)
 
-    shutil.rmtree(folder, onerror=unlock)
-    shutil.rmtree(folder, ignore_errors=True)
+
+def _emptied(folder: int) -> list[str]:
+    """Remove all but folders, whose names are returned."""
+    left = []
+    for name in os.listdir(folder):
+        try:
+            os.unlink(name, dir_fd=folder)
+        except IsADirectoryError:
+            left.append(name)
+        except OSError:
+            continue
+    return left
+
+
+def _unlocked(name: str, folder: int | None = None) -> int:
+    """A folder's descriptor, after its owner has all permissions. Raises OSError, also for a link."""
+    seen = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        with suppress(OSError):  # another user's, which may be open to us
+            os.chmod(f"/proc/self/fd/{seen}", 0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=seen)
+    finally:
+        os.close(seen)
 
 
 def _process_table() -> dict[int, tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import pytest
 
 from tests.kit.agent.play import CALL, observations
 from tests.kit.evaluation.eval_play import chat
+from tests.kit.sandbox.sandbox_host import need_bubblewrap
+from tests.support.at_a_path import SECRET, host_file
 from tests.support.local_run import local_trainer
 from verl.config.load import load_config
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
@@ -659,3 +662,46 @@ def test_200_agents_at_once_have_an_exact_episode_each() -> None:
         before = (*first.context_ids, *first.completion.token_ids)
         shown += [tuple(first.context_ids), (*before, *second.context_ids)]
     assert sorted(shown) == sorted(engine.asked)
+
+
+LEFT = {  # as the program leaves it -> the fault
+    "os.mkfifo(file)": "reward.json: is a pipe",
+    'os.symlink("/dev/zero", file)': "reward.json: is a link",
+    "os.symlink({host!r}, file)": "reward.json: is a link",
+    'open(file, "w").close(); os.truncate(file, 3 << 30)': "reward.json: is too large",
+    "os.remove(output); os.mkfifo(output); os._exit(3)": "exit status 3: .*output.txt: is a pipe",
+    "os.remove(output); os.symlink({host!r}, output); os._exit(3)": "exit status 3: .*output.txt: is a link",
+}
+
+
+@pytest.mark.parametrize("sandbox", [False, True])
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_program_leaves_is_never_followed_nor_waited_for(left: str, sandbox: bool, tmp_path: Path) -> None:
+    """The event loop goes on meanwhile, so that another episode is not late."""
+    if sandbox:
+        need_bubblewrap()
+    host = host_file(tmp_path)
+    names = 'file = os.environ["REWARD_FILE"]; folder = os.path.dirname(file); output = folder + "/output.txt"\n'
+    source = ASK + names + left.format(host=str(host))
+    factory = AgentFactory(command=f"{sys.executable} -c {shlex.quote(source)} {{task_json}}", sandbox=sandbox)
+    started = time.monotonic()
+    (found,) = episodes(factory, TextEngine("one"), TASK)
+    assert isinstance(found, Fault) and re.search(LEFT[left], found.problem), found
+    assert "4711" not in found.problem and host.read_text() == SECRET and time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("depth", [3000])
+def test_a_folder_of_folders_is_removed_with_its_episode(
+    depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    source = f"""
+os.chdir(os.path.dirname(os.environ["REWARD_FILE"]))
+for _ in range({depth}):
+    os.mkdir("d")
+    os.chdir("d")
+post(os.environ["REWARD_URL"], {{"reward": 1}})
+"""
+    (found,) = episodes(command(ASK + source), TextEngine("one"), TASK)
+    assert isinstance(found, Trajectory) and found.score == Score(1.0, {}), found
+    assert not list(tmp_path.glob("agent-*"))

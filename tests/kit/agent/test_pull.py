@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -19,6 +20,7 @@ import pytest
 from starlette.requests import Request
 
 from tests.kit.agent.test_agent import ASK, TASK, TextEngine, command, episodes, runner
+from tests.support.at_a_path import KINDS, SECRET, host_file, nested
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.agent import pull
 from verl.kit.agent.agent import AgentFactory
@@ -28,6 +30,7 @@ from verl.kit.agent.pull import PullLauncher
 from verl.net.services import TOKEN_VARIABLE
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import Fault
+from verl.system.watcher import remove_tree
 from verl.types import Message, Score, StopReason, Task, Trajectory
 
 WRITTEN = 'json.dump({"reward": len(text)}, open(os.environ["REWARD_FILE"], "w"))'
@@ -184,6 +187,29 @@ def test_what_no_parser_takes_is_an_error_of_the_agent(tmp_path: Path) -> None:
     assert "is not JSON" in puller.report(tmp_path, 0)["error"]
     with pytest.raises(ServiceDownError, match="is not JSON"):
         read_reward_file(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "giant"])
+def test_what_a_pulled_program_leaves_is_an_error_at_once(kind: str, tmp_path: Path) -> None:
+    host = host_file(tmp_path / "host")
+    (tmp_path / "theirs").mkdir()
+    for name in ("reward.json", "output.txt"):
+        KINDS[kind](tmp_path / "theirs" / name, host)
+        if (tmp_path / "theirs" / "hop").is_symlink():
+            (tmp_path / "theirs" / "hop").unlink()
+    found = [puller.report(tmp_path / "theirs", code) for code in (0, 3)]
+    remove_tree(tmp_path / "theirs")  # pytest cannot
+    assert "4711" not in str(found) and host.read_text() == SECRET
+    assert "reward.json is not JSON" in found[0]["error"] and "exit status 3: [Errno" in found[1]["error"]
+
+
+def test_the_folder_of_a_pulled_program_is_removed_however_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with puller.episode_folder() as folder:
+        nested(folder / "d")
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_end_of_the_output_is_read(tmp_path: Path) -> None:

@@ -417,9 +417,13 @@ def test_the_bound_on_the_tokens_of_a_text_is_none_above_them(text: str) -> None
 def test_folders_of_episodes_are_in_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tempfile.gettempdir()  # which the process remembers
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with episode_folder() as folder:
-        assert Path(folder).parent == tmp_path
-    assert not list(tmp_path.iterdir())
+
+    async def test() -> None:
+        async with episode_folder() as folder:
+            assert folder.parent == tmp_path
+        assert not list(tmp_path.iterdir())
+
+    run(test)
 
 
 def test_the_ledger_refuses_a_response_to_other_tokens() -> None:

@@ -207,8 +207,9 @@ class AgentEnv(ProgramEnv):
             policy, on_sampling=self._factory.on_sampling, on_thoughts=self._factory.on_thoughts, task=self._work
         )
         try:
-            with gateway.serving(session), episode_folder() as folder:
-                await self._run_program(session, gateway.url(session), Path(folder), policy.timer.paused)
+            with gateway.serving(session):
+                async with episode_folder() as folder:
+                    await self._run_program(session, gateway.url(session), folder, policy.timer.paused)
         finally:
             await session.close()
             self._factory.note_overridden(session.overridden)
@@ -265,7 +266,7 @@ class AgentEnv(ProgramEnv):
                 if session.limit is None and not session.cut and session.score is None:
                     raise ServiceDownError("the agent", str(error)) from error
                 return
-            self._score = _one_reward(session.score, read_reward_file(folder))
+            self._score = _one_reward(session.score, await asyncio.to_thread(read_reward_file, folder))
         finally:
             program.cancel()
             with suppress(asyncio.CancelledError, ProgramFailedError):

@@ -10,23 +10,26 @@ import signal
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.errors import ConfigError, ServiceDownError
+from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.json_values import read_json
 from verl.kit.agent.confined import Confinement
 from verl.kit.agent.inside import coding, programs
 from verl.kit.serving.line_process import LineProcess
 from verl.net.services import TOKEN_VARIABLE
+from verl.system import untrusted_files
+from verl.system.watcher import remove_tree
 
 TASK, REWARD, OUTPUT = "task.json", "reward.json", "output.txt"
 READY = ("claude_code", "codex", "opencode")  # functions of inside/coding.py
 _SHOWN_CHARS = 600  # of the output of a program that failed
 _READ_BYTES = 1 << 13  # of its end, which may be white space
+_REWARD_BYTES = 1 << 20
 _START_S = 120.0  # for the import of the agent's module
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of the trainer's interpreter
 
@@ -56,11 +59,13 @@ class Launcher(Protocol):
 
 def output_end(folder: Path) -> str:
     """The last lines that the program wrote."""
-    with suppress(OSError), (folder / OUTPUT).open("rb") as output:
-        output.seek(max(0, output.seek(0, os.SEEK_END) - _READ_BYTES))
-        text = output.read().decode(errors="replace").strip()
-        return f": {text[-_SHOWN_CHARS:]}" if text else ""
-    return ""
+    try:
+        text = untrusted_files.read_end(folder, OUTPUT, _READ_BYTES).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except DataError as error:
+        text = str(error)
+    return f": {text[-_SHOWN_CHARS:]}" if text else ""
 
 
 def _environment(foreign: bool) -> dict[str, str]:
@@ -109,10 +114,11 @@ class ProcessLauncher(ABC):
             self._process.forget(number)
         if "failed" in answer:
             problem = f"{self._name} ended with {_status(answer['code'])}"
-            raise ProgramFailedError(f"{problem}{output_end(folder)}")
-        if answer["code"] != 0:
+        elif answer["code"] != 0:
             problem = answer.get("problem") or f"ended with {_status(answer['code'])}"
-            raise ProgramFailedError(f"{problem}{output_end(folder)}")
+        else:
+            return
+        raise ProgramFailedError(f"{problem}{await asyncio.to_thread(output_end, folder)}")
 
     async def close(self) -> None:
         await self._process.close()
@@ -226,16 +232,23 @@ def build_launcher(
 
 
 def read_reward_file(folder: Path) -> object | None:
-    """What the program left in reward.json; None without one. Raises ServiceDownError if it is not JSON."""
+    """What the program left in reward.json; None without one. Raises ServiceDownError if it cannot be read as JSON."""
     try:
-        value: object = read_json((folder / REWARD).read_text(encoding="utf-8"))
+        value: object = read_json(untrusted_files.read(folder, REWARD, _REWARD_BYTES).decode())
         return value
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except DataError as error:
+        raise ServiceDownError("the agent", str(error)) from error
+    except (ValueError, RecursionError) as error:
         raise ServiceDownError("the agent", f"{REWARD} is not JSON ({error})") from error
 
 
-def episode_folder() -> tempfile.TemporaryDirectory[str]:
+@asynccontextmanager
+async def episode_folder() -> AsyncIterator[Path]:
     """Removed with all that the program wrote; after kill -9 by the run's watcher, which owns TMPDIR."""
-    return tempfile.TemporaryDirectory(prefix="agent-", dir=os.environ.get("TMPDIR"), ignore_cleanup_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="agent-", dir=os.environ.get("TMPDIR")))
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(remove_tree, folder)

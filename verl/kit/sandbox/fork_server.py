@@ -22,6 +22,7 @@ import psutil
 from verl.errors import ConfigError, ServiceDownError
 from verl.kit.sandbox.cgroups import CgroupPool, Group
 from verl.kit.sandbox.inside import frames, processes, seccomp
+from verl.system.untrusted_files import UNPRIVILEGED_UID
 
 Isolation = Literal["bubblewrap", "none"]
 BWRAP_HINT = (
@@ -38,7 +39,6 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 UNCOUNTED_DEVICE = "zero"  # shared mappings of it use memory that only a cgroup counts
 DEVICE_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}  # below /proc/self/fd
 MOVED = "/python"  # mount point of an interpreter below /tmp, because /tmp is private
-UNPRIVILEGED_UID = 65534  # the user of untrusted code if root starts the pool
 HOME = {"HOME": "/tmp/work", "TMPDIR": "/tmp", "PWD": "/tmp/work"}  # in isolated executions
 ENVIRONMENT = {
     "LANG": "C.UTF-8",

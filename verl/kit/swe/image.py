@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl.errors import DataError
-from verl.kit.sandbox.fork_server import UNPRIVILEGED_UID
 from verl.kit.sandbox.inside.disk import has_room
 from verl.kit.swe.runtime import TESTBED, Runtime, RuntimeLostError, checked
 from verl.kit.swe.tasks import Repository, SweTask
+from verl.system import untrusted_files
+from verl.system.untrusted_files import UNPRIVILEGED_UID
 from verl.system.watcher import remove_tree
 
 GIT_ENVIRONMENT = {  # of our own git: no settings of the user or the system, and one id per content
@@ -137,7 +138,7 @@ def _make_image(tree: Path, task: SweTask) -> str:
     _run(["git", "add", "-A", "-f"], tree, "repository")
     _run(["git", "-c", "gc.auto=0", "commit", "-q", "--allow-empty", "-m", "base"], tree, "repository")
     _check_size(tree, task)
-    give_away(tree)
+    untrusted_files.give(tree, UNPRIVILEGED_UID)  # untrusted code must be able to change its own copy
     return _run(["git", "-c", "safe.directory=*", "rev-parse", "HEAD"], tree, "repository").strip()
 
 
@@ -242,12 +243,3 @@ def _run(command: list[str], folder: Path, field: str, stdin: str = "", **variab
     if done.returncode:
         raise DataError(f"git: {done.stderr.decode(errors='replace').strip()}", field=field)
     return done.stdout.decode()
-
-
-def give_away(tree: Path) -> None:
-    """To the user of untrusted code, who must be able to change its own copy."""
-    if os.geteuid() == 0:
-        os.chown(tree, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
-        for folder, folders, files in os.walk(tree):
-            for name in (*folders, *files):
-                os.chown(Path(folder, name), UNPRIVILEGED_UID, UNPRIVILEGED_UID, follow_symlinks=False)

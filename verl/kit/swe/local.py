@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from verl.errors import ConfigError, DataError
 from verl.kit.sandbox.cgroups import HINT, CgroupPool, find_cgroups
-from verl.kit.sandbox.fork_server import BWRAP_HINT, check_isolation, confinement, in_bubblewrap, send_hello
+from verl.kit.sandbox.fork_server import BWRAP_HINT, SYSTEM, check_isolation, confinement, in_bubblewrap, send_hello
 from verl.kit.sandbox.inside import frames
 from verl.kit.swe.abandoned import OwnedFolder
 from verl.kit.swe.image import image_key, make_base, prepare_image
@@ -44,13 +44,18 @@ from verl.system.watcher import remove_tree
 
 IMAGE_GIT = "/image.git"  # the history of the image, of which the base shares objects
 ENVIRONMENT = "/environment"  # the task's interpreter, in every runtime
+HOME = "/home/user"
+TAKEN = (  # what every runtime has at these paths, besides its interpreters
+    *SYSTEM, "/etc", "/tmp", "/dev", "/proc", "/sys", "/sandbox", "/image", "/episode", IMAGE_GIT, BASE_GIT, TESTBED,
+    ENVIRONMENT, HOME,
+)  # fmt: skip
 HARBOR_FOLDERS = ("tests", "solution", "logs")  # at the root, where only the supervisor can write
 START = "import sys; sys.path.insert(0, '/sandbox'); from inside.repository import main; del sys.path[0]; main()"
 START_S = 60.0
 END_S = 5.0  # until a supervisor that does not end is killed
 GRACE_S = 15.0  # without a heartbeat, until a supervisor counts as lost
 VARIABLES = {
-    "HOME": "/home/user",
+    "HOME": HOME,
     "USER": "user",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
@@ -161,9 +166,10 @@ class LocalRuntime(FilesByPrograms):
         settings = {"limits": limits, "overlay": self._owner.overlay, "bound": [inside for _, inside in folders]}
         confined = confinement(pool is not None, folders)
         confined += ["--as-pid-1", "--ro-bind", str(self._image), "/image", "--bind", str(self._folder), "/episode"]
-        confined += ["--dir", TESTBED, "--dir", "/home/user"]
+        confined += ["--dir", TESTBED, "--dir", HOME]
         confined += [each for path in (IMAGE_GIT, BASE_GIT) for each in ("--ro-bind", str(self._image / ".git"), path)]
         if self._workdir and self._workdir != TESTBED:
+            _check_workdir(self._workdir, [inside for _, inside in folders])
             confined += ["--symlink", TESTBED, self._workdir]
         for name in HARBOR_FOLDERS if self._workdir else ():
             confined += ["--symlink", f"/tmp/{name}", f"/{name}"]
@@ -446,6 +452,15 @@ def _base_prefix(environment: str) -> Path:
         raise DataError(problem, hint=hint, field="environment") from error
     home = next((value.strip() for name, _, value in lines if name.strip() == "home"), "")
     return Path(home).parent
+
+
+def _check_workdir(workdir: str, interpreters: Sequence[str]) -> None:
+    """Raises DataError for a path that something else has, or is in."""
+    path, harbor = Path(workdir), [f"/{name}" for name in HARBOR_FOLDERS]
+    for other in map(Path, (*TAKEN, *harbor, *interpreters)):
+        if path.is_relative_to(other) or other.is_relative_to(path):
+            problem = f"{workdir} cannot be the working folder, because every runtime has {other}"
+            raise DataError(problem, "another path, such as /app or /workspace", field="workdir")
 
 
 def _hidden_folders(environment: str) -> list[str]:

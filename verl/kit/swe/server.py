@@ -12,13 +12,12 @@ import asyncio
 import logging
 import secrets
 import sys
-import tarfile
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,15 +30,23 @@ from fastapi.responses import JSONResponse
 from verl.errors import ConfigError, DataError
 from verl.kit.serving.serving import add_serving_arguments, new_app, serve, serving_config
 from verl.kit.swe import wire
-from verl.kit.swe.image import ImageStore, give_away, prepare_image
+from verl.kit.swe.image import ImageStore, prepare_image
 from verl.kit.swe.local import LocalRuntime, LocalRuntimes
-from verl.kit.swe.runtime import TESTBED, CommandFailedError, CommandStatus, RuntimeLostError
+from verl.kit.swe.runtime import TESTBED, CommandFailedError, CommandStatus, RuntimeLimits, RuntimeLostError
 from verl.kit.swe.tasks import Repository, SweTask
+from verl.system import untrusted_files
 from verl.system.arguments import Arguments, positive_float, positive_int
+from verl.system.untrusted_files import Limits
+from verl.system.watcher import remove_tree
 
 SHARED = "shared"  # the lease of clients that know none
 SHARED_IDLE_S = 3600.0
 KEPT_ANSWERS = 16  # per lease, for repeated requests
+IMAGE_SECONDS, IMAGE_FILES = 300.0, 1_000_000
+LARGEST = RuntimeLimits(
+    memory_mib=16_384, processes=4_096, file_mib=65_536, files=2_000_000, command_s=14_400.0, output_chars=1_000_000
+)
+OPTIONS = {"memory_mib": "--max-memory-mib", "file_mib": "--max-file-mib", "command_s": "--max-timeout-s"}
 UNZIP = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
 log = logging.getLogger(__name__)
 Operation = Callable[[], Awaitable[Any]]
@@ -78,8 +85,10 @@ class Leases:
         environments: Path | None,
         max_body_mib: int,
         max_images_gib: float,
+        largest: RuntimeLimits = LARGEST,
     ) -> None:
         self.runtimes, self.lease_s = runtimes, lease_s
+        self._largest = largest
         self._max_body_mib, self._max_images_gib = max_body_mib, max_images_gib
         self._slots, self._queue, self._environments = asyncio.Semaphore(capacity), queue, environments
         self._waiting = 0
@@ -100,7 +109,38 @@ class Leases:
                 await self._start(request)
         return wire.Lease(lease=request.lease, lease_s=self.lease_s)
 
+    def check_seconds(self, *given: float | None) -> None:
+        """Raises HTTPException for the time limits of a command beyond the server's."""
+        for seconds in given:
+            if seconds is not None and not 0 <= seconds <= self._largest.command_s:
+                most = f"from 0 to {self._largest.command_s:g} s on this server (--max-timeout-s)"
+                raise HTTPException(wire.REFUSED, f"a time limit of {seconds:g} s; expected {most}")
+
+    def unpack_image(self, packed: bytes, digest: str) -> None:
+        """Raises HTTPException for what is no image, and if the disk is full, which another server's may not be."""
+        unfinished = Path(tempfile.mkdtemp(dir=self.runtimes.episodes))  # on the same disk, removed also after a kill
+        tree, target = unfinished / "tree", self.images.folder / digest
+        limits = Limits(mib=self._max_body_mib, files=IMAGE_FILES, seconds=IMAGE_SECONDS)
+        try:
+            with tempfile.TemporaryFile(dir=unfinished) as archive:
+                archive.write(packed)
+                untrusted_files.unpack(archive, tree, limits, "kept", mine=False)
+            if not untrusted_files.is_folder(tree / ".git"):  # which every runtime has as its own folder
+                raise HTTPException(wire.REFUSED, "the image has no folder .git")
+            if not target.exists():
+                tree.rename(target)
+        except DataError as error:
+            raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
+        except OSError as error:
+            raise HTTPException(507, f"the image cannot be stored: {error}") from error
+        finally:
+            remove_tree(unfinished)
+
     async def _start(self, request: wire.LeaseRequest) -> None:
+        for name, most in asdict(self._largest).items():
+            if (given := getattr(request.limits, name)) > most:
+                expected = f"at most {most:.15g} on this server ({OPTIONS.get(name, 'not adjustable')})"
+                raise HTTPException(wire.REFUSED, f"limits.{name} is {given:.15g}; expected {expected}")
         image = self.images.folder / request.image
         if not image.is_dir():
             limit = {wire.MAX_BODY: str(self._max_body_mib)}
@@ -243,7 +283,7 @@ def make_app(leases: Leases) -> FastAPI:
         digest: Annotated[str, PathParameter(pattern="^[0-9a-f]{40}$")],
         packed: Annotated[bytes, Body(media_type=wire.TAR)],
     ) -> dict[str, str]:
-        await asyncio.to_thread(_unpack_image, packed, leases.images.folder / digest, leases.runtimes.episodes)
+        await asyncio.to_thread(leases.unpack_image, packed, digest)
         await leases.images.make_room(digest)
         return {}
 
@@ -266,6 +306,7 @@ def make_app(leases: Leases) -> FastAPI:
 
     @app.post("/run_in_session")
     async def run_in_session(request: Request, body: wire.ActionRequest) -> wire.ActionResponse:
+        leases.check_seconds(body.timeout, body.soft_timeout)
         observation: wire.ActionResponse = await once(request, lambda found: _act(found, body))
         return observation
 
@@ -276,6 +317,7 @@ def make_app(leases: Leases) -> FastAPI:
 
     @app.post("/execute")
     async def execute(request: Request, body: wire.CommandRequest) -> wire.CommandResponse:
+        leases.check_seconds(body.timeout)
         response: wire.CommandResponse = await once(request, lambda found: _execute(found, body))
         return response
 
@@ -318,28 +360,6 @@ async def _counted(found: Leased, work: Callable[[Leased], Awaitable[Any]]) -> A
     finally:
         found.in_flight -= 1
         found.renewed = time.monotonic()
-
-
-def _unpack_image(packed: bytes, target: Path, folder: Path) -> None:
-    """Raises HTTPException unless it is a tar file, and if the disk is full, which another server's may not be.
-
-    folder: on the same disk, removed also after a kill
-    """
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        archive, tree = Path(unfinished, "image.tar"), Path(unfinished, "tree")
-        try:
-            archive.write_bytes(packed)
-            with tarfile.open(archive) as tar:
-                tar.extractall(tree, filter="tar")
-            if not (tree / ".git").exists():  # without which no runtime starts
-                raise HTTPException(wire.REFUSED, "the image has no .git")
-            give_away(tree)
-        except tarfile.TarError as error:
-            raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
-        except OSError as error:
-            raise HTTPException(507, f"the image cannot be stored: {error}") from error
-        if not target.exists():
-            tree.rename(target)
 
 
 async def _create(found: Leased, body: wire.SessionRequest) -> str:
@@ -422,6 +442,9 @@ def arguments() -> Arguments:
     parser.add_argument("--environments", type=Path, help="folder of environments (scripts/swe/prepare.py)")
     parser.add_argument("--folder", type=Path, help="for images and runtimes, on a disk; default: a temporary one")
     parser.add_argument("--max-images-gib", type=positive_float, default=50.0, help="of unused repositories on disk")
+    for name, option in OPTIONS.items():
+        kind = positive_float if name == "command_s" else positive_int
+        parser.add_argument(option, type=kind, default=getattr(LARGEST, name), help="maximum of a lease")
     parser.add_argument("--require-cgroup", action="store_true", help="fail if no cgroup can be created")
     return parser
 
@@ -441,7 +464,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     environments = options.environments and options.environments.absolute()
-    limits = (options.max_body_mib, options.max_images_gib)
+    largest = replace(
+        LARGEST, memory_mib=options.max_memory_mib, file_mib=options.max_file_mib, command_s=options.max_timeout_s
+    )
+    limits = (options.max_body_mib, options.max_images_gib, largest)
     leases = Leases(runtimes, options.capacity, options.queue, options.lease_s, environments, *limits)
     return serve(make_app(leases), serving_config(options), files=(wire.TAR, "multipart/form-data"))
 

@@ -96,9 +96,9 @@ class LeaseRequest(BaseModel):
 
     lease: str = Field(default_factory=lambda: secrets.token_hex(16), pattern=r"^[0-9a-f]{32}$")
     image: str = Field(pattern=r"^[0-9a-f]{40}$")
-    environment: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    environment: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9_.-]{0,99})?$")
     setup: str = ""
-    workdir: str = Field(default="", pattern=r"^(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")
+    workdir: str = Field(default="", pattern=r"^(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}){0,10}$")
     limits: RuntimeLimits = Field(default_factory=RuntimeLimits)
 
 

@@ -8,23 +8,26 @@ a minute, and its program with it, or with SIGTERM.
 """
 
 import ctypes
+import errno
 import http.client
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator  # noqa: UP035  agents may need an old interpreter
 
 _PATIENCE_S = 60.0
 _TIMEOUT_S = 60.0
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
+_REWARD_BYTES = 1 << 20
 _SHOWN_CHARS = 600  # of the output of a command that failed
 _READ_BYTES = 1 << 13  # of its end, which may be white space
 
@@ -64,8 +67,7 @@ def is_over(until: "float | None") -> bool:
 
 def run(gateway: Gateway, given: Any, command: "list[str]") -> None:
     """One task, from its lease to its report."""
-    with tempfile.TemporaryDirectory(prefix="agent-") as name:
-        folder = Path(name)
+    with episode_folder() as folder:
         (folder / "task.json").write_text(json.dumps(given["task"]), encoding="utf-8")
         arguments = [each.replace("{task_json}", str(folder / "task.json")) for each in command]
         variables = {**os.environ, **given["variables"], "REWARD_FILE": str(folder / "reward.json")}
@@ -126,7 +128,7 @@ def report(folder: Path, code: int) -> "dict[str, Any]":
     if code != 0:
         return {"error": f"exit status {code}: {output_end(folder / 'output.txt')}"}
     try:
-        return {"reward": json.loads((folder / "reward.json").read_text(encoding="utf-8"))}
+        return {"reward": json.loads(left_in(folder / "reward.json", _REWARD_BYTES).decode())}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -134,9 +136,29 @@ def report(folder: Path, code: int) -> "dict[str, Any]":
 
 
 def output_end(file: Path) -> str:
-    with file.open("rb") as output:
-        output.seek(max(0, output.seek(0, os.SEEK_END) - _READ_BYTES))
-        return output.read().decode(errors="replace").strip()[-_SHOWN_CHARS:]
+    try:
+        return left_in(file, _READ_BYTES, end=True).decode(errors="replace").strip()[-_SHOWN_CHARS:]
+    except OSError as error:
+        return str(error)
+
+
+def left_in(file: Path, most: int, end: bool = False) -> bytes:
+    """What the program left in a file; end: only its last bytes. Raises OSError for a link, a pipe, a device or more"""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or (found.st_size > most and not end):
+            raise OSError(errno.EINVAL, f"no regular file of its own with at most {most} bytes", str(file))
+        opened.seek(max(0, found.st_size - most))
+        return opened.read(most)
+
+
+@contextmanager
+def episode_folder() -> "Iterator[Path]":
+    folder = tempfile.mkdtemp(prefix="agent-")
+    try:
+        yield Path(folder)
+    finally:  # `rm` nests as deep as the program did
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def main(url: str, *command: str) -> int:
