@@ -15,13 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoTokenizer
 
-from bench.gpu.inputs import model_folder
 from bench.gpu.measurements import Figures, UnexpectedError
 from bench.gpu.place import PROMPT, RESPONSE, RESPONSES, ROOT, Place
-from verl.config.load import load_config
-from verl.kit.plan.plan import Lengths, build_plan, find_hardware
 from verl.tracking.jsonl import read_jsonl
 
 PROMPTS, STEPS = 512, 3  # the first step warms up
@@ -75,6 +71,10 @@ class Runs:
 
         The median of all steps but the first; of those that are done when the time is over.
         """
+        from bench.gpu.inputs import model_folder  # slow imports, torch among them, that `learns` does without
+        from verl.config.load import load_config
+        from verl.kit.plan.plan import Lengths, build_plan, find_hardware
+
         started = time.perf_counter()
         model, rows = model_folder(self.place), write_rows(self.place)
         rehearsed, real = (4, 8, 400, 2), (PROMPTS, RESPONSE, PROMPT + 124, STEPS)
@@ -147,6 +147,8 @@ def step_overrides(model: Path, rows: Path, prompts: int, response: int, prompt:
 
 def write_rows(place: Place) -> Path:
     """The embedded rows with their first message lengthened to about PROMPT tokens, differently in each row."""
+    from transformers import AutoTokenizer  # slow
+
     path, tokens = place.work / "rows.parquet", 300 if place.rehearse else PROMPT
     tokenizer = AutoTokenizer.from_pretrained(ROWS / "tokenizer")
     rows = pq.read_table(ROWS / "train.parquet").to_pylist()
