@@ -118,7 +118,7 @@ def test_keys_in_documents_exist() -> None:
         text = path.read_text(encoding="utf-8")
         for key in re.findall(rf"(?<![\w./:\[(-])((?:{top})(?:\.[a-z_]+)+)(?=[=`,\s])", text):
             opened = any(key.startswith(f"{each}.") for each in OPEN)
-            assert key in known or opened or key.endswith((".md", ".py")), (path, key)
+            assert key in known or opened or key.endswith((".md", ".py", ".json")), (path, key)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -13,8 +13,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def finite_number(value: object) -> float:
     """The number as a float, whichever library's type it has. Raises ValueError if it is not finite in float32."""
-    if isinstance(value, Real) and -_LARGEST <= value <= _LARGEST:  # false for NaN
-        return float(value)
+    try:
+        if isinstance(value, Real) and abs(number := float(value)) <= _LARGEST:  # false for NaN
+            return number
+    except OverflowError:
+        pass
     raise ValueError(f"{value!r} is not a finite number of float32")
 
 
