@@ -53,6 +53,9 @@ class Message:
     template_fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
+GROUND_TRUTH = "reward_model.ground_truth"  # the field of a row from which `Task.answer` is read
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task: a prompt, and the answer by which responses are scored.

@@ -78,7 +78,7 @@ def test_a_script_whose_rows_choose_has_no_environment(script: str, caplog: pyte
 def test_words_of_the_user_win_over_a_line() -> None:
     words = [RETRIEVER, "env.observation_cut=middle", "data.max_obs_length=77", "max_turns=3"]
     env = load_config(words).env
-    assert (env.observation_cut, env.max_observation_tokens, env.max_tool_calls) == ("middle", 77, 3)
+    assert (env.observation_cut, env.max_observation_tokens, env.max_tool_calls) == (["middle"], 77, 3)
     calls = "actor_rollout_ref.rollout.num_llm_calls_available=2"
     torl = load_config([calls, "env.max_observation_tokens=512", "env.tools=[{name: python, print_last: true}]"])
     assert (torl.env.max_observation_tokens, torl.env.tools) == (512, [{"name": "python", "print_last": True}])

@@ -251,3 +251,14 @@ def test_limits_of_a_benchmark_are_its_own_unless_set() -> None:
     assert load_config([], EVAL).env.max_tool_calls is None
     assert Config().env.call_limit == 8
     assert load_config(["env.max_tool_calls=0"], EVAL).env.call_limit == 0
+
+
+def test_a_text_for_a_list_is_a_list_of_one() -> None:
+    words = ("recipe=torl", "data.train_files=a.jsonl", "env.tools=python", "env.observation_cut=tail")
+    config = load_config([*words, "trainer.logger=jsonl", "eval.benchmarks=bfcl"])
+    assert (config.data.train_files, config.env.tools, config.env.observation_cut) == (
+        ["a.jsonl"],
+        ["python"],
+        ["tail"],
+    )
+    assert (config.trainer.logger, config.eval.benchmarks) == (["jsonl"], ["bfcl"])

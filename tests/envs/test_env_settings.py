@@ -105,6 +105,11 @@ def built(chat: ChatTemplate, words: tuple[str, ...]) -> EpisodeRunner | None:
         ((*FENCE, "env.observation_cut=[]"), "env.observation_cut must be"),
         ((*FENCE, "env.observation_cut=[head,9,x,y]"), "env.observation_cut must be"),
         ((*FENCE, "env.observation_cut=[head,9,7]"), "env.observation_cut must be"),
+        (
+            (*FENCE, "env.observation_cut=[head,1.5]"),
+            "env.observation_cut=.*Value '1.5' of type 'float' is incompatible",
+        ),
+        ((*FENCE, "env.observation_cut={head: 9}"), "env.observation_cut=.*Cannot merge DictConfig with ListConfig"),
         ((*FENCE, "data.prompt_template=/nowhere.txt"), "no prompt template with the name or path '/nowhere.txt'"),
     ],
 )

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,9 @@ def contents_of(settings: Mapping[str, Any], reads_weights: bool, tasks: Iterabl
         elif key == _COMMAND:
             content = value and [_of_text(word) for word in shlex.split(value)]
         else:
-            content = _of_value(value, is_path=key == _PROMPT)
+            content = _each_text(value, partial(_of_text, is_path=key == _PROMPT))
         if key.startswith(_WITH_FOLDERS):
-            content = _with_folders(content, key)
+            content = _each_text(content, partial(_of_named_folder, key))
         if content != value:
             found[key] = content
     return found
@@ -79,33 +80,29 @@ def _of_data(source: str) -> str:
 
 
 def _of_code_in_rows(tasks: Iterable[Task]) -> list[str]:
-    """ "NAME is CONTENT" of rewards and environments that are code of the user's."""
+    """`NAME is CONTENT` of rewards and environments that are code of the user's."""
     names = sorted({name for task in tasks for name in (task.reward, task.env) if name})
     return [f"{name} is {content}" for name in names if (content := _of_text(name)) != name]
 
 
-def _of_value(value: Any, is_path: bool = False) -> Any:
-    """The value with the texts in it that name files replaced by what identifies the content."""
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with every text in it changed, but for keys."""
     if isinstance(value, str):
-        return _of_text(value, is_path)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _of_value(each) for key, each in value.items()}
-    return [_of_value(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _each_text(each, change) for key, each in value.items()}
+    return [_each_text(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _with_folders(value: Any, key: str) -> Any:
-    """The value with the texts in it that name folders replaced, too. A folder over the limits keeps its path."""
-    if isinstance(value, Mapping):
-        return {name: _with_folders(each, key) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_with_folders(each, key) for each in value]
-    if not isinstance(value, str) or "/" not in value or not value.strip("/.") or not _is(Path.is_dir, Path(value)):
-        return value
+def _of_named_folder(setting: str, text: str) -> str:
+    """What identifies the content of a folder that the text names; the text itself if it names none, or a huge one."""
+    if "/" not in text or not text.strip("/.") or not _is(Path.is_dir, Path(text)):
+        return text
     try:
-        return _of_folder(Path(value))
+        return _of_folder(Path(text))
     except (OSError, OverflowError) as error:
-        _log.warning("%s: a resume does not notice if files of the folder %r have changed: %s", key, value, error)
-        return value
+        _log.warning("%s: a resume does not notice if files of the folder %r have changed: %s", setting, text, error)
+        return text
 
 
 def _of_folder(folder: Path) -> str:
@@ -131,7 +128,10 @@ def _digest_of(found: Mapping[str, str]) -> str:
 
 
 def _of_text(text: str, is_path: bool = False) -> str:
-    """is_path: a name without folder and suffix may be that of a file, too"""
+    """What identifies the content of a file or module that the text names; the text itself if it is none.
+
+    is_path: a name without folder and suffix may be that of a file, too
+    """
     path: Path | None = None
     named = text
     if code := _CODE.fullmatch(text):

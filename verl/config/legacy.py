@@ -179,9 +179,6 @@ def our_key(key: str) -> str:
 
 
 def _read_data(result: Translation) -> None:
-    for key in ("data.train_files", "data.val_files"):
-        if isinstance(result.settings.get(key), str):
-            result.settings[key] = [result.settings[key]]
     column = result.take("data.prompt_key")
     if column not in (None, "prompt"):
         result.put("data.columns", {column: "prompt"}, "data.prompt_key")

@@ -337,6 +337,7 @@ def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, 
     """spelled: keys as written by the user, where they differ"""
     known = known_keys()
     open_keys = tuple(key for key in known if key.endswith("."))
+    lists = {key for key, kind, _ in leaves(Config()) if get_origin(kind) is list}
     tree = deepcopy(_defaults())
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
@@ -344,6 +345,8 @@ def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, 
             raise ConfigError(f"unknown key {written!r}; {_instead(written, command)}")
         if isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{key} must be a finite number, got {value}")
+        if key in lists and isinstance(value, str):
+            value = [value]  # a list of one
         try:
             OmegaConf.update(tree, key, with_embedded_paths(value), force_add=key.startswith(open_keys))
         except OmegaConfBaseException as error:

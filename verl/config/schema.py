@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from verl.algorithms import ADV_ESTIMATORS
 from verl.algorithms.names import Aggregation, KLEstimate, KLPlacement, Level, OldLogprobs
@@ -285,7 +285,7 @@ class EnvConfig:
     max_turn_tokens: int | None = None  # per turn; default: the rest of data.max_response_length
     max_observation_tokens: int = 512  # tokens per observation; longer ones: env.observation_cut
     # head | tail | middle | refuse: how longer ones are truncated; or [that, a limit in characters, the text between]
-    observation_cut: Any = "middle"
+    observation_cut: list[str | int | None] = field(default_factory=lambda: ["middle"])
     on_parse_error: str = "feedback"  # feedback (report it to the policy) | terminate (the episode)
     tool_timeout_s: float = 30.0  # seconds of a tool call
     turn_timeout_s: float = 300.0  # an environment step, and the environment's verdict; excludes engine and tools
@@ -318,10 +318,9 @@ class EnvConfig:
     @property
     def cut(self) -> ObservationCut:
         """env.observation_cut, checked."""
-        given = self.observation_cut if isinstance(self.observation_cut, list) else [self.observation_cut]
         expected = "one of head, tail, middle, refuse, or [one of them, a limit in characters or null, a text]"
-        _require(1 <= len(given) <= 3, "env.observation_cut", expected, self.observation_cut)
-        cut = ObservationCut(*given)
+        _require(1 <= len(self.observation_cut) <= 3, "env.observation_cut", expected, self.observation_cut)
+        cut = ObservationCut(*cast(Any, self.observation_cut))  # checked below
         valid = cut.place in ("head", "tail", "middle", "refuse") and isinstance(cut.gap, str)
         valid = valid and (cut.chars is None or (type(cut.chars) is int and cut.chars > 0))
         _require(valid, "env.observation_cut", expected, self.observation_cut)

@@ -20,10 +20,9 @@ from verl.data.rows import RowStore, encoded
 from verl.data.source import AS_WRITTEN, notes_of, source_name, source_rows
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import listed_tools, parse_gold
-from verl.types import Message, Task, ToolCall, ToolSpec
+from verl.types import GROUND_TRUTH, Message, Task, ToolCall, ToolSpec
 from verl.utils.reward_score.base import named_reward
 
-GROUND_TRUTH = "reward_model.ground_truth"
 DATA_SOURCE = "rlla"  # of ToolRL's rows
 _AGENT_LOOPS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}  # veRL's: the environment
 

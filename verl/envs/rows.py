@@ -6,7 +6,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from verl.errors import DataError
 from verl.system.packages import script
-from verl.types import Task
+from verl.types import GROUND_TRUTH, Task
 
 
 def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
@@ -14,7 +14,7 @@ def check_row(env: str, task: Task, extra: Any, answer: Any) -> None:
     field = "extra_info"
     try:
         TypeAdapter(extra).validate_python(dict(task.extra))
-        field = "reward_model.ground_truth"
+        field = GROUND_TRUTH
         TypeAdapter(answer).validate_json(task.answer)
     except ValidationError as error:
         first = error.errors()[0]

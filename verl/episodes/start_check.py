@@ -22,10 +22,9 @@ from verl.scoring.rewards import Rewards
 from verl.system.daemon import run_async
 from verl.text import shortened
 from verl.types import Message, Task, ToolCall, ToolSpec, Trajectory
-from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.base import FIRST_STEP, LabReward
 from verl.utils.reward_score.weighted import WeightedSum
 
-_STEP = 1  # for rewards with a schedule
 _TOLERANCE = 1e-6
 _SHOWN = 300  # characters of a response
 _TRIAL = ToolSpec("trial", "", {"type": "object", "properties": {"text": {"type": "string"}}})
@@ -58,7 +57,7 @@ def check_gold_tokens(runner: EpisodeRunner, rewards: Rewards, task: Task) -> No
     observations = runner.observations
     for scorer in _scorers(rewards, task):
         with _named(scorer, task):
-            text = written_response(scorer.reward.gold(task, _STEP), observations.tool_call_format)
+            text = written_response(scorer.reward.gold(task, FIRST_STEP), observations.tool_call_format)
             tokens = observations.chat.control_tokens(text, observations.raw)
         if tokens and (problem := _problem(runner, scorer, task)):
             quoted = f"the gold response contains {tokens[0]!r}, a control token of the model"
@@ -80,7 +79,7 @@ def check_golds(runner: EpisodeRunner, rewards: Rewards, tasks: Iterable[Task]) 
     found = []
 
     def score(task: Task, response: str | Message) -> float:
-        return rewards.score(_episode(runner, task, response), task, _STEP).total
+        return rewards.score(_episode(runner, task, response), task, FIRST_STEP).total
 
     for task in rows:
         with suppress(DataError):  # a row that cannot be scored is dropped in training, too
@@ -135,10 +134,10 @@ def _problem(runner: EpisodeRunner, scorer: _Scorer, task: Task) -> _Problem | N
     reward, style = scorer.reward, runner.observations.tool_call_format
     try:
         with _named(scorer, task):
-            maximum, gold = reward.maximum(task, _STEP), reward.gold(task, _STEP)
-            as_text = reward.score(as_trajectory(task, gold, style), task, _STEP).total
+            maximum, gold = reward.maximum(task, FIRST_STEP), reward.gold(task, FIRST_STEP)
+            as_text = reward.score(as_trajectory(task, gold, style), task, FIRST_STEP).total
             episode = _episode(runner, task, gold)
-            score = reward.score(episode, task, _STEP).total
+            score = reward.score(episode, task, FIRST_STEP).total
             earned, earned_as_text = _reaches(score, maximum), _reaches(as_text, maximum)
     except DataError:
         return None

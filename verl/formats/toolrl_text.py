@@ -80,6 +80,14 @@ def final_turn(text: str) -> str:
     return text[start + len(header) :].partition(end)[0].strip()
 
 
+def shown_text(response: str) -> str:
+    """The part of a response that the user sees: without the reasoning, and without ToolRL's tags."""
+    shown = response.rpartition(THINK_END)[2]
+    if RESPONSE in shown:
+        shown = shown.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
+    return shown.strip()
+
+
 def cutting_mark(text: str) -> str | None:
     """The first mark of a chat template at which `final_turn` cuts the text; None if it keeps all of it."""
     if final_turn(text) == text.strip():

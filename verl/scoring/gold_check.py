@@ -13,10 +13,9 @@ from verl.errors import ConfigError, VerlError
 from verl.formats.toolrl_text import THINK, THINK_END
 from verl.scoring.rewards import Rewards
 from verl.types import Message, Task
-from verl.utils.reward_score.base import LabReward
+from verl.utils.reward_score.base import FIRST_STEP, LabReward
 
 BARE_THOUGHT = f"{THINK}I know what to do.{THINK_END}"
-_STEP = 1  # of rewards with a schedule
 _ROWS = 8  # per reward and data source
 _LOOKED_AT = 1000  # rows, to find these
 
@@ -42,7 +41,7 @@ class GoldScores:
 
 
 def gold_scores(
-    rewards: Rewards, task: Task, score: Callable[[Task, str | Message], float], step: int = _STEP
+    rewards: Rewards, task: Task, score: Callable[[Task, str | Message], float], step: int = FIRST_STEP
 ) -> GoldScores | None:
     """score: the total of a response, which is a text or a message with calls
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from verl.errors import DataError
 from verl.formats.toolrl_text import TOOL_CALL, TOOL_CALL_END
 from verl.json_values import read_json
-from verl.types import Score, Task, Trajectory
+from verl.types import GROUND_TRUTH, Score, Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def _gold(answer: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or not {"name", "parameters"} <= found.keys():
         expected = 'a JSON object {"name": text, "parameters": object}'
-        raise DataError(f"the gold call is {answer[:80]!r}", expected, field="reward_model.ground_truth")
+        raise DataError(f"the gold call is {answer[:80]!r}", expected, field=GROUND_TRUTH)
     return found
 
 

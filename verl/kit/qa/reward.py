@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl.errors import ConfigError, ServiceDownError
-from verl.formats.toolrl_text import RESPONSE, RESPONSE_END, THINK_END
+from verl.formats.toolrl_text import THINK_END, shown_text
 from verl.net.services import ChatEndpoint, completion_text
 from verl.types import Score, Task, Trajectory
 from verl.utils.reward_score.answers import accepted_answers, comparable, last_answer
@@ -88,11 +88,8 @@ class QaReward:
 
 
 def final_answer(response: str) -> str:
-    message = response.rpartition(THINK_END)[2]
-    answer = last_answer(message)
-    if answer is None and RESPONSE in message:
-        answer = message.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
-    return (message if answer is None else answer).strip()
+    answer = last_answer(response.rpartition(THINK_END)[2])
+    return shown_text(response) if answer is None else answer
 
 
 def _f1(answer: list[str], gold: list[str]) -> float:

@@ -14,7 +14,7 @@ from verl.envs.rows import check_row
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.functions import Toolbox, answer_calls
 from verl.errors import ConfigError
-from verl.formats.toolrl_text import RESPONSE, RESPONSE_END, THINK_END
+from verl.formats.toolrl_text import shown_text
 from verl.kit.tau2.airline import AirlineTools
 from verl.kit.tau2.common import ServiceTools
 from verl.kit.tau2.database import Database
@@ -57,7 +57,7 @@ class Tau2Env(Env):
         """Answers calls; a message without calls goes to the user, who answers or hangs up."""
         if message.tool_calls:
             return answer_calls(message.tool_calls, lambda call: self._domain.toolbox.call(self._tools, call))
-        self._dialogue.append(replace(message, content=_visible(message.content)))
+        self._dialogue.append(replace(message, content=shown_text(message.content)))
         if len(self._dialogue) // 2 >= self._max_user_turns:
             return StepResult(done=True)
         answer = await self._user.answer(self._task, self._dialogue)
@@ -138,14 +138,6 @@ def run_actions(domain: Domain, actions: list[ToolCall]) -> tuple[Database, list
         except ToolError as error:
             failures.append(str(error))
     return database, failures
-
-
-def _visible(content: str) -> str:
-    """The part of a message that the user sees: without the reasoning and without ToolRL's tags."""
-    visible = content.rpartition(THINK_END)[2]
-    if RESPONSE in visible:
-        visible = visible.rpartition(RESPONSE)[2].partition(RESPONSE_END)[0]
-    return visible.strip()
 
 
 def _plain(text: str) -> str:

@@ -9,7 +9,7 @@ import string
 
 from verl.errors import DataError
 from verl.json_values import JsonError, read_json
-from verl.types import ToolStatus, Trajectory
+from verl.types import GROUND_TRUTH, ToolStatus, Trajectory
 from verl.utils.reward_score.base import written
 
 FAILED = (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT)  # the policy's fault; an unavailable sandbox is not
@@ -30,7 +30,7 @@ def accepted_answers(answer: str) -> list[str]:
         try:
             found = read_json(answer)
         except JsonError as error:
-            raise error.in_data("reward_model.ground_truth") from error
+            raise error.in_data(GROUND_TRUTH) from error
         except ValueError:
             return [answer]
         target = found.get("target") if isinstance(found, dict) else found
@@ -39,7 +39,7 @@ def accepted_answers(answer: str) -> list[str]:
             return [each if isinstance(each, str) else json.dumps(each) for each in targets]
         if isinstance(found, dict):
             expected = '{"target": a text, or several}'
-            raise DataError(f"is {answer[:80]}", expected, field="reward_model.ground_truth")
+            raise DataError(f"is {answer[:80]}", expected, field=GROUND_TRUTH)
     return [answer]
 
 

@@ -33,6 +33,7 @@ REWARDS: Mapping[str, str] = {
     "math_dapo": "verl.utils.reward_score.math_dapo:MathDapoReward",
     "qa": "verl.kit.qa.reward:QaReward",
 }
+FIRST_STEP = 1  # of a schedule; gold responses are tried at it
 
 
 class Reward(Protocol):

@@ -40,8 +40,8 @@ from verl.formats.toolrl_text import (
     thought_word_count,
 )
 from verl.registry import check_options
-from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation
+from verl.types import GROUND_TRUTH, Score, Task, Trajectory
+from verl.utils.reward_score.base import FIRST_STEP, Mutation
 from verl.utils.reward_score.matching import (
     Agreement,
     Call,
@@ -57,7 +57,6 @@ from verl.utils.reward_score.matching import (
 )
 from verl.utils.reward_score.rlla_mutations import corrupted_responses, lengthen_thought
 
-_STEP = 1  # at which gold responses are tried
 # Exceptions of parsing or matching malformed calls of a response.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
@@ -326,15 +325,15 @@ class RllaReward:
                 field="messages",
             )
         try:
-            maximum, gold = self.maximum(task, _STEP), self.gold(task, _STEP)
+            maximum, gold = self.maximum(task, FIRST_STEP), self.gold(task, FIRST_STEP)
         except DataError as error:
-            raise error.at(field="reward_model.ground_truth") from error
+            raise error.at(field=GROUND_TRUTH) from error
         mark = cutting_mark(gold)
-        if mark and score_response(final_turn(gold), task.answer, _STEP, self.options).score < maximum:
+        if mark and score_response(final_turn(gold), task.answer, FIRST_STEP, self.options).score < maximum:
             raise DataError(
                 f"the gold response contains {mark!r}, a mark of turns: ToolRL's reward reads no further",
                 hint="Correct or drop the row",
-                field="reward_model.ground_truth",
+                field=GROUND_TRUTH,
             )
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:

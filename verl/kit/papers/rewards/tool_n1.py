@@ -23,7 +23,7 @@ from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
 from verl.json_values import JsonError, read_json
 from verl.registry import nearest
-from verl.types import Score, Task, Trajectory
+from verl.types import GROUND_TRUTH, Score, Task, Trajectory
 from verl.utils.reward_score.answers import last_block
 from verl.utils.reward_score.base import Mutation, as_mutations
 
@@ -88,14 +88,14 @@ def gold_calls(answer: str) -> list[Call]:
     try:
         read_json(answer)
     except JsonError as error:
-        raise error.in_data("reward_model.ground_truth") from error
+        raise error.in_data(GROUND_TRUTH) from error
     except ValueError:
         pass
     calls = read_calls(answer)
     if calls is None:
         expected = 'a JSON list of {"name": text, "arguments": object}'
         problem = f"the gold calls cannot be parsed: {answer[:80]!r}"
-        raise DataError(problem, expected, field="reward_model.ground_truth")
+        raise DataError(problem, expected, field=GROUND_TRUTH)
     return calls
 
 
