@@ -12,6 +12,7 @@ from verl.config.load import RECIPES, load_config
 from verl.config.schema import Config
 from verl.config.show import as_yaml
 from verl.errors import ConfigError
+from verl.trainer.cli import run_cli
 
 BASE = ["data.train_files=[rows.jsonl]", "model.path=any"]
 
@@ -108,3 +109,18 @@ def test_a_file_that_cannot_be_used(text: str, problem: str, tmp_path: Path) -> 
         load_config(BASE, file=str(path))
     with pytest.raises(ConfigError, match=r"absent.yaml cannot be read"):
         load_config(BASE, file=str(tmp_path / "absent.yaml"))
+
+
+@pytest.mark.parametrize("option", [["--config={}"], ["--config", "{}"]])
+def test_a_command_takes_a_file(option: list[str], tmp_path: Path) -> None:
+    path, seen = tmp_path / "my.yaml", []
+    path.write_text("model: any\nrollout: {n: 3}\n")
+    words = [each.format(path) for each in option]
+    assert run_cli(["data=x.jsonl", *words], "", TRAIN, lambda args, console: seen.append(args.config.rollout.n)) == 0
+    assert seen == [3]
+
+
+@pytest.mark.parametrize("options", [["--config"], ["--config="], ["--config=a.yaml", "--config=b.yaml"]])
+def test_a_command_takes_one_file(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli([*BASE, *options], "", TRAIN, lambda args, console: 0) == 2
+    assert "--config takes one YAML file, once" in capsys.readouterr().out

@@ -106,7 +106,7 @@ class TextEnv(Env):
             has_info = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
             observed = self._observation() if found is None else self._shown(found[0] if has_info else found)
         *before, last = self._task.prompt
-        text = "" if _is_row(observed, row) else _said(observed)
+        text = "" if _is_row(observed, row) else _text_of(observed)
         if text in ("", last.content):
             return self._task.prompt
         return (*before, replace(last, content=f"{last.content}\n\n{text}"))
@@ -171,10 +171,10 @@ def _messages(observed: Any) -> tuple[Message, ...]:
     listed = observed if isinstance(observed, list | tuple) else []
     if listed and all(isinstance(each, Mapping) and "role" in each for each in listed):
         return read_messages(listed, "observations")
-    return (Message("user", _said(observed)),)
+    return (Message("user", _text_of(observed)),)
 
 
-def _said(observed: Any) -> str:
+def _text_of(observed: Any) -> str:
     """As rLLM's agents read it: the question of a mapping, and nothing of an empty one."""
     if isinstance(observed, Mapping) and isinstance(question := observed.get("question"), str):
         return question

@@ -63,8 +63,8 @@ def _steps(prompt: Sequence[Fields], rounds: Iterable[Round]) -> Iterator[dict[s
             Fields(id=f"call_{place}", name=call.name, arguments=json.dumps(dict(call.arguments)))
             for place, call in enumerate(calls, asked)
         ]
-        said = Fields(role="assistant", content=content, reasoning_content=None, thinking_blocks=None)
-        said["tool_calls"] = made or None
+        message = Fields(role="assistant", content=content, reasoning_content=None, thinking_blocks=None)
+        message["tool_calls"] = made or None
         ids = iter([call.id for call in made])
         asked += len(made)
         read = [
@@ -74,6 +74,6 @@ def _steps(prompt: Sequence[Fields], rounds: Iterable[Round]) -> Iterator[dict[s
             for each in observed
         ]
         cut = turn.completion.finish_reason is FinishReason.LENGTH
-        step = {"prompt": list(known), "completion": [said], "tokens": None, "reward": None, "advantage": None}
+        step = {"prompt": list(known), "completion": [message], "tokens": None, "reward": None, "advantage": None}
         yield {**step, "is_truncated": cut, "extras": {}, "observed": read}
-        known += [said, *read]
+        known += [message, *read]
