@@ -12,10 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from bench.gpu.measurements import SESSIONS, UnexpectedError, measured
 from bench.gpu.place import Place
 from bench.gpu.process import DiedError, SessionProcess
 from bench.gpu.rows import read_rows
-from bench.gpu.short import MARGIN_S, SPENT, read_options
+from bench.gpu.short import MARGIN_S, NO_GPU, SPENT, Driver, now, read_options
 from bench.gpu.tree import REPOSITORY_MIB, Tree
 from tests.conftest import ROOT, need_vllm
 from tests.support.fake_measurements import calls
@@ -79,6 +79,10 @@ def begun(tmp_path: Path, *options: str, until: str) -> subprocess.Popen[str]:
     while not (tmp_path / "work" / until).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return process
+
+
+def began(tmp_path: Path) -> float:
+    return float((tmp_path / "work/began").read_text().split()[1])
 
 
 def ended(tmp_path: Path) -> bool:
@@ -140,7 +144,8 @@ def test_what_is_done_or_has_failed_twice_is_not_measured_by_the_next_call(call:
     assert call(only).returncode == 1
     assert calls(tmp_path / "work") == ["two"]
     assert {"one", "wrong", "two"} < states(tmp_path / "out/results.jsonl").keys(), "earlier results come back, too"
-    assert call(only).returncode == 1
+    told = call(only)
+    assert told.returncode == 1 and "not tried again by the next call, unless it names them: wrong\n" in told.stderr
     assert {"one", "wrong", "two"} < states(tmp_path / "out/results.jsonl").keys(), "also if there is nothing to do"
     call(only, "one")
     assert calls(tmp_path / "work") == ["two", "one"], "what is named is measured anew"
@@ -223,11 +228,59 @@ def test_a_call_that_is_cut_off_loses_nothing_but_the_running_measurement(
     assert states(tmp_path / "out/results.jsonl") == {"one": "ok", "late": "ok"}
 
 
+def test_a_driver_that_is_killed_at_once_leaves_no_process_that_measures(tmp_path: Path) -> None:
+    """Its child is still importing, and would measure beside the next call, on the same GPU."""
+    process = begun(tmp_path, "waits", until="began")
+    while not (started := running_sessions(process.pid)):
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive and calls(tmp_path / "work") == []
+
+
+def test_calls_do_not_run_beside_each_other(call: Call, tmp_path: Path) -> None:
+    """They would share the GPU, and each would replace the other's results."""
+    first = begun(tmp_path, "one", "waits", until="daemon")
+    second = call("late", out=tmp_path / "another")
+    assert second.returncode == 1 and "another call is running there" in second.stderr
+    assert second.stderr.count("\n") == 1 and calls(tmp_path / "work") == ["one", "hangs"]
+    first.kill()
+    first.communicate()
+    assert call("late").returncode == 0, "the lock ends with its process"
+
+
+def test_what_the_shell_ignores_does_not_end_a_call(tmp_path: Path) -> None:
+    """`nohup` lets a call survive its terminal."""
+    words = ["nohup", *command(tmp_path, tmp_path / "out", "one", "warm", "late")]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "work/logs").exists():  # the handlers are there
+        time.sleep(0.02)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert states(tmp_path / "out/results.jsonl") == {"one": "ok", "warm": "ok", "late": "ok"}
+
+
+def test_messages_that_cannot_be_written_cost_no_measurement(tmp_path: Path) -> None:
+    """A full disk behind both, or a terminal that has gone."""
+    with Path("/dev/full").open("w") as full:
+        subprocess.run(command(tmp_path, tmp_path / "out", "one", "late"), cwd=ROOT, stdout=full, stderr=full)
+    assert states(tmp_path / "out/results.jsonl") == {"one": "ok", "late": "ok"}
+    shutil.rmtree(tmp_path / "out")
+    words = command(tmp_path, tmp_path / "out", "two", "warm")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(60)
+    assert states(tmp_path / "out/results.jsonl").items() >= {"two": "ok", "warm": "ok"}.items()
+    assert (tmp_path / "out/table.md").exists()
+
+
 @pytest.mark.long
 def test_at_the_limit_it_stops_cleanly(call: Call, tmp_path: Path) -> None:
     done = call("--budget=30", "one", "waits", "late")
     assert done.returncode == 4 and "the time of the call or of the budget is used up" in done.stderr
-    assert time.time() < float((tmp_path / "work/began").read_text()) + 30
+    assert now() < began(tmp_path) + 30
     found = {row["name"]: row for row in rows(tmp_path / "out/results.jsonl")}
     assert found["one"]["state"] == "ok" and found["waits"]["state"] == found["late"]["state"] == "skipped"
     assert "cut off after" in found["waits"]["reason"] and "0 s are left" in found["late"]["reason"]
@@ -243,10 +296,31 @@ def test_a_limit_that_holds_nothing_starts_nothing(limit: str, call: Call, tmp_p
 
 def test_time_between_calls_counts(call: Call, tmp_path: Path) -> None:
     call("--budget=100", "one")
-    began = tmp_path / "work/began"
-    began.write_text(str(float(began.read_text()) - 90))
+    path = tmp_path / "work/began"
+    path.write_text(path.read_text().replace(str(began(tmp_path)), str(began(tmp_path) - 90)))
     call("--budget=100", "late")
     assert "late" not in calls(tmp_path / "work")
+
+
+@pytest.mark.parametrize("text", ["", "1795866319.0", "another-machine 0.0", "{machine} 1e12", "{machine} nan"])
+def test_the_time_of_another_machine_does_not_count(text: str, call: Call, tmp_path: Path) -> None:
+    """A work folder may be a copy, and a full disk may have cut the file off."""
+    (tmp_path / "work").mkdir()
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    (tmp_path / "work/began").write_text(text.format(machine=machine))
+    call("--budget=100", "one")
+    assert calls(tmp_path / "work") == ["one"]
+
+
+def test_a_clock_that_is_set_changes_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the first minute of a new machine, whose clock was hours off."""
+    options = read_options(["--rehearse", "--work", str(tmp_path), "--spent=0", "--budget=100"], SESSIONS)
+    driver = Driver(options, SESSIONS, "x")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 80 < driver.time_left <= 90
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert 80 < driver.time_left <= 90
+    assert 80 < Driver(options, SESSIONS, "x").time_left <= 90
 
 
 def test_no_more_files_come_out_than_may(call: Call, tmp_path: Path) -> None:
@@ -360,6 +434,21 @@ def test_a_work_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "choose another with --work" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "ten"])
+@pytest.mark.parametrize("option", ["--budget", "--spent", "--call-seconds"])
+def test_limits_are_seconds(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options([f"{option}={value}"], SESSIONS)
+    assert f"argument {option}: invalid seconds" in capsys.readouterr().err
+
+
+def test_the_work_folder_is_not_what_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (tmp_path, tmp_path / "work"):
+        with pytest.raises(SystemExit):
+            read_options(["--work", str(tmp_path / "work"), "--out", str(out)], SESSIONS)
+        assert f"--out {out} holds --work" in capsys.readouterr().err
+
+
 def test_without_a_gpu_it_says_so() -> None:
     variables = {**os.environ, "PATH": "/nonexistent"}
     done = subprocess.run([*FAKES, "one"], cwd=ROOT, capture_output=True, text=True, env=variables)
@@ -378,6 +467,17 @@ def test_results_of_an_earlier_machine_are_not_measured_again(call: Call, tmp_pa
     assert calls(tmp_path / "work") == ["one", "wrong", "two", "wrong"]
 
 
+def test_what_failed_on_an_earlier_machine_is_measured_on_this_one(call: Call, tmp_path: Path) -> None:
+    """What broke it may have been mended. The last result of a measurement counts."""
+    done = tmp_path / "earlier.jsonl"
+    bad = {**OK, "state": "failed", "reason": "2 is not 3"}
+    earlier = [{"name": name, **bad} for name in ("two", "two", "one")]
+    earlier += [{"name": "one", **OK}, {"name": "late", **OK}, {"name": "late", **bad}]
+    done.write_text("".join(json.dumps(row) + "\n" for row in [*others()[:-1], *earlier]))
+    call("--done", str(done), "--budget=60")
+    assert calls(tmp_path / "work") == ["wrong", "two", "late", "wrong"]
+
+
 def test_results_of_an_earlier_machine_that_are_none_are_named(call: Call, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a text\n")
     (tmp_path / "empty").touch()
@@ -386,11 +486,12 @@ def test_results_of_an_earlier_machine_that_are_none_are_named(call: Call, tmp_p
         assert done.returncode == 1 and "no result" in done.stderr and "Traceback" not in done.stderr
 
 
-def piece(stage: Path, name: str, package: str) -> str:
+def piece(stage: Path, name: str, package: str, *files: str) -> str:
     """An archive of one package; returns its line of SUMS."""
     source = stage.parent / f"source-{name}"
     (source / package).mkdir(parents=True)
-    (source / package / "__init__.py").write_text("")
+    for each in ("__init__.py", *files):
+        (source / package / each).write_text("")
     script = source / package / "run.sh"
     script.write_text("true")
     script.chmod(0o755)
@@ -420,21 +521,83 @@ def test_measurements_wait_for_the_archive_that_they_need(call: Call, tmp_path: 
     assert os.access(site / "trainer/another/run.sh", os.X_OK)
 
 
+def on_gpu(tmp_path: Path, *options: str, used: str = "0", zeros: str = "pass") -> subprocess.CompletedProcess[str]:
+    """A call without --rehearse on a machine with a GPU, as its tools and torch show it."""
+    programs, modules = tmp_path / "programs", tmp_path / "modules"
+    for folder in (programs, modules):
+        folder.mkdir(exist_ok=True)
+    (programs / "nvidia-smi").write_text(f"#!/bin/sh\necho 'NVIDIA H200, {used}'\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    (modules / "torch.py").write_text(f"def zeros(*_, device):\n    {zeros}\n")
+    words = command(tmp_path, tmp_path / "out", *options)
+    words.remove("--rehearse")
+    path = os.pathsep.join(map(str, [modules, ROOT]))
+    variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": path}
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=variables)
+
+
 def test_on_the_machine_archives_of_earlier_calls_do_not_count(tmp_path: Path) -> None:
     """They stay in the stage folder there, beside the one that this call brings."""
-    stage, programs = tmp_path / "stage", tmp_path / "programs"
-    (programs.mkdir(), (programs / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA H200\n"))
-    (programs / "nvidia-smi").chmod(0o755)
+    stage = tmp_path / "stage"
     sums = piece(stage, "trainer", "another") + piece(stage, "engine", "package_of_a_tree")
     (stage / "SUMS").write_text(sums)
-    limit = f"--mib-in={REPOSITORY_MIB}"
-    words = command(tmp_path, tmp_path / "out", "--stage", str(stage), limit, "lacks")
-    words.remove("--rehearse")
-    variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stderr
+    done = on_gpu(tmp_path, "--stage", str(stage), f"--mib-in={REPOSITORY_MIB}", "lacks")
+    assert done.returncode == 0 and "in use already" not in done.stderr, done.stderr
     assert states(tmp_path / "out/results.jsonl") == {"lacks": "ok"}
     assert rows(tmp_path / "out/results.jsonl")[0]["device"] == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("zeros", "said"),
+    [
+        ("raise RuntimeError('No CUDA GPUs are available')", "RuntimeError: No CUDA GPUs are available"),
+        (
+            "raise RuntimeError('busy or unavailable\\nCompile with another')",
+            "RuntimeError: busy or unavail",
+        ),
+        ("import os; os._exit(9)", "no reason given"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_fails_no_measurement(zeros: str, said: str, tmp_path: Path) -> None:
+    """Each would fail twice, and the next call would try none of them."""
+    done = on_gpu(tmp_path, "one", zeros=zeros)
+    assert done.returncode == NO_GPU and f"cannot be used by {sys.executable}: {said}" in done.stderr
+    assert done.stderr.count("\n") == 1 and calls(tmp_path / "work") == []
+    assert on_gpu(tmp_path, "one").returncode == 0
+
+
+@pytest.mark.parametrize(("used", "told"), [("140000", True), ("500", False), ("[N/A]", False)])
+def test_a_gpu_that_another_process_holds_is_said(used: str, told: bool, tmp_path: Path) -> None:
+    done = on_gpu(tmp_path, "one", used=used)
+    assert done.returncode == 0 and ("NVIDIA H200: 140,000 MiB are in use already" in done.stderr) == told
+
+
+def test_archives_for_another_python_are_not_taken(call: Call, tmp_path: Path) -> None:
+    """What imports them would fail twice; so it waits for a call with the right one."""
+    stage, name = tmp_path / "stage", "core.cpython-35m-x86_64-linux-gnu.so"
+    (stage / "SUMS").parent.mkdir()
+    (stage / "SUMS").write_text(piece(stage, "engine", "package_of_a_tree", name))
+    done = call("--stage", str(stage), "lacks")
+    assert f"holds {name}, not for this Python" in done.stderr and states(tmp_path / "out/results.jsonl") == {
+        "lacks": "skipped"
+    }
+    own = f"core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    (stage / "SUMS").write_text(piece(stage, "mended", "package_of_a_tree", own))
+    assert call("--stage", str(stage), "lacks").returncode == 0
+
+
+def test_a_broken_archive_keeps_no_other_from_being_taken(tmp_path: Path) -> None:
+    """Several may lie there, of earlier calls."""
+    stage = tmp_path / "stage"
+    sums = "".join(piece(stage, name, f"package_{name}") for name in ("first", "second", "third"))
+    (stage / "SUMS").parent.mkdir(exist_ok=True)
+    (stage / "SUMS").write_text(sums)
+    for name in ("first", "third"):
+        archive = stage / f"{name}.tar.xz"
+        archive.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"first.tar.xz: .*checksum.*third.tar.xz: .*checksum"):
+        Tree(tmp_path / "site").take_in(stage)
+    assert Tree(tmp_path / "site").paths() == [tmp_path / "site/second"]
 
 
 def test_a_broken_archive_costs_what_needs_it_alone(call: Call, tmp_path: Path) -> None:
@@ -460,15 +623,32 @@ def test_archives_that_cannot_be_taken_are_named(tmp_path: Path) -> None:
 
 
 def test_processes_that_cannot_compile_cost_no_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise BrokenProcessPool("a process was terminated")
-
-    monkeypatch.setattr(tree.compileall, "compile_dir", broken)
     stage, site = tmp_path / "stage", tmp_path / "site"
     sums = piece(stage, "engine", "package_of_a_tree")
     (stage / "SUMS").write_text(sums)
+    monkeypatch.setattr(tree.sys, "executable", "/nonexistent")
     Tree(site).take_in(stage)
     assert Tree(site).paths() == [site / "engine"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_call_that_ends_while_packages_are_compiled_leaves_no_process(
+    number: signal.Signals, call: Call, tmp_path: Path
+) -> None:
+    """What stays holds the call's output, for whose end the machine may wait."""
+    stage = tmp_path / "stage"
+    sums = piece(stage, "engine", "package_of_a_tree", *(f"module_{index}.py" for index in range(500)))
+    (stage / "SUMS").write_text(sums)
+    process = begun(tmp_path, "--stage", str(stage), "lacks", until="site/engine")
+    found: list[psutil.Process] = []
+    while not found:
+        found = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.001)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=20)
+    assert not psutil.wait_procs(found, timeout=20)[1]
+    assert number is signal.SIGKILL or "ended by SIGTERM; the next call goes on" in told
+    assert call("--stage", str(stage), "lacks").returncode == 0
 
 
 def test_half_of_an_archive_does_not_stay_on_the_disk(tmp_path: Path) -> None:

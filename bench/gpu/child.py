@@ -1,4 +1,4 @@
-"""The process of a session: python -m bench.gpu.child ANSWERS MODULE:CLASS WORK [--rehearse] [--again]
+"""The process of a session: python -m bench.gpu.child DRIVER ANSWERS MODULE:CLASS WORK [--rehearse] [--again]
 
 Reads names and limits of measurements from standard input, and writes the outcome of each as a line to the file
 descriptor ANSWERS. It ends with its driver.
@@ -33,14 +33,15 @@ _LOOK_S = 0.5  # interval of the check that the driver lives
 def main() -> None:
     """Answer requests until there are no more."""
     adopt_orphans()
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("driver", type=int, help="a process number: the parent's, which may have ended already")
     parser.add_argument("answers", type=int, help="a file descriptor")
     parser.add_argument("location", help="module:class")
     parser.add_argument("work", type=Path)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--again", action="store_true", help="a measurement of this session failed before")
     options = parser.parse_args()
+    threading.Thread(target=_end_with, args=(options.driver,), daemon=True).start()
     place = Place(options.work, options.rehearse, options.again)
     module, _, kind = options.location.partition(":")
     session = getattr(importlib.import_module(module), kind)(place)

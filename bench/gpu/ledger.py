@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bench.gpu.measurements import FAILED, OK, SKIPPED, Measurement, Row
 from bench.gpu.rows import read_rows
-from bench.gpu.table import markdown
+from bench.gpu.table import latest, markdown
 from verl.errors import DataError
 from verl.system.files import replacing
 from verl.tracking.jsonl import write_jsonl
@@ -80,7 +81,7 @@ class Ledger:
         rows = [row for each in measurements if (row := self.last(each.name))]
         text = markdown(rows)
         self._copy(TABLE, text)
-        print(text, flush=True)
+        _print(text, sys.stdout)
 
     def _copy(self, name: str, text: str, reserved: int = 0) -> None:
         """reserved: files for which there must be room, too"""
@@ -105,11 +106,20 @@ def described(row: Row) -> str:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    _print(line, sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """What nobody reads any more, and a full disk, cost the text and no measurement."""
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 def seed(work: Path, done: Path, rehearse: bool) -> None:
-    """Take results of an earlier machine, unless this one has some. Raises DataError if `done` holds none."""
+    """Take results of an earlier machine, unless this one has some. What failed there is tried anew.
+
+    Raises DataError if `done` holds no results.
+    """
     if not (rows := read_rows(done)):
         raise DataError("holds no results", hint="Give a results.jsonl that came back", file=str(done))
     for number, row in enumerate(rows, start=1):
@@ -117,4 +127,4 @@ def seed(work: Path, done: Path, rehearse: bool) -> None:
             kind = "a rehearsal" if row["rehearsal"] else "a GPU"
             raise DataError(f"is a result of {kind}", hint="Give results of the same kind", file=f"{done}:{number}")
     if not (work / NAME).exists():
-        write_jsonl(work / NAME, rows)
+        write_jsonl(work / NAME, [row for row in latest(rows) if row["state"] == OK])

@@ -42,7 +42,7 @@ class SessionProcess:
         self._received = b""
         reading, answers = os.pipe()
         self._answers = os.fdopen(reading, "rb", buffering=0)
-        command = [sys.executable, "-m", "bench.gpu.child", str(answers), *arguments]
+        command = [sys.executable, "-m", "bench.gpu.child", str(os.getpid()), str(answers), *arguments]
         try:
             with _opened(log) as output:
                 self._process = subprocess.Popen(

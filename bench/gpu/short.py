@@ -13,8 +13,11 @@ process breaks at its start until all others had their turn.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
@@ -30,9 +33,10 @@ if str(ROOT) not in sys.path:
 
 from bench.gpu.ledger import Ledger, say, seed
 from bench.gpu.measurements import FAILED, SESSIONS, SKIPPED, Measurement, Session, measured
-from bench.gpu.process import DiedError, OverrunError, SessionProcess, adopt_orphans
+from bench.gpu.process import DiedError, OverrunError, SessionProcess, adopt_orphans, kill_descendants
 from bench.gpu.tree import Tree, carried
 from verl.errors import DataError
+from verl.system.files import replacing
 
 MARGIN_S = 10.0  # for the last processes to end and the table to be written
 PATIENCE = 4  # a CPU may take this many times as long as a GPU
@@ -41,6 +45,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FIND = """import json, sys
 from importlib.util import find_spec
 print(json.dumps([name for name in sys.argv[1:] if find_spec(name) is None]))"""
+_USE_GPU = "import torch; torch.zeros(1, device='cuda')"
+_USE_GPU_S = 120.0  # torch is imported from a cold disk
+_USED_MIB = 1024  # of the GPU's memory, before anything is measured: more is another process's
 _VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -48,6 +55,7 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+_REHEARSED = {"OMP_NUM_THREADS": "1"}  # tiny tensors: other threads would only wait, at full load
 
 
 class Stopped(BaseException):
@@ -68,11 +76,11 @@ class Driver:
         self.tree = Tree(options.work / "site")
         self._device = device
         self._running: tuple[Session, SessionProcess] | None = None
-        self._end = min(time.time() + options.call_seconds, _first_call(options.work) + options.budget - options.spent)
+        self._end = min(now() + options.call_seconds, _first_call(options.work) + options.budget - options.spent)
 
     @property
     def time_left(self) -> float:
-        return self._end - time.time() - MARGIN_S
+        return self._end - now() - MARGIN_S
 
     def run(self) -> None:
         """Every measurement that is to be done, then once more those that failed."""
@@ -88,7 +96,9 @@ class Driver:
             with _without_signals():
                 if self._running:
                     self._running[1].kill()
+                kill_descendants()  # a signal may have come while packages were compiled
                 self.ledger.write_table([measurement for _, measurement in self._chosen()])
+                self._say_given_up()
 
     def _round(self, to_do: Sequence[tuple[Session, Measurement]]) -> list[tuple[Session, Measurement]]:
         """Try each; returns those that were put off.
@@ -137,14 +147,14 @@ class Driver:
             left = max(0, self.time_left)
             self._record(measurement, SKIPPED, f"takes about {needed:.0f} s, and {left:.0f} s are left")
             return False
-        started = time.time()
+        started = now()
         try:
             row = self._ask(session, measurement)
         except OutOfTimeError as error:
-            self._record(measurement, SKIPPED, str(error), seconds=time.time() - started)
+            self._record(measurement, SKIPPED, str(error), seconds=now() - started)
             return False
         except (OverrunError, DiedError) as error:
-            self._failed(measurement, str(error), seconds=time.time() - started)
+            self._failed(measurement, str(error), seconds=now() - started)
         else:
             if row["state"] == FAILED:
                 self._failed(measurement, **row)
@@ -187,6 +197,13 @@ class Driver:
         log = self.options.work / "logs" / f"{name}.log"
         return SessionProcess(arguments, self._environment(), log)
 
+    def _say_given_up(self) -> None:
+        given_up = [
+            each for _, each in self._chosen() if self._failures(each) > 1 and not self.ledger.is_done(each.name)
+        ]
+        if given_up:
+            say(f"not tried again by the next call, unless it names them: {' '.join(each.name for each in given_up)}")
+
     def _end_session(self) -> None:
         if self._running:
             self._running[1].close()
@@ -221,7 +238,8 @@ class Driver:
 
     def _environment(self) -> dict[str, str]:
         paths = [ROOT, *self.tree.paths(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        return {**os.environ, **_VARIABLES, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        rehearsed = _REHEARSED if self.options.rehearse else {}
+        return {**os.environ, **_VARIABLES, **rehearsed, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
     def _missing_modules(self) -> list[str]:
         """Modules that this call's processes lack; a rehearsal does without kernels for GPUs."""
@@ -237,33 +255,71 @@ def _names(session: Session) -> set[str]:
     return {each.name for each in session.measurements}
 
 
+def now() -> float:
+    """Seconds since the machine started: the clock of a new machine may be set while it measures."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _first_call(work: Path) -> float:
-    """When the first call on this machine began; the time between calls counts, too."""
-    path = work / "began"
+    """When the first call on this machine began; the time between calls counts, too.
+
+    The work folder may have come from another machine.
+    """
+    path, boot = work / "began", Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else "unknown"
     with suppress(OSError, ValueError):
-        return float(path.read_text())
-    began = time.time()
-    path.write_text(str(began))
-    return began
+        there, began = path.read_text().split()
+        if there == machine:
+            return min(now(), float(began))
+    try:
+        with replacing(path) as unfinished:
+            unfinished.write_text(f"{machine} {now()}")
+    except DataError as error:
+        say(f"{error} (the next call counts from its own start)")
+    return now()
+
+
+def _lock(work: Path) -> IO[bytes]:
+    """A file whose lock this process alone holds, not what it forks. Raises BlockingIOError if another call has it."""
+    file = (work / "lock").open("wb")
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def find_gpu() -> str | None:
-    """The name of the first GPU."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    """The name of the first GPU. Says so if another process uses it."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.used", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(found.stdout.splitlines()), None)
+    name, _, used = next(iter(found.stdout.splitlines()), "").partition(",")
+    if used.strip().isdecimal() and int(used) > _USED_MIB:  # "[N/A]" in some virtual machines
+        say(f"{name}: {int(used):,} MiB are in use already; see nvidia-smi, and end what holds them")
+    return name or None
+
+
+def unusable() -> str | None:
+    """Why this Python's torch cannot use the GPU: all measurements would fail, and twice. None if it can."""
+    command = [sys.executable, "-c", _USE_GPU]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_USE_GPU_S, check=True)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_USE_GPU_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.splitlines()
+        named = [line for line in lines if re.match(r"[\w.]+: ", line)]  # the exception; more of its text may follow
+        return next(iter(named or lines[-1:]), "no reason given")
+    return None
 
 
 def read_options(argv: Sequence[str] | None, sessions: Sequence[Session]) -> argparse.Namespace:
     known = [each.name for each in measured(sessions)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
-    parser.add_argument("--budget", type=float, default=900, help="seconds from asking for the machine to its return")
-    parser.add_argument("--spent", type=float, default=120, help="seconds of it before the first call here")
-    parser.add_argument("--call-seconds", type=float, default=600, help="limit of a call")
+    parser.add_argument("--budget", type=seconds, default=900, help="seconds from asking for the machine to its end")
+    parser.add_argument("--spent", type=seconds, default=120, help="seconds of it before the first call here")
+    parser.add_argument("--call-seconds", type=seconds, default=600, help="limit of a call")
     parser.add_argument("--files-out", type=int, default=8, help="files that come back")
     parser.add_argument("--mib-in", type=float, default=64, help="MiB of a rehearsed call, with the repository")
     parser.add_argument("--work", type=Path, help="stays on the machine; outputs/short, or outputs/short-rehearsal")
@@ -278,7 +334,16 @@ def read_options(argv: Sequence[str] | None, sessions: Sequence[Session]) -> arg
     default = ROOT / ("outputs/short-rehearsal" if options.rehearse else "outputs/short")
     options.work = (options.work or default).resolve()
     options.out = options.out.resolve() if options.out else options.work / "out"
+    if options.work.is_relative_to(options.out):
+        parser.error(f"--out {options.out} holds --work {options.work}, and no more than a few files come back")
     return options
+
+
+def seconds(text: str) -> float:
+    """An argparse type."""
+    if not 0 <= (number := float(text)) < math.inf:
+        raise ValueError
+    return number
 
 
 def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIONS) -> int:
@@ -288,20 +353,34 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
     if device is None:
         say("needs an NVIDIA GPU, and nvidia-smi shows none; --rehearse runs on a CPU")
         return NO_GPU
+    if not options.rehearse and (reason := unusable()):
+        say(f"{device} cannot be used by {sys.executable}: {reason}")
+        return NO_GPU
     try:
         options.work.mkdir(parents=True, exist_ok=True)
+        lock = _lock(options.work)
         if options.done:
             seed(options.work, options.done, options.rehearse)
         driver = Driver(options, sessions, device)
     except DataError as error:
         say(str(error))
         return 1
+    except BlockingIOError:
+        say(f"{options.work}: another call is running there; wait for its end, or choose another with --work")
+        return 1
     except OSError as error:
         say(f"{options.work}: the work folder cannot be used ({error.strerror or error}); choose another with --work")
         return 1
+    with lock:
+        return _run(driver)
+
+
+def _run(driver: Driver) -> int:
+    """The exit code."""
     adopt_orphans()
     for each in _SIGNALS:
-        signal.signal(each, _stop)
+        if signal.getsignal(each) != signal.SIG_IGN:  # as nohup and background jobs have it
+            signal.signal(each, _stop)
     try:
         driver.run()
     except Stopped as error:

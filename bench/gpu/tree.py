@@ -6,16 +6,18 @@ this call carries. Each is a folder of packages, whole by itself.
 
 from __future__ import annotations
 
-import compileall
 import hashlib
 import re
 import shutil
+import subprocess
+import sys
+import sysconfig
 import tarfile
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 
 from verl.errors import DataError
+from verl.system.files import replacing
 
 SUMS = "SUMS"
 MIB = 2**20
@@ -37,20 +39,19 @@ class Tree:
         """
         if not (stage / SUMS).is_file():
             raise DataError(f"has no {SUMS}", hint="Build the folder with bench/gpu/stage.py", file=str(stage))
-        try:
-            self._sums = read_sums(stage / SUMS)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(stage / SUMS, self.folder / SUMS)
-            for name, expected in self._sums.items():
-                archive = stage / f"{name}.tar.xz"
-                if archive.is_file() and not self._is_unpacked(name):
-                    if _sum(archive) != expected:
-                        raise DataError(
-                            f"its checksum is not the one in {SUMS}", hint="Copy it again", file=str(archive)
-                        )
+        self._sums = read_sums(stage / SUMS)
+        with replacing(self.folder / SUMS) as unfinished:
+            shutil.copyfile(stage / SUMS, unfinished)
+        broken = []
+        for name, expected in self._sums.items():
+            archive = stage / f"{name}.tar.xz"
+            if archive.is_file() and not self._is_unpacked(name):
+                try:
                     self._unpack(archive, name, expected)
-        except (OSError, tarfile.TarError, EOFError) as error:
-            raise DataError(f"cannot be unpacked ({error})", hint="See the disk's space", file=str(stage)) from error
+                except DataError as error:
+                    broken.append(error)
+        if broken:
+            raise DataError("; ".join(map(str, broken)))
 
     def paths(self) -> list[Path]:
         """Folders for PYTHONPATH."""
@@ -69,18 +70,40 @@ class Tree:
 
     def _unpack(self, archive: Path, name: str, expected: str) -> None:
         folder, unfinished = self.folder / name, self.folder / f"{name}.unfinished"
-        self._marker(name).unlink(missing_ok=True)
-        for each in (folder, unfinished):
-            shutil.rmtree(each, ignore_errors=True)
         try:
+            if _sum(archive) != expected:
+                raise DataError(f"its checksum is not the one in {SUMS}", hint="Copy it again", file=str(archive))
+            self._marker(name).unlink(missing_ok=True)
+            for each in (folder, unfinished):
+                shutil.rmtree(each, ignore_errors=True)
             with tarfile.open(archive, "r:xz") as tar:
                 tar.extractall(unfinished, filter="tar")
+            if other := _for_another_python(unfinished):
+                problem, hint = f"holds {other.name}, not for this Python", f"Use another than {sys.executable}"
+                raise DataError(problem, hint=hint, file=str(archive))
             unfinished.rename(folder)
+            _compile(folder)
+            self._marker(name).write_text(expected)
+        except (OSError, tarfile.TarError, EOFError) as error:
+            raise DataError(f"cannot be unpacked ({error})", hint="See the disk's space", file=str(archive)) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # half of an archive may have filled the disk
-        with suppress(BrokenProcessPool):  # it saves time and no more: imports would do it, on one core
-            compileall.compile_dir(folder, quiet=2, workers=0)
-        self._marker(name).write_text(expected)
+
+
+def _compile(folder: Path) -> None:
+    """On all cores; imports would do it on one, so a failure costs time alone.
+
+    A process of its own ends by itself if this one is killed. A pool of this one's would stay, and hold its output.
+    """
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", str(folder)]
+    with suppress(OSError):
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _for_another_python(folder: Path) -> Path | None:
+    """An extension module that this Python would not find."""
+    own = sysconfig.get_config_var("EXT_SUFFIX")
+    return next((each for each in folder.rglob("*.cpython-3*.so") if not each.name.endswith(own)), None)
 
 
 def read_sums(path: Path) -> dict[str, str]:
