@@ -75,6 +75,22 @@ def test_a_script_whose_rows_choose_has_no_environment(script: str, caplog: pyte
     assert config.data.truncation == "auto" and "settings of published commands" not in caplog.text
 
 
+def test_a_file_under_a_published_name_that_runs_here_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "retool").mkdir()
+    file = tmp_path / "retool" / "retool.py"
+    word = f"custom_reward_function.path={file}"
+    for text, name in (
+        ("import math\n\ndef compute_score(**given):\n    return 7.0\n", f"{file}:compute_score"),
+        ("# from recipe\nfrom verl.types import Task\ncompute_score = max\n", f"{file}:compute_score"),
+        ("import re\nfrom verl.tools.base_tool import OpenAIFunctionToolSchema\n", "retool"),
+        ("    from recipe.retool import tools\n", "retool"),
+    ):
+        file.write_text(text)
+        assert load_config([word]).reward.name == name
+    file.unlink()
+    assert load_config([word]).reward.name == "retool"  # on another machine
+
+
 def test_words_of_the_user_win_over_a_line() -> None:
     words = [RETRIEVER, "env.observation_cut=middle", "data.max_obs_length=77", "max_turns=3"]
     env = load_config(words).env

@@ -7,9 +7,11 @@ SOURCES    `data_source` of a row -> its reward with `reward.name=auto`, and its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError
@@ -21,7 +23,8 @@ AUTO = "auto"  # reward.name: by the row; data.truncation: by its publisher
 class Line:
     """An argument that stands for parts of a recipe.
 
-    key, value: veRL's key, without `actor_rollout_ref.`, and its value, with wildcards
+    key, value: veRL's key, without `actor_rollout_ref.`, and its value, with wildcards; a file of this name that runs
+        without veRL is the user's own
     recipe, parts: groups and keys of this recipe's settings, as far as the command does not set them itself
     switch: a boolean key that disables it, if false, and its default
     """
@@ -38,7 +41,7 @@ class Line:
         if self.switch is not None and not written.get(*self.switch):
             return False
         return any(
-            self.has(key) and value is not None and fnmatchcase(str(value), self.value)
+            self.has(key) and value is not None and fnmatchcase(str(value), self.value) and not _runs_here(str(value))
             for key, value in written.items()
         )
 
@@ -46,6 +49,15 @@ class Line:
         return fnmatchcase(key, self.key)
 
 
+def _runs_here(value: str) -> bool:
+    """Whether the value is a file of code without veRL's tools and recipes: a user's own under a published name."""
+    try:
+        return value.endswith(".py") and not _OF_VERL.search(Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+_OF_VERL = re.compile(r"^\s*(?:from|import)\s+(?:verl\.tools|recipe)\b", re.MULTILINE)
 _ENV, _REWARD, _ROWS = ("env", "sandbox"), ("reward",), ("data.map",)
 _RETOOL, _TURNS = "veRL's recipe of ReTool", "rollout.multi_turn"
 _MULTI_TURN = (f"{_TURNS}.enable", False)
