@@ -21,7 +21,7 @@ from rich.markup import escape
 from verl.checkpoint.crash import crash_reported, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
-from verl.config.load import SHORTHANDS, load_config
+from verl.config.load import SHORTHANDS, load_config, shorthand_help
 from verl.config.schema import Config, ModelConfig, RewardConfig
 from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
@@ -82,7 +82,8 @@ def run_cli(
     try:
         settings, options = _parse(argv, known)
         if "--help" in options:
-            console.print(escape(help_text), escape(key_help(command)), sep="\n", soft_wrap=True)
+            texts = help_text.rstrip(), shorthand_help(command), key_help(command)
+            console.print(*map(escape, texts), sep="\n\n", soft_wrap=True)
             return 0
         with deadline.active(), ending_on_signals(on_signal):
             config = load_config(settings, command, _file_of(options))
