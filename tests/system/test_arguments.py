@@ -185,11 +185,11 @@ def test_options_of_commands_with_settings(command: str, spellings: Sequence[str
     [
         ("plan", "gpi=h100", "unknown option 'gpi'; did you mean 'gpu'?"),
         ("plan", "--gpi=h100", "unknown option '--gpi'; did you mean '--gpu'?"),
-        ("lab", "shwo=3", "unknown option 'shwo'; did you mean 'show'?"),
+        ("lab", "sho=3", "unknown option 'sho'; did you mean 'show'?"),
         ("train", "--preflght", "unknown option '--preflght'; did you mean '--preflight'?"),
         ("train", "preflight=maybe", "preflight=maybe: expected preflight=true or preflight=false"),
         ("chat", "modl=x", "unknown option 'modl'; did you mean 'model'?"),
-        ("train", "recpie=grpo", "unknown option 'recpie'; did you mean 'recipe'?"),
+        ("train", "recip=grpo", "unknown option 'recip'; did you mean 'recipe'?"),
         ("train", "--data rows.jsonl", "write data=.., without a blank"),
         ("train", "--rollout.m=8", "unknown key 'rollout.m'"),
         ("train", "cfg=all", "--cfg takes one value: --cfg job"),

@@ -66,13 +66,13 @@ def completion(shell: str, commands: Sequence[str]) -> str:
     """The script for a shell. commands: the name of each, and what may follow it besides settings"""
     zsh = shell == "zsh"  # has no `compopt`, so no blank follows anything there
     start, nospace = ("autoload -U +X bashcompinit && bashcompinit\n", "-o nospace ") if zsh else ("", "")
-    words = {name: options.split() for name, _, options in (each.partition(" ") for each in commands)}
-    words |= {name: [*_keys(command)] for name, command in _SETTINGS.items()}
-    keys = "\n".join(f'        {name}) keys="{" ".join(found)}" ;;' for name, found in words.items() if found)
+    offered = {name: options.split() for name, _, options in (each.partition(" ") for each in commands)}
+    offered |= {name: [*_keys(command)] for name, command in _SETTINGS.items()}
+    keys = "\n".join(f'        {name}) keys="{" ".join(found)}" ;;' for name, found in offered.items() if found)
     values = "\n".join(f'        {key}) values="{" ".join(found)}" ;;' for key, found in _all_values())
     script = (
         _SCRIPT.replace("@nospace@", nospace)
-        .replace("@commands@", " ".join(words))
+        .replace("@commands@", " ".join(offered))
         .replace("@keys@", keys)
         .replace("@values@", values)
     )

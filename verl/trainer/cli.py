@@ -27,7 +27,7 @@ from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
 from verl.registry import resolve
-from verl.system.arguments import read_words, unknown_option
+from verl.system.arguments import read_arguments, unknown_option
 from verl.system.exits import exit_code_of
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
@@ -150,10 +150,10 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[s
     settings, options = [], []
     names = {each.strip("-=").replace("-", "_"): each.endswith("=") for each in (*_OPTIONS, *known)}
     try:
-        words = list(read_words(argv, names))
+        arguments = list(read_arguments(argv, names))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name, value in words:
+    for name, value in arguments:
         if name == "cfg":
             if value != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")
