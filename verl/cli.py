@@ -70,7 +70,8 @@ OPTIONS = {
     "replay": "step=",
     "report": "out= --serve host= port= png= --user-code",
     "retrieval-server": f"corpus= {_OF_SERVER} topk=",
-    "runtime-server": f"{_OF_SERVER} capacity= queue= lease_s= environments= folder= max_images_gib= --require-cgroup",
+    "runtime-server": f"{_OF_SERVER} capacity= queue= lease_s= environments= folder= max_images_gib= "
+    "max_memory_mib= max_file_mib= max_timeout_s= --require-cgroup",
     "sandbox-server": f"{_OF_SERVER} workers= isolation= memory_mib= max_timeout_s= max_memory_mib= --require-cgroup",
     "serve": f"{_OF_MODEL} host= port= name= api_key= token_file= --no-token",
 }
