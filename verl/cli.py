@@ -22,41 +22,79 @@ class Subcommand(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-COMMANDS = {
-    "train": Subcommand("verl.trainer.main_ppo", "reinforcement learning: GRPO, PPO and other algorithms"),
-    "preflight": Subcommand("verl.trainer.main_ppo", "try all parts of a training on a tiny model", ("--preflight",)),
-    "sft": Subcommand("verl.trainer.main_sft", "supervised fine-tuning"),
-    "generate": Subcommand("verl.trainer.main_generation", "responses to the prompts of a file, scored"),
-    "chat": Subcommand("verl.kit.generation.chat", "talk to a model in the terminal, with tools"),
-    "eval": Subcommand("verl.trainer.main_eval", "benchmarks, and the comparison of two models"),
-    "probe": Subcommand("verl.trainer.main_eval", "would training learn from this data?", ("--probe",)),
-    "plan": Subcommand("verl.kit.plan", "memory and time of a training, before it starts"),
-    "report": Subcommand("verl.kit.report", "a run as one HTML file: curves, rollouts, tokens"),
-    "explain": Subcommand("verl.kit.explain", "one sample of a step, from its prompt to its share of the loss"),
-    "replay": Subcommand("verl.kit.replay", "run a recorded training step again"),
-    "lab": Subcommand("verl.kit.lab", "check a reward on the rows of a file"),
-    "algorithms": Subcommand("verl.algorithms", "table of all algorithms"),
-    "metrics": Subcommand("verl.tracking.names", "table of all metrics"),
-    "serve": Subcommand("verl.kit.openai_server", "serve a trained model as an OpenAI server"),
-    "export": Subcommand("verl.kit.export", "write a trained model for other programs, with its card"),
-    "push": Subcommand("verl.kit.export.push", "upload a trained model to the hub"),
-    "env-server": Subcommand("verl.kit.openenv.server", "serve an environment over HTTP"),
-    "sandbox-server": Subcommand("verl.kit.sandbox.server", "serve the code sandbox over HTTP"),
-    "runtime-server": Subcommand("verl.kit.swe.server", "serve repositories as runtimes over HTTP"),
-    "retrieval-server": Subcommand("verl.kit.retrieval.server", "serve a search index over HTTP"),
-    "doctor": Subcommand("verl.kit.doctor", "check packages and hardware"),
+GROUPS = {
+    "train": {
+        "train": Subcommand("verl.trainer.main_ppo", "reinforcement learning: GRPO, PPO and other algorithms"),
+        "sft": Subcommand("verl.trainer.main_sft", "supervised fine-tuning on rows with answers"),
+    },
+    "before a training": {
+        "plan": Subcommand("verl.kit.plan", "does it fit: memory and time"),
+        "probe": Subcommand("verl.trainer.main_eval", "would it learn from this data?", ("--probe",)),
+        "lab": Subcommand("verl.kit.lab", "check a reward on the rows of a file"),
+        "preflight": Subcommand("verl.trainer.main_ppo", "try all its parts on a tiny model", ("--preflight",)),
+    },
+    "look at a run": {
+        "report": Subcommand("verl.kit.report", "one HTML file: curves, rollouts, tokens"),
+        "explain": Subcommand("verl.kit.explain", "one sample of a step, from its prompt to its share of the loss"),
+        "replay": Subcommand("verl.kit.replay", "run a recorded step again"),
+    },
+    "use and measure a model": {
+        "eval": Subcommand("verl.trainer.main_eval", "benchmarks and your rows, one model or two compared"),
+        "generate": Subcommand("verl.trainer.main_generation", "responses to the prompts of a file, scored"),
+        "chat": Subcommand("verl.kit.generation.chat", "talk to it in the terminal, with tools"),
+        "serve": Subcommand("verl.kit.openai_server", "as an OpenAI server"),
+        "export": Subcommand("verl.kit.export", "write it for other programs, with its card"),
+        "push": Subcommand("verl.kit.export.push", "upload it to the hub"),
+    },
+    "servers that a training uses": {
+        "env-server": Subcommand("verl.kit.openenv.server", "an environment"),
+        "sandbox-server": Subcommand("verl.kit.sandbox.server", "the code sandbox"),
+        "runtime-server": Subcommand("verl.kit.swe.server", "repositories, in which a policy works"),
+        "retrieval-server": Subcommand("verl.kit.retrieval.server", "a search index"),
+    },
+    "this program": {
+        "doctor": Subcommand("verl.kit.doctor", "check packages and hardware"),
+        "algorithms": Subcommand("verl.algorithms", "table of all algorithms"),
+        "metrics": Subcommand("verl.tracking.names", "table of all metrics"),
+    },
 }
-COMMANDS["completion"] = Subcommand(
+# What may follow the commands that have options of their own, for the completion.
+_OF_MODEL = "checkpoint= tool_call_format= option= prompt_template="
+_OF_SERVER = "host= port= token_file= --no-token allow_host= max_body_mib= max_requests="
+OPTIONS = {
+    "doctor": "--quick --dev --no-vllm",
+    "env-server": f"env= option= {_OF_SERVER} data= task_option= idle_s= max_episodes=",
+    "explain": "step= sample= --gradient --user-code",
+    "export": f"{_OF_MODEL} format= out= dtype= results=",
+    "push": f"{_OF_MODEL} --private revision= results=",
+    "replay": "step=",
+    "report": "out= --serve host= port= png= --user-code",
+    "retrieval-server": f"corpus= {_OF_SERVER} topk=",
+    "runtime-server": f"{_OF_SERVER} capacity= queue= lease_s= environments= folder= max_images_gib= "
+    "max_memory_mib= max_file_mib= max_timeout_s= --require-cgroup",
+    "sandbox-server": f"{_OF_SERVER} workers= isolation= memory_mib= max_timeout_s= max_memory_mib= --require-cgroup",
+    "serve": f"{_OF_MODEL} host= port= name= api_key= token_file= --no-token",
+}
+_NAMES = [*(name for group in GROUPS.values() for name in group), "completion"]
+GROUPS["this program"]["completion"] = Subcommand(
     "verl.config.completion",
-    "completion of commands and keys, for bash and zsh",
-    (" ".join([*COMMANDS, "completion"]),),
+    "source <(toolrl completion bash), or zsh: Tab completes commands, keys and values",
+    tuple(f"{name} {OPTIONS.get(name, '')}" for name in _NAMES),
 )
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def help_text() -> str:
-    rows = "".join(f"  {name:18}{command.summary}\n" for name, command in COMMANDS.items())
-    hint = "toolrl COMMAND --help lists the settings of a command. toolrl --version prints the version."
-    return f"usage: toolrl COMMAND [key=value ...] [--option ...]\n\n{rows}\n{hint}\n"
+    groups = (
+        f"{title}:\n" + "".join(f"  {name:18}{command.summary}\n" for name, command in group.items())
+        for title, group in GROUPS.items()
+    )
+    hint = (
+        "A first run: toolrl train data=rows.jsonl model=FOLDER; rows are OpenAI messages and tools (docs/data.md).\n"
+        "toolrl COMMAND --help explains every setting and option of a command. toolrl --version prints the version."
+    )
+    listing = "\n".join(groups)
+    return f"usage: toolrl COMMAND [key=value ...] [--option ...]\n\n{listing}\n{hint}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +34,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def completed(line: str, folder: Path) -> list[str]:
     """What bash offers at the end of a line, whose words it splits at blanks and =."""
     script = folder / "completion"
-    script.write_text(completion("bash", " ".join(COMMANDS)))
+    script.write_text(completion("bash", COMMANDS["completion"].arguments))
     code = BASH.format(script=script, line=line)
     done = subprocess.run(["bash", "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -49,6 +55,9 @@ def completed(line: str, folder: Path) -> list[str]:
         ("toolrl sft rec", []),
         ("toolrl train --c", ["--config=", "--cfg"]),
         ("toolrl train data=ro", ["rows.jsonl"]),
+        ("toolrl serve po", ["port="]),
+        ("toolrl report --", ["--serve", "--user-code"]),
+        ("toolrl algorithms x", []),
     ],
 )
 def test_bash_offers_commands_keys_values_and_files(line: str, offered: list[str], tmp_path: Path) -> None:
@@ -74,9 +83,61 @@ def test_the_command_writes_the_script_for_a_shell() -> None:
     assert run().returncode == run("fish").returncode == 2 and run("--help").returncode == 0
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_the_script(tmp_path: Path) -> None:
-    (tmp_path / "completion").write_text(completion("zsh", " ".join(COMMANDS)))
-    code = "autoload -U compinit; compinit -u -D; source ./completion; whence -w _toolrl"
-    done = subprocess.run(["zsh", "-fc", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "_toolrl: function" in done.stdout, done.stderr
+ZSHRC = """
+[[ -n "$ZSH_MODULES" ]] && module_path=("$ZSH_MODULES")
+autoload -U compinit; compinit -u -D
+source ./completion
+toolrl() { print -r -- "entered: $*" }
+print -r -- "ready"
+"""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed (tests/support/zsh.sh needs no root)")
+@pytest.mark.parametrize(
+    ("line", "entered"),
+    [
+        ("tr", "train"),
+        ("train actor.off", "train actor.offload="),
+        ("train actor.offload=p", "train actor.offload=params"),
+        ("train rollout.n=4 recipe=mini_g", "train rollout.n=4 recipe=mini_grpo"),
+        ("lab model=em", "lab model=embedded"),
+        ("train data=ro", "train data=rows.jsonl"),
+        ("report ro", "report rows.jsonl"),
+        ("serve ro", "serve rows.jsonl"),
+        ("serve rows.jsonl prompt_t", "serve rows.jsonl prompt_template="),
+        ("sft reci", "sft reci"),
+    ],
+)
+def test_zsh_completes_what_is_typed(line: str, entered: str, tmp_path: Path) -> None:
+    """In a terminal: the words, a Tab, Enter."""
+    (tmp_path / "completion").write_text(completion("zsh", COMMANDS["completion"].arguments))
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / ".zshrc").write_text(ZSHRC)
+    shell, terminal = pty.fork()
+    if shell == 0:
+        os.chdir(tmp_path)
+        os.execvpe("zsh", ["zsh", "-d", "-i"], {**os.environ, "ZDOTDIR": str(tmp_path), "TERM": "dumb"})
+    try:
+        read_until(terminal, "ready")
+        os.write(terminal, f"toolrl {line}\t".encode())
+        read_until(terminal, entered.split()[-1])
+        os.write(terminal, b"\n")
+        assert f"entered: {entered}\r\n" in re.sub(r" +\r\n", "\r\n", read_until(terminal, "entered: ", "\n"))
+    finally:
+        os.kill(shell, signal.SIGKILL)
+        os.waitpid(shell, 0)
+        os.close(terminal)
+
+
+def read_until(terminal: int, *texts: str) -> str:
+    """What the terminal shows, up to the last of these texts, one after the other."""
+    shown, deadline = "", time.monotonic() + 30.0
+    while True:
+        place = 0
+        for text in texts:
+            place = shown.find(text, place) + len(text) if place >= 0 and text in shown[place:] else -1
+        if place >= 0:
+            return shown
+        ready = select.select([terminal], [], [], max(deadline - time.monotonic(), 0.0))[0]
+        assert ready, f"{texts} not in {shown!r}"
+        shown += os.read(terminal, 65536).decode(errors="replace")

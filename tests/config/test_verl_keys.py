@@ -605,7 +605,7 @@ def test_verls_overlong_buffer_is_ours_number_by_number(version: str) -> None:
         (["len=40", "penalty_factor=high"], "penalty_factor must be a number, got 'high'"),
         (["len=200"], "algorithm.overlong_buffer=200 exceeds data.max_response_length=100"),
         ([], "needs reward_model.reward_kwargs.overlong_buffer_cfg.len, in tokens"),
-        (["len=40", "lenght=3"], "unknown key 'reward.reward_kwargs.overlong_buffer_cfg.lenght'; did you mean"),
+        (["len=40", "lem=3"], "unknown key 'reward.reward_kwargs.overlong_buffer_cfg.lem'; did you mean"),
     ],
 )
 def test_an_overlong_buffer_that_cannot_be_used_says_why(words: list[str], said: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from verl.cli import COMMANDS
+from verl.cli import COMMANDS, OPTIONS
 from verl.config import commands as configured
 from verl.config.commands import Command
 from verl.config.show import described
@@ -60,6 +60,14 @@ def dashed(parser: Arguments, name: str, value: str) -> list[str]:
 
 def each_option() -> list[tuple[str, str]]:
     return [(command, name) for command in PARSED for name in parser_of(command).options() if name != "help"]
+
+
+@pytest.mark.parametrize("command", PARSED)
+def test_the_completion_offers_every_option(command: str) -> None:
+    found = parser_of(command).options().items()
+    named = {name: action for name, action in found if action.option_strings and name != "help"}
+    words = [action.option_strings[-1] if action.nargs == 0 else f"{name}=" for name, action in named.items()]
+    assert OPTIONS.get(command, "").split() == words
 
 
 @pytest.mark.parametrize(("command", "name"), each_option())
@@ -147,7 +155,7 @@ def test_every_setting_has_both_spellings(command: str) -> None:
         assert cli._parse([f"--{key}=1", "--data=x"], ()) == cli._parse([f"{key}=1", "data=x"], ())
 
 
-OPTIONS = {"plan": ("--gpu=",), "lab": ("--step=", "--show="), "train": ("--preflight",), "eval": ("--probe",)}
+OF_SETTINGS = {"plan": ("--gpu=",), "lab": ("--step=", "--show="), "train": ("--preflight",), "eval": ("--probe",)}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +176,7 @@ def test_options_of_commands_with_settings(command: str, spellings: Sequence[str
         given.append(args.options)
 
     for each in spellings:
-        assert run_cli(shlex.split(each), "", SETTINGS[command], run, OPTIONS[command]) == 0
+        assert run_cli(shlex.split(each), "", SETTINGS[command], run, OF_SETTINGS[command]) == 0
     assert given == [options] * len(spellings)
 
 
@@ -177,11 +185,11 @@ def test_options_of_commands_with_settings(command: str, spellings: Sequence[str
     [
         ("plan", "gpi=h100", "unknown option 'gpi'; did you mean 'gpu'?"),
         ("plan", "--gpi=h100", "unknown option '--gpi'; did you mean '--gpu'?"),
-        ("lab", "shwo=3", "unknown option 'shwo'; did you mean 'show'?"),
+        ("lab", "sho=3", "unknown option 'sho'; did you mean 'show'?"),
         ("train", "--preflght", "unknown option '--preflght'; did you mean '--preflight'?"),
         ("train", "preflight=maybe", "preflight=maybe: expected preflight=true or preflight=false"),
         ("chat", "modl=x", "unknown option 'modl'; did you mean 'model'?"),
-        ("train", "recpie=grpo", "unknown option 'recpie'; did you mean 'recipe'?"),
+        ("train", "recip=grpo", "unknown option 'recip'; did you mean 'recipe'?"),
         ("train", "--data rows.jsonl", "write data=.., without a blank"),
         ("train", "--rollout.m=8", "unknown key 'rollout.m'"),
         ("train", "cfg=all", "--cfg takes one value: --cfg job"),
@@ -191,6 +199,6 @@ def test_options_of_commands_with_settings(command: str, spellings: Sequence[str
 def test_what_settings_and_options_cannot_be_is_one_line(
     command: str, line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_cli(shlex.split(line), "", SETTINGS[command], lambda *_: 0, OPTIONS.get(command, ())) == 2
+    assert run_cli(shlex.split(line), "", SETTINGS[command], lambda *_: 0, OF_SETTINGS.get(command, ())) == 2
     told = capsys.readouterr().out
     assert told.startswith(f"ConfigError: {said}") and told.count("\n") == 1

@@ -47,8 +47,12 @@ _toolrl() {
     word="${word#*=}"
     if [[ -n "$values" ]]; then
         COMPREPLY=($(compgen -W "$values" -- "$word"))
+    elif [[ -n "${ZSH_VERSION:-}" ]]; then  # whose own `compgen -f` takes the key as a part of the path
+        setopt localoptions bareglobqual
+        eval 'COMPREPLY=("$word"*(N))'
     else
         COMPREPLY=($(compgen -f -- "$word"))
+        compopt -o filenames 2> /dev/null
     fi
     if [[ -n "${ZSH_VERSION:-}" && -n "$keys" ]]; then  # bash has split the word at =, zsh has not
         COMPREPLY=("${COMPREPLY[@]/#/$key=}")
@@ -58,15 +62,17 @@ complete -o default @nospace@-F _toolrl toolrl
 """
 
 
-def completion(shell: str, commands: str) -> str:
-    """The script for a shell. commands: all names, separated by blanks"""
+def completion(shell: str, commands: Sequence[str]) -> str:
+    """The script for a shell. commands: the name of each, and what may follow it besides settings"""
     zsh = shell == "zsh"  # has no `compopt`, so no blank follows anything there
     start, nospace = ("autoload -U +X bashcompinit && bashcompinit\n", "-o nospace ") if zsh else ("", "")
-    keys = "\n".join(f'        {name}) keys="{" ".join(_keys(command))}" ;;' for name, command in _SETTINGS.items())
+    offered = {name: options.split() for name, _, options in (each.partition(" ") for each in commands)}
+    offered |= {name: [*_keys(command)] for name, command in _SETTINGS.items()}
+    keys = "\n".join(f'        {name}) keys="{" ".join(found)}" ;;' for name, found in offered.items() if found)
     values = "\n".join(f'        {key}) values="{" ".join(found)}" ;;' for key, found in _all_values())
     script = (
         _SCRIPT.replace("@nospace@", nospace)
-        .replace("@commands@", commands)
+        .replace("@commands@", " ".join(offered))
         .replace("@keys@", keys)
         .replace("@values@", values)
     )
@@ -98,8 +104,9 @@ def values_of(key: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """argv: the names of all commands, from `toolrl`; and the user's arguments"""
-    commands, *given = argv
+    """argv: the commands, from `toolrl`, each with a blank and what may follow it; and the user's arguments"""
+    commands = [each for each in argv if " " in each]  # from `toolrl`
+    given = argv[len(commands) :]
     asked = given in (["-h"], ["--help"])
     if asked or given not in [[each] for each in SHELLS]:
         (sys.stdout if asked else sys.stderr).write(f"{__doc__}\n")

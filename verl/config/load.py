@@ -156,6 +156,22 @@ def _without_shorthands(written: Mapping[str, Any], command: Command) -> dict[st
     return full
 
 
+def shorthand_help(command: Command) -> str:
+    """A line per shorthand that a command takes."""
+    files = [each for each in _FILES if command.has(each)]
+    found = {
+        "data=FILE": files and f"{files[0]}=[FILE]",
+        "model=NAME": "model.path=NAME: a folder, the output folder of a run, a hub name, embedded or smollm2",
+        "agent=FILE:FUNCTION": command.has("env.agent") and "a program of yours as environment (docs/agents.md)",
+        "recipe=NAME": command.from_recipe and f"settings by name: {', '.join(_recipes())}",
+    }
+    return "\n".join(f"{name:21}{meaning}" for name, meaning in found.items() if meaning)
+
+
+def _recipes() -> list[str]:
+    return sorted(each.stem for each in RECIPES.glob("*.yaml"))
+
+
 def named_model(name: Any) -> Any:
     """The path of a model that a short name stands for; anything else unchanged.
 
@@ -279,8 +295,7 @@ def read_recipe(name: str, command: Command) -> dict[str, Any]:
 def _settings_of(recipe: str) -> dict[str, Any]:
     path = RECIPES / f"{recipe}.yaml"
     if not path.is_file():
-        known = [each.stem for each in RECIPES.glob("*.yaml")]
-        raise ConfigError(f"unknown recipe {recipe!r}; {nearest(recipe, known)}")
+        raise ConfigError(f"unknown recipe {recipe!r}; {nearest(recipe, _recipes())}")
     return flattened(OmegaConf.to_container(OmegaConf.load(path)))
 
 

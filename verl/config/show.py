@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import reduce
@@ -25,11 +26,15 @@ def as_yaml(config: Config, command: Command) -> str:
 
 
 def key_help(command: Command) -> str:
-    """Two lines per key: its default and type, and what it means."""
-    return "\n".join(
-        f"{key}={'null' if default is None else default}  ({kind})\n    {meaning}"
-        for key, kind, default, meaning in described(command)
-    )
+    """Two lines per key: its default and type, and what it means; a blank line between groups."""
+    lines, group = list[str](), ""
+    for key, kind, default, meaning in described(command):
+        if key.partition(".")[0] != group:
+            group = key.partition(".")[0]
+            lines.append("")
+        written = json.dumps(default) if default is None or isinstance(default, bool) else default
+        lines += [f"{key}={written}  ({kind})", f"    {meaning}"]
+    return "\n".join(lines[1:])
 
 
 def described(command: Command) -> Iterator[tuple[str, str, Any, str]]:

@@ -19,7 +19,7 @@ class HubDownError(VerlError):
 
 
 def ask_hub(kind: str, name: str, revision: str | None = None) -> Any:
-    """What the hub says of a repository: one request, no retries. kind: model or dataset
+    """The hub's description of a repository: one request, no retries. kind: model or dataset
 
     Its libraries would repeat each of their own look-ups for a minute. Raises HubDownError; what the hub itself answers
     otherwise, such as that it has no such repository, is its library's HfHubHTTPError or HFValidationError.

@@ -1,6 +1,6 @@
-"""The words of a command line: an option is `name=value`, as settings are, or `--name value`.
+"""Command-line arguments: an option is `name=value`, as settings are, or `--name value`.
 
-Only the standard library is needed, so that every command can read its words this way.
+Only the standard library is needed, so that every command can use it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from verl.registry import nearest
 _NAMED = re.compile(r"(?:--)?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 
-class Word(NamedTuple):
-    """name: of a known option, with its value; None: any other word, which is the value"""
+class Argument(NamedTuple):
+    """name: of a known option, with its value; None: any other argument, which is the value"""
 
     name: str | None
     value: str
 
 
-def read_words(argv: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[Word]:
-    """The words of a command line.
+def read_arguments(argv: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator[Argument]:
+    """The arguments of a command line.
 
     takes_value: {option, with underscores: whether it has a value}; a switch is `--name`, `name=true` or `name=false`
     Raises ValueError for an option without its value, or a switch with another value.
@@ -37,16 +37,16 @@ def read_words(argv: Sequence[str], takes_value: Mapping[str, bool]) -> Iterator
         match = _NAMED.fullmatch(word)
         name = match[1].replace("-", "_") if match else ""
         if match is None or name not in takes_value or (match[2] is None and not word.startswith("--")):
-            yield Word(None, word)
+            yield Argument(None, word)
         elif takes_value[name]:
             value = next(rest, None) if match[2] is None else match[2]
             if value is None:
                 raise ValueError(f"{word} needs a value: {name}=..")
-            yield Word(name, value)
+            yield Argument(name, value)
         elif match[2] not in (None, "true", "false"):
             raise ValueError(f"{word}: expected {name}=true or {name}=false")
         elif match[2] != "false":
-            yield Word(name, "true")
+            yield Argument(name, "true")
 
 
 def unknown_option(word: str, known: Sequence[str]) -> str:
@@ -83,13 +83,13 @@ class Arguments(argparse.ArgumentParser):
         return {(each.option_strings or [each.dest])[-1].lstrip("-").replace("-", "_"): each for each in self._actions}
 
     def _spelled_out(self, argv: Sequence[str]) -> list[str]:
-        """The words as argparse reads them: positional arguments in their order after the options."""
+        """The arguments as argparse reads them: positional arguments in their order after the options."""
         named = self._named()
         dashed: list[str] = []
         places: dict[str, list[str]] = {name: [] for name, action in named.items() if not action.option_strings}
         others: list[str] = []
         try:
-            for name, value in read_words(argv, {name: action.nargs != 0 for name, action in named.items()}):
+            for name, value in read_arguments(argv, {name: action.nargs != 0 for name, action in named.items()}):
                 if name is None:
                     others.append(self._checked(value))
                 elif name in places:
@@ -119,7 +119,7 @@ def _listed(value: str, many: bool) -> list[str]:
 
 
 def _placed(places: Mapping[str, Sequence[str]], others: Sequence[str]) -> list[str]:
-    """Positional arguments in their order: by name, else the next of the other words."""
+    """Positional arguments in their order: by name, else the next of the others."""
     rest = iter(others)
     given = [list(values) or [each for each in [next(rest, None)] if each is not None] for values in places.values()]
     return [*(each for values in given for each in values), *rest]

@@ -21,13 +21,13 @@ from rich.markup import escape
 from verl.checkpoint.crash import crash_reported, is_reported
 from verl.checkpoint.deadline import Deadline
 from verl.config.commands import Command
-from verl.config.load import SHORTHANDS, load_config
+from verl.config.load import SHORTHANDS, load_config, shorthand_help
 from verl.config.schema import Config, ModelConfig, RewardConfig
 from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, VerlError
 from verl.registry import resolve
-from verl.system.arguments import read_words, unknown_option
+from verl.system.arguments import read_arguments, unknown_option
 from verl.system.exits import exit_code_of
 from verl.system.packages import SET_UP, missing_package, script
 from verl.system.signals import Ended, ending_on_signals
@@ -82,7 +82,8 @@ def run_cli(
     try:
         settings, options = _parse(argv, known)
         if "--help" in options:
-            console.print(escape(help_text), escape(key_help(command)), sep="\n", soft_wrap=True)
+            texts = help_text.rstrip(), shorthand_help(command), key_help(command)
+            console.print(*map(escape, texts), sep="\n\n", soft_wrap=True)
             return 0
         with deadline.active(), ending_on_signals(on_signal):
             config = load_config(settings, command, _file_of(options))
@@ -149,10 +150,10 @@ def _parse(argv: Sequence[str], known: Sequence[str]) -> tuple[list[str], list[s
     settings, options = [], []
     names = {each.strip("-=").replace("-", "_"): each.endswith("=") for each in (*_OPTIONS, *known)}
     try:
-        words = list(read_words(argv, names))
+        arguments = list(read_arguments(argv, names))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name, value in words:
+    for name, value in arguments:
         if name == "cfg":
             if value != "job":
                 raise ConfigError("--cfg takes one value: --cfg job")

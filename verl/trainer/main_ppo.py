@@ -1,11 +1,11 @@
-"""Train a policy with GRPO, PPO or a related algorithm: toolrl train [recipe=NAME] [key=value ...]
+"""Train a policy with GRPO, PPO or a related algorithm: toolrl train data=FILE model=NAME [key=value ...]
 
-    --help       print this text and every key with its default
+    --help         print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
-    --cfg job    print the resulting configuration and exit
-    --preflight  check everything on a tiny copy of the model and exit
+    --cfg job      print the resulting configuration and exit
+    --preflight    check everything on a tiny copy of the model and exit
 
-Recipes: mini_grpo and mini_ppo (the embedded default), toolrl_grpo and toolrl_ppo; with tools those of docs/recipes.
+With data=.. and without recipe=NAME the settings are those of recipe=grpo, or recipe=embedded with model=embedded.
 Exit code 0: all requested steps were trained. 1: the run failed. 2: the configuration or the data is invalid.
 """
 

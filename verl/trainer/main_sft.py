@@ -1,8 +1,8 @@
-"""Supervised fine-tuning (SFT) on demonstrations: toolrl sft [key=value ...]
+"""Supervised fine-tuning (SFT) on demonstrations: toolrl sft data=FILE model=NAME [key=value ...]
 
-    --help     print this text and every key with its default
+    --help         print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
-    --cfg job  print the resulting configuration and exit
+    --cfg job      print the resulting configuration and exit
 
 Rows are OpenAI messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens only.
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -76,6 +79,26 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert lines == ["asked 1", "asked 2", "ready: here"]
+
+
+def test_a_start_that_takes_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody listens until two lines have been told."""
+    monkeypatch.setattr(supervise, "_POLL_S", 0.05)
+    monkeypatch.setattr(supervise, "_TELL_S", 0.2)
+    port = free_port()
+    waiting = threading.Thread(target=supervise.announce, args=(f"http://127.0.0.1:{port}/health", "ready: here"))
+    waiting.start()
+    time.sleep(0.6)
+    (tmp_path / "health").touch()
+    files = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.HTTPServer(("127.0.0.1", port), files) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        waiting.join(20)
+        server.shutdown()
+    *told, ready = capsys.readouterr().out.splitlines()
+    assert ready == "ready: here" and len(told) >= 2 and all(each.startswith("the server starts (") for each in told)
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_server_once(tmp_path: Path) -> None:

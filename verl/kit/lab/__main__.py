@@ -2,8 +2,8 @@
 
     toolrl lab data=train.parquet [reward.name=rlla] [env.tool_call_format=toolrl] [model=PATH] [eval.limit=N]
 
-    --step=N       training step, for scheduled rewards
-    --show=N       number of violations and unusable rows to list
+    step=N         training step, for scheduled rewards
+    show=N         number of violations and unusable rows to list
     --help         print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
     --cfg job      print the resulting configuration and exit

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start vLLM in place of this process. Returns 2, after an error on stderr, if it cannot start."""
     own, _, further = _split(list(sys.argv[1:] if argv is None else argv))
     options = arguments().read(own)
+    sys.stdout.write(f"starting vLLM with {options.model}: this may take a minute or more\n")
+    sys.stdout.flush()
     try:
         command, environment = serving_command(options, further)
         address = f"http://{options.host}:{options.port}"
@@ -111,8 +113,13 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
-# Python's resource tracker warns of shared memory that vLLM leaves at Ctrl-C, and removes it.
-_QUIET = {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+# vLLM tells a hundred lines about its start. Python's resource tracker warns of shared memory that vLLM leaves at
+# Ctrl-C, and removes it.
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+}
 
 
 def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:

@@ -20,17 +20,26 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
+_TELL_S = 9.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def announce(url: str, text: str) -> None:
-    """Print the text as soon as a request to the URL succeeds. Never returns before; the process may end meanwhile."""
+    """Print the text as soon as a request to the URL succeeds, and until then that it starts, every few seconds.
+
+    Never returns before; the process may end meanwhile.
+    """
+    begun = told = time.monotonic()
     while True:
         try:
             with urllib.request.urlopen(url, timeout=_POLL_S):
                 break
         except OSError:  # also answers of another status
             time.sleep(_POLL_S)
+        if (now := time.monotonic()) - told >= _TELL_S:
+            told = now
+            sys.stdout.write(f"the server starts ({now - begun:.0f} s)\n")
+            sys.stdout.flush()
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -2,7 +2,7 @@
 
 Takes the settings of main_ppo.
 
-    --gpu=NAME   b200, h200, h20, h100, h100-pcie, h100-nvl, a100, a100-40gb, l40s, l4, a10g, rtx5090, rtx4090, rtx3090,
+    gpu=NAME     b200, h200, h20, h100, h100-pcie, h100-nvl, a100, a100-40gb, l40s, l4, a10g, rtx5090, rtx4090, rtx3090,
                  mi300x, a memory size (24GiB; no times), or cpu; default: this machine's
     --help       this text and every key with its default
     --cfg job    print the resolved configuration and exit
