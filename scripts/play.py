@@ -25,6 +25,7 @@ from rich.panel import Panel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
+from verl.data.row_names import RowNames
 from verl.data.tasks import TaskSet
 from verl.envs.base import Env, Judge, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory, build_tasks
@@ -109,7 +110,8 @@ async def _print_score(env: Env) -> None:
 
 def _find_task(arguments: argparse.Namespace) -> Task:
     name = arguments.tasks_of or arguments.env
-    tasks = TaskSet(arguments.data) if arguments.data else build_tasks(name, dict(arguments.task_option))
+    names = RowNames((), (arguments.env,), arguments.user_code)
+    tasks = TaskSet(arguments.data, names=names) if arguments.data else build_tasks(name, dict(arguments.task_option))
     if not 0 <= arguments.task < len(tasks):
         raise ConfigError(f"there is no task {arguments.task}: valid numbers are 0 to {len(tasks) - 1}")
     task: Task = tasks[arguments.task]
@@ -142,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--option", type=option, action="append", default=[], metavar="KEY=VALUE", help="option of the environment"
     )
     parser.add_argument("--data", help="a file of tasks; default: the environment's bundled tasks")
+    parser.add_argument("--user-code", action="store_true", help="let the rows of --data name code, which is run")
     parser.add_argument("--tasks-of", metavar="ENV", help="use the bundled tasks of this environment")
     parser.add_argument("--task-option", type=option, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--task", type=int, default=0, metavar="N", help="task number, from 0")

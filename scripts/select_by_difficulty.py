@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed, too
 
 from scripts.limr import learning_impact, read_epochs  # noqa: E402
+from verl.data.report import CHOICES  # noqa: E402
 from verl.data.rows import read_rows  # noqa: E402
 from verl.data.tasks import to_task  # noqa: E402
 from verl.errors import DataError, VerlError  # noqa: E402
@@ -115,7 +116,8 @@ def _balanced(window: Mapping[int, float], middle: float, draw: random.Random) -
 
 def check_same(row: Any, number: int, digest: str, data: Path) -> None:
     """Raises DataError unless the row is the one that was probed."""
-    if prompt_sha256(to_task(row, "").prompt) != digest:
+    asked = {name: value for name, value in row.items() if name not in CHOICES} if isinstance(row, Mapping) else row
+    if prompt_sha256(to_task(asked, "").prompt) != digest:  # whatever reward and environment the row names
         raise DataError(
             "is not the row that was probed", "the file as it was", "Probe it again", str(data), number, "prompt"
         )

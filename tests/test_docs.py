@@ -166,7 +166,7 @@ def check_toolrl(name: str = "--help", *arguments: str) -> None:
         raise ConfigError(f"unknown command 'toolrl {name}'")
     options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
     if name in SETTINGS:
-        known = ("--help", "--config", "--cfg", "--preflight", "--gpu", *OPTIONS.get(name, ()))
+        known = ("--help", "--config", "--user-code", "--cfg", "--preflight", "--gpu", *OPTIONS.get(name, ()))
         settings = [each for each in arguments if not each.startswith("--") and each != "job"]
         settings = settings[1:] if name == "chat" and "=" not in settings[0] else settings  # the folder of a run
         load_config([each for each in settings if not PLACEHOLDER.fullmatch(each)], SETTINGS[name])

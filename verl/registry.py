@@ -9,6 +9,7 @@ import difflib
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
@@ -20,6 +21,7 @@ from verl.errors import ConfigError
 from verl.json_values import JsonError, read_json
 
 USER_MODULE = "verl_user_"  # prefix of the modules made of the user's files
+_CODE = re.compile(r"(.+\.(?:py|pkl)|[\w-]+(?:\.[\w-]+)*):([^\s/\d]\S*)", re.DOTALL)  # no URL, no host:port
 _FITTING = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
 
 
@@ -29,14 +31,22 @@ def nearest(name: str, known: list[str], otherwise: str = "") -> str:
     return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(sorted(known))}"
 
 
+def names_code(text: str) -> bool:
+    """Whether `resolve` would import or read something for this text, if no table has it. Runs nothing."""
+    return _CODE.fullmatch(text) is not None
+
+
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """The object for a key of `table`, `module:attribute` or `file.py:attribute`. Raises ConfigError for others."""
-    location = table.get(name, name)
-    module_name, colon, attribute = location.rpartition(":")
-    if not colon or not module_name.strip("."):
+    """The object for a key of `table`, `module:attribute` or `file.py:attribute`. Raises ConfigError for others.
+
+    It runs code: names of others' files go through `verl.data.row_names` or `verl.config.foreign_code` first.
+    """
+    found = _CODE.fullmatch(table.get(name, name))
+    if found is None:
         problem = f"unknown {kind} {name!r}" + (f"; {nearest(name, list(table))}" if table else "")
         own = "For your own, use package.module:attribute or path/to/file.py:attribute"
         raise ConfigError(f"{problem}{'' if problem.endswith('?') else '.'} {own}")
+    module_name, attribute = found.groups()
     module = _load(kind, module_name)
     if not hasattr(module, attribute):
         public = [key for key in vars(module) if not key.startswith("_")]

@@ -12,6 +12,7 @@ from verl.config.load import RECIPES, load_config
 from verl.config.schema import Config
 from verl.config.show import as_yaml
 from verl.errors import ConfigError
+from verl.trainer import main_ppo
 from verl.trainer.cli import run_cli
 
 BASE = ["data.train_files=[rows.jsonl]", "model.path=any"]
@@ -20,7 +21,7 @@ BASE = ["data.train_files=[rows.jsonl]", "model.path=any"]
 def given_back(config: Config, command: Command, folder: Path, *argv: str) -> Config:
     path = folder / "config.yaml"
     path.write_text(as_yaml(config, command))
-    return load_config(argv, command, str(path))
+    return load_config(argv, command, str(path), user_code=True)
 
 
 @pytest.mark.parametrize("recipe", sorted(each.stem for each in RECIPES.glob("*.yaml")))
@@ -74,23 +75,90 @@ def test_keys_of_a_file_without_effect_are_listed(tmp_path: Path, caplog: pytest
         load_config([*BASE, "trainer.test_freq=3"], file=str(path))
 
 
+CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n\n\nclass f:\n    pass\n"
+NAMED = [
+    ("reward: {name: 'x.py:f'}", "reward.name=x.py:f"),
+    ("reward.name: 'my-module:f'", "reward.name=my-module:f"),
+    ("reward: [{name: rlla, weight: 1}, {name: 'a/b.py:f', weight: 1}]", "reward.options.terms.name=a/b.py:f"),
+    ("env: {name: agent, tool_call_format: hermes, command: 'run {task_json}'}", "env.command=run {task_json}"),
+    ("env: {name: agent, tool_call_format: hermes, options: {agent: 'x.py:f'}}", "env.options.agent=x.py:f"),
+    (
+        "env: {name: verifiers, tool_call_format: xml, options: {id: a, python: ./python}}",
+        "env.options.python=./python",
+    ),
+    (
+        "env: {name: tool, tool_call_format: xml, tools: [{name: mcp, command: [sh, x]}]}",
+        "env.tools.command=['sh', 'x']",
+    ),
+    ("env: {name: tool, tool_call_format: xml, tools: [{name: search, retriever: 'x.py:f'}]}", "retriever=x.py:f"),
+    ("env: {name: 'gymnasium:make', tool_call_format: xml}", "env.name=gymnasium:make"),
+    ("env.tool_call_format: 'x.py:f'", "env.tool_call_format=x.py:f"),
+    ("agent: 'x.py:f'\nenv.tool_call_format: toolrl", "env.agent=x.py:f"),
+    ("algorithm: {name: 'x.py:f'}", "algorithm.name=x.py:f"),
+    ("algorithm: {name: 'x.py:f', norm_adv_by_std_in_grpo: true}", "algorithm.name=x.py:f"),
+    ("algorithm: {name: grpo, filters: [{name: 'x.py:f'}]}", "algorithm.filters.name=x.py:f"),
+    ("trainer: {logger: [console, 'my.module:Tracker']}", "trainer.logger=my.module:Tracker"),
+    ("trainer: {callbacks: ['x.py:f']}", "trainer.callbacks=x.py:f"),
+    ("data: {map: 'rows.py:convert', train_files: ['me/data:train']}", "data.map=rows.py:convert"),
+    ("data: {map: 'x.pkl:f'}", "data.map=x.pkl:f"),
+    ("data: {user_code: 'yes'}", "data.user_code=yes"),
+    ("eval: {benchmarks: ['x.py:f/hard']}", "eval.benchmarks=x.py:f/hard"),
+    ("custom_reward_function: {path: os, name: popen}", "custom_reward_function.path=os"),
+    ("eval.output: x.py\nreward.name: '${eval.output}:f'", "reward.name=x.py:f"),
+    ("rollout: {engine_options: {trust_remote_code: true}}", "rollout.engine_options.trust_remote_code=True"),
+    ("rollout: {engine_options: {worker_cls: x.f}}", "rollout.engine_options.worker_cls=x.f"),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), NAMED)
+def test_code_of_a_file_is_not_run_unless_the_command_says_so(
+    text: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text(CODE)
+    (tmp_path / "my.yaml").write_text(text)
+    for own in ([], ["trainer.seed=3"]):
+        with pytest.raises(ConfigError, match="names code, which is not run without --user-code: ") as caught:
+            load_config(["model.path=embedded:model", *own], file="my.yaml")
+        (line,) = str(caught.value).splitlines()
+        assert named in line and "me/data" not in line and not (tmp_path / "ran").exists()
+
+
+def test_a_command_that_says_so_runs_the_code_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("reward: {name: 'x.py:f'}\nmodel.path: embedded:model\n")
+    with_code = ["--config", str(path), "--cfg", "job"]
+    assert main_ppo.main(with_code) == 2 and "reward.name=x.py:f" in capsys.readouterr().out
+    assert main_ppo.main([*with_code, "--user-code"]) == 0 and "name: x.py:f" in capsys.readouterr().out
+    assert main_ppo.main([*with_code, "reward.name=math"]) == 0  # the file's is not used
+    assert main_ppo.main([*with_code, "reward.name=y.py:f"]) == 0  # the command names it
+    assert main_ppo.main(["--user-code", "--cfg", "job"]) == 2 and "--config" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
-    ("text", "named"),
+    "text",
     [
-        ("reward: {name: 'me.py:score'}", "reward.name=me.py:score"),
-        ("env: {name: agent, tool_call_format: hermes, command: 'run {task_json}'}", "env.command=run {task_json}"),
-        ("trainer: {logger: [console, 'my.module:Tracker']}", "my.module:Tracker"),
-        ("reward: [{name: rlla, weight: 1}, {name: 'a/b.py:f', weight: 1}]", "a/b.py:f"),
-        ("data: {map: 'rows.py:convert', train_files: ['me/data:train']}", "data.map=rows.py:convert"),
+        "env: {name: remote, tool_call_format: xml, options: {urls: ['http://host:8000'], system: 'Answer: yes'}}",
+        "sandbox: {urls: ['http://10.0.0.1:8080']}\nenv: {name: tool, tools: [python], tool_call_format: xml}",
+        "data: {map: 'verl.kit.papers.rows:with_box'}",
+        "custom_reward_function: {path: null, name: compute_score}",
+        "trainer: {experiment_name: a_b, default_local_dir: /x/y}",
+        "eval.options: {judge: {url: 'https://host:443/v1', model: m}}",
     ],
-)  # fmt: skip
-def test_code_of_a_file_is_announced(text: str, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+)
+def test_texts_that_name_no_code_are_read(text: str, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(text)
-    with caplog.at_level(logging.WARNING):
-        load_config(["model.path=embedded:model", "rollout.n=2"], file=str(path))
-    (line,) = [each for each in caplog.messages if "names code that this command runs" in each]
-    assert named in line and "me/data:train" not in line
+    assert load_config(["model.path=embedded:model"], file=str(path))
+
+
+def test_a_recipe_is_a_name_and_no_path(tmp_path: Path) -> None:
+    (tmp_path / "evil.yaml").write_text("reward: {name: 'x.py:f'}\n")
+    for name in (tmp_path / "evil", f"../../../../../../..{tmp_path}/evil"):
+        path = tmp_path / "my.yaml"
+        path.write_text(f"recipe: {name}\nmodel: embedded\n")
+        with pytest.raises(ConfigError, match="unknown recipe"):
+            load_config([], file=str(path))
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def named(key: str, text: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
-def test_the_tree_has_at_most_150_settings() -> None:
-    assert len(KEYS) == len(set(KEYS)) <= 150
+def test_the_tree_has_at_most_151_settings() -> None:
+    assert len(KEYS) == len(set(KEYS)) <= 151  # one of them lets rows name code
 
 
 @pytest.mark.parametrize("key", KEYS)

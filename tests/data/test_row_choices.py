@@ -16,6 +16,7 @@ from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.lengths import fitting, read_tasks
+from verl.data.row_names import RowNames
 from verl.data.tasks import TaskSet, to_task, to_tasks
 from verl.envs.single_turn import SingleTurnEnv
 from verl.envs.task_envs import TaskEnvs
@@ -41,6 +42,8 @@ from verl.types import Task
 from verl.utils.reward_score.base import GroupReward
 
 BOXED = "\\boxed{4}"
+OWN = RowNames(user_code=True)  # rows of the user's
+USER_CODE = "data.user_code=true"
 NO_TOOLS = (
     "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
@@ -54,7 +57,7 @@ def row(**more: Any) -> dict[str, Any]:
 
 
 def task(**more: Any) -> Task:
-    return to_task(row(**more), "rows.jsonl#0")
+    return to_task(row(**more), "rows.jsonl#0", OWN)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ def test_the_runs_own_reward_keeps_its_options_where_a_row_names_it() -> None:
 def test_an_unknown_reward_is_an_error_with_its_row(name: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", row(), row(reward=name))
     with pytest.raises(DataError, match="row 1, field 'reward': ") as caught:
-        TaskSet(path)
+        TaskSet(path, names=OWN)
     assert said in str(caught.value)
 
 
@@ -151,7 +154,7 @@ def test_the_lab_tries_the_reward_of_each_row(
     assert lab.main([f"data={path}", "reward.name=zerotir"]) in (0, 1)
     assert "2 rows tried" in capsys.readouterr().out
     path = write(tmp_path / "rows.jsonl", row(reward="zerotir"), row(reward=mine))
-    assert lab.main([f"data={path}", "reward.name=zerotir"]) == 2
+    assert lab.main([f"data={path}", "reward.name=zerotir", USER_CODE]) == 2
     assert f"rows.jsonl#1: reward {mine!r} does not define maximum()" in capsys.readouterr().out.replace("\n", "")
     tasks = [task(reward=mine)]
     runner = single_turn_runner(chat, 99)
@@ -165,6 +168,7 @@ def test_generation_scores_a_mixed_file_by_each_rows_reward(tmp_path: Path, mine
     words = [
         f"model.path={model}",
         f"data.val_files=[{path}]",
+        USER_CODE,
         f"eval.output={out}",
         "rollout.name=hf",
         "model.compute_dtype=float32",
@@ -245,7 +249,7 @@ def test_rows_play_in_the_environment_that_they_name(chat: ChatTemplate) -> None
 def test_unusable_environments_are_errors_with_their_row(
     more: dict[str, Any], field: str, said: str, chat: ChatTemplate, tmp_path: Path
 ) -> None:
-    tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)))
+    tasks = TaskSet(write(tmp_path / "rows.jsonl", row(), row(**more)), names=OWN)
     config = DataConfig(max_prompt_length=10_000, max_bad_share=0.0)
     with pytest.raises(DataError, match=r"rows.jsonl, row 1, field ") as caught:
         fitting(
@@ -405,4 +409,4 @@ def test_the_services_of_what_rows_name_are_asked_before_the_run(tmp_path: Path)
     words = [f"model.path={MINI / 'model'}", f"data.train_files=[{path}]", "trainer.device=cpu", "reward.name=math"]
     words.append("data.train_batch_size=1")
     with pytest.raises(ServiceDownError, match="the shop: is closed"):
-        load_inputs(load_config([*words, "env.tool_call_format=toolrl"]))
+        load_inputs(load_config([*words, USER_CODE, "env.tool_call_format=toolrl"]))

@@ -22,6 +22,7 @@ _FREE = (
     "tracking.",
     "eval.",
     "data.val_files",
+    "data.user_code",
     "rollout.val_kwargs",
     "reward.num_workers",
     "actor.max_tokens_per_pack",  # this and the next affect rounding only

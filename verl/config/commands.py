@@ -152,7 +152,7 @@ def _all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
 
 
 _TRAIN_GROUPS = ("data", "model", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
-_ROWS = _keys("data", "columns map split_turns prompt_template truncation max_bad_share")
+_ROWS = _keys("data", "columns map split_turns prompt_template truncation max_bad_share user_code")
 # Sampling from an engine without a trainer.
 _ENGINE = (
     *_keys("data", "max_prompt_length max_response_length"),
@@ -214,7 +214,7 @@ EVAL = Command(
     uses=(
         *_ENGINE,
         "rollout.n",
-        *_keys("data", "columns map split_turns prompt_template"),
+        *_keys("data", "columns map split_turns prompt_template user_code"),
         *_all_but("env", EnvConfig, "train_on_observations"),
         "sandbox",
         "reward",
@@ -232,7 +232,7 @@ GENERATE = Command(
 LAB = Command(
     name="lab",
     uses=(
-        *_keys("data", "train_files columns map split_turns"),
+        *_keys("data", "train_files columns map split_turns user_code"),
         *_keys("model", "path tokenizer_path chat_template_options"),
         *_keys("env", "tool_call_format tool_call_format_options"),
         *_keys("reward", "name options"),

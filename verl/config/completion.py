@@ -83,7 +83,7 @@ def _keys(command: Command) -> Iterator[str]:
     """What may follow a command."""
     yield from (f"{each}=" for each in _SHORTHANDS if each != "recipe" or command.from_recipe)
     yield from (f"{key}=" for key, *_ in described(command))
-    yield from ("--help", "--config=", "--cfg")
+    yield from ("--help", "--config=", "--user-code", "--cfg")
 
 
 def _all_values() -> Iterator[tuple[str, list[str]]]:

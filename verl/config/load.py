@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
+from verl.config.foreign_code import named_code
 from verl.config.legacy import our_key, take_defaults, translate
 from verl.config.published import Line, lines_of
 from verl.config.schema import Config
@@ -37,7 +38,6 @@ RECIPES = Path(__file__).with_name("recipe")
 SHORTHANDS = ("data", "model", "agent", "recipe", "reward")  # keys without a group
 _MODELS = ("model.path", "critic.path", "eval.compare")
 _SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"  # where scripts/prepare_smollm2.py writes it
-_CODE = re.compile(r"([A-Za-z_][\w.]*|.+\.(py|pkl)):[A-Za-z_]\w*")
 _FILES = ("data.train_files", "data.val_files", "eval.benchmarks")  # data= is the first that a command has
 _RENAMED: Mapping[str, str] = {  # keys of earlier versions
     "algorithm.correction.rejection_lower": "algorithm.correction.rejection_bounds=[lower, upper]",
@@ -50,11 +50,16 @@ _RENAMED: Mapping[str, str] = {  # keys of earlier versions
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def load_config(argv: Sequence[str], command: Command = TRAIN, file: str | None = None) -> Config:
+def load_config(
+    argv: Sequence[str], command: Command = TRAIN, file: str | None = None, user_code: bool = False
+) -> Config:
     """The configuration of a command from `key=value` arguments, which override a YAML file and a `recipe=name`.
 
     Obsolete keys of veRL's, and keys of the file that have no effect, are listed in one warning. Raises ConfigError for
-    unknown keys (with the nearest one), wrong values, and arguments that have no effect.
+    unknown keys (with the nearest one), wrong values, arguments that have no effect, and for code that the file names,
+    before any of it runs.
+
+    user_code: whether the file may name code; it may be another author's
     """
     arguments = _parse(argv)
     settings = {} if file is None else read_settings(file)
@@ -73,7 +78,11 @@ def load_config(argv: Sequence[str], command: Command = TRAIN, file: str | None 
     def base(key: str) -> Any:
         return preset[key] if key in preset else command.default_of(key)
 
-    result = translate(_resolved(written, base, command), base, lines)
+    resolved = _resolved(written, base, command)
+    if file is not None and not user_code:
+        given = _with_reward_list(_without_shorthands({**arguments, "recipe": recipe}, command))
+        _refuse_code(file, {key: value for key, value in resolved.items() if key not in given}, lines)
+    result = translate(resolved, base, lines)
     defaults = take_defaults(result, command) if recipe is None else []
     config = _build({**command.defaults, **preset, **result.settings}, command, result.spelled)
     command.check(config)
@@ -91,7 +100,7 @@ def load_config(argv: Sequence[str], command: Command = TRAIN, file: str | None 
 def read_settings(file: str) -> dict[str, Any]:
     """The settings of a YAML file: nested or with dots, shorthands and `recipe`, or the config.yaml of a run.
 
-    Code that they name is announced, as the file may be another author's. Raises ConfigError.
+    Raises ConfigError.
     """
     try:
         tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
@@ -99,10 +108,7 @@ def read_settings(file: str) -> dict[str, Any]:
         raise ConfigError(f"--config: {file} cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--config: {file} must have settings, such as `rollout: {{n: 8}}`, not {tree!r:.40}")
-    settings = dict(_settings_below(tree, ""))
-    if code := [f"{key}={value}" for key, value in settings.items() if _names_code(key, value)]:
-        _log.warning("%s names code that this command runs: %s", file, ", ".join(code))
-    return settings
+    return dict(_settings_below(tree, ""))
 
 
 def _settings_below(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -115,15 +121,25 @@ def _settings_below(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str,
             yield key, value
 
 
-def _names_code(key: str, value: Any) -> bool:
-    """Whether a setting holds `module:attribute`, `file.py:attribute` or a command line."""
-    if isinstance(value, Mapping):
-        return any(_names_code(key, each) for each in value.values())
-    if isinstance(value, list):
-        return any(_names_code(key, each) for each in value)
-    if not isinstance(value, str) or (key.startswith("data.") and key != "data.map"):
-        return False
-    return key == "env.command" or (_CODE.fullmatch(value) is not None and not value.startswith(PREFIX))
+def _refuse_code(file: str, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    """Raises ConfigError for code that these settings of a file name, other than that of recipes.
+
+    lines: of published commands, whose keys stand for recipes
+    """
+    read = {key: value for key, value in settings.items() if not any(line.has(short(key)) for line in lines)}
+    found = _code_in(read)
+    if found:  # otherwise the recipes need not be read
+        ours = {each for recipe in _recipes() for each in _code_in(_settings_of(recipe))}
+        found = [each for each in found if each not in ours]
+    if found:
+        raise ConfigError(
+            f"--config: {file} names code, which is not run without --user-code: {', '.join(found)}. Add it, or give "
+            "these settings as arguments"
+        )
+
+
+def _code_in(settings: Mapping[str, Any]) -> list[str]:
+    return [each for key, value in settings.items() for each in named_code(key, value)]
 
 
 def _default_recipe(written: Mapping[str, Any], command: Command) -> str | None:
@@ -293,10 +309,13 @@ def read_recipe(name: str, command: Command) -> dict[str, Any]:
 
 
 def _settings_of(recipe: str) -> dict[str, Any]:
-    path = RECIPES / f"{recipe}.yaml"
-    if not path.is_file():
+    if recipe not in _recipes():  # a path to another file is none
         raise ConfigError(f"unknown recipe {recipe!r}; {nearest(recipe, _recipes())}")
-    return flattened(OmegaConf.to_container(OmegaConf.load(path)))
+    return flattened(OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe}.yaml")))
+
+
+def _recipes() -> list[str]:
+    return [each.stem for each in RECIPES.glob("*.yaml")]
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:

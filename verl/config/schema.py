@@ -68,6 +68,7 @@ class DataConfig:
     # for overlong prompts: error | left (keep the last tokens) | drop (the row) | auto (left for ToolRL's rows or drop)
     truncation: str = "error"
     max_bad_share: float = 0.05  # share of a file's rows that may be skipped as invalid before the run stops; 0: none
+    user_code: bool = False  # whether rows may name code of their own, which then runs, as reward and env
 
     def __post_init__(self) -> None:
         _one_of(("error", "left", "drop", "auto"), "data.truncation", self.truncation)

@@ -12,7 +12,8 @@ import numpy as np
 from verl.config.published import AUTO, overlong_of
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
-from verl.data.tasks import TaskSet
+from verl.data.row_names import RowNames
+from verl.data.tasks import KNOWN_NAMES, TaskSet
 from verl.errors import DataError, file_and_row
 from verl.types import Task
 
@@ -62,9 +63,11 @@ def split_rows(tasks: Sequence[Task], share: float, seed: int, num_rows: int) ->
     return TaskSubset(tasks, parts[0]), TaskSubset(tasks, parts[1])
 
 
-def read_tasks(source: str, prompt_ids: PromptIds, config: DataConfig) -> tuple[Sequence[Task], RowReport]:
+def read_tasks(
+    source: str, prompt_ids: PromptIds, config: DataConfig, names: RowNames = KNOWN_NAMES
+) -> tuple[Sequence[Task], RowReport]:
     """(the usable tasks of a file, the report on its rows). Raises DataError like `TaskSet` and `fitting`."""
-    tasks = TaskSet(source, config.max_bad_share, config)
+    tasks = TaskSet(source, config.max_bad_share, config, names)
     return fitting(tasks, prompt_ids, config, tasks.report), tasks.report
 
 

@@ -9,7 +9,7 @@ from verl.errors import DataError
 
 _SHOWN_BAD_ROWS = 3
 _SHOWN_CHARS = 100
-_CHOICES = ("reward", "env")  # columns that select code by name
+CHOICES = ("reward", "env")  # columns that select code by name
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -44,7 +44,7 @@ class RowReport:
     def add_bad(self, error: DataError, max_bad_share: float) -> None:
         """Count an unusable row. Raises its error if no bad rows are allowed, or if the row names an unknown reward or
         environment: a wrong name is an error of the configuration, not a share of bad data."""
-        if error.field in _CHOICES:
+        if error.field in CHOICES:
             raise error
         if max_bad_share == 0:
             error.hint = error.hint or "Correct the row, or set data.max_bad_share to skip a share of bad rows"

@@ -16,6 +16,7 @@ from verl.config.schema import DataConfig
 from verl.data.conversations import Conversation, offered_tools, read_conversation, violates_schema
 from verl.data.messages import check_columns, has_blank_arguments, read_messages, read_object, read_text, read_tools
 from verl.data.report import RowReport
+from verl.data.row_names import RowNames
 from verl.data.rows import RowStore, encoded
 from verl.data.source import AS_WRITTEN, notes_of, source_name, source_rows
 from verl.errors import ConfigError, DataError
@@ -25,21 +26,26 @@ from verl.utils.reward_score.base import named_reward
 
 DATA_SOURCE = "rlla"  # of ToolRL's rows
 _AGENT_LOOPS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}  # veRL's: the environment
+KNOWN_NAMES = RowNames()  # rows name no code
 
 
-def to_tasks(row: Any, id: str, split_turns: str = "all", data_source: str = "") -> list[Task]:
+def to_tasks(
+    row: Any, id: str, split_turns: str = "all", data_source: str = "", names: RowNames = KNOWN_NAMES
+) -> list[Task]:
     """Validates a row in OpenAI's layout, or of a task, and converts it. Raises DataError with the field.
 
     A row with `messages` is one task per trained assistant turn, which is its gold (verl/data/conversations.py), or a
-    prompt without gold. data_source: of rows that name none
+    prompt without gold.
+
+    data_source: of rows that name none; names: that the row may use
     """
     if isinstance(row, DataError):
         raise row  # an unreadable row
     if row.get("prompt") is not None or row.get("messages") is None:
-        return [to_task(row, id)]
+        return [to_task(row, id, names)]
     check_columns(row)
     conversation = read_conversation(row, split_turns)
-    shared = _shared({"data_source": data_source, **row})
+    shared = _shared({"data_source": data_source, **row}, names)
     if row.get("reward_model") is not None:
         shared |= _answer(read_object(row, "reward_model"))
     if row.get("id") is not None:
@@ -64,8 +70,10 @@ def _gold_text(gold: Message) -> str:
     return json.dumps(calls, ensure_ascii=False) if calls else gold.content
 
 
-def to_task(row: Any, id: str) -> Task:
+def to_task(row: Any, id: str, names: RowNames = KNOWN_NAMES) -> Task:
     """Validates a task row and converts it. Raises DataError with the field and the expected value.
+
+    names: that the row may use
 
     Columns: data_source, prompt [OpenAI's messages], reward_model {ground_truth}; optional tools, env, reward and
     extra_info. A ground truth that is not a text is converted to JSON. ToolRL rows must have one that parses.
@@ -77,27 +85,27 @@ def to_task(row: Any, id: str) -> Task:
     check_columns(row)
     prompt = _prompt(row)
     tools = offered_tools(row, read_tools(row.get("tools")), {})
-    own = {"tools": tools, "text_prompt": row.get("text_prompt") is True, **_shared(row)}
+    own = {"tools": tools, "text_prompt": row.get("text_prompt") is True, **_shared(row, names)}
     task = Task(id=id, prompt=prompt, **_answer(read_object(row, "reward_model")), **own)
     if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
         _gold_calls(task)
     return task
 
 
-def _shared(row: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(row: Mapping[str, Any], names: RowNames) -> dict[str, Any]:
     """The fields of all tasks of a row."""
     return {
         "data_source": read_text(row.get("data_source"), "data_source"),
-        "env": _env(row),
-        "reward": _reward(row),
+        "env": _env(row, names),
+        "reward": _reward(row, names),
         "extra": dict(read_object(row, "extra_info")) if row.get("extra_info") is not None else {},
     }
 
 
-def _env(row: Mapping[str, Any]) -> str | None:
+def _env(row: Mapping[str, Any], names: RowNames) -> str | None:
     """The row's environment, also by the name of veRL's agent loop, which veRL takes from the row, too."""
     if row.get("env") is not None:
-        return read_text(row["env"], "env")
+        return names.env(read_text(row["env"], "env"))
     if row.get("agent_name") is None or row.get("prompt") is None:
         return None
     loop = read_text(row["agent_name"], "agent_name")
@@ -133,14 +141,16 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return prompt
 
 
-def _reward(row: Mapping[str, Any]) -> str | None:
+def _reward(row: Mapping[str, Any], names: RowNames) -> str | None:
     if row.get("reward") is None:
         return None
-    name = read_text(row["reward"], "reward")
+    name = names.reward(read_text(row["reward"], "reward"))
+    if name in names.rewards:
+        return name  # the command builds it, with its options
     try:
         named_reward(name)
     except ConfigError as error:
-        raise DataError(str(error), "a reward of docs/reward.md, or file.py:attribute", field="reward") from error
+        raise DataError(str(error), "a reward of docs/reward.md", field="reward") from error
     return name
 
 
@@ -179,26 +189,33 @@ def _stored_message(message: dict[str, Any]) -> Message:
 class TaskSet(Sequence[Task]):
     """The usable rows of one file, in file order, on disk; `report` counts the others, with the reason."""
 
-    def __init__(self, source: str, max_bad_share: float = 0.0, data: DataConfig = AS_WRITTEN) -> None:
+    def __init__(
+        self,
+        source: str,
+        max_bad_share: float = 0.0,
+        data: DataConfig = AS_WRITTEN,
+        names: RowNames = KNOWN_NAMES,
+    ) -> None:
         """Read and validate the whole file once.
 
         source: a data file or data set, as for `read_rows`
         max_bad_share: maximum share of unusable rows; 0: the first one raises its own DataError. Above the maximum a
             DataError names the first ones.
+        names: that the rows may use, as for `to_tasks`
         """
         self.source = source
         self.report = RowReport(source)
-        self._store = RowStore(self._usable_tasks(max_bad_share, data))
+        self._store = RowStore(self._usable_tasks(max_bad_share, data, names))
         self.report.check(max_bad_share)
 
-    def _usable_tasks(self, max_bad_share: float, data: DataConfig) -> Iterator[bytes]:
+    def _usable_tasks(self, max_bad_share: float, data: DataConfig, names: RowNames) -> Iterator[bytes]:
         """The tasks as they are stored."""
-        file, name = Path(self.source).name, source_name(self.source)
+        file, name, turns = Path(self.source).name, source_name(self.source), data.split_turns
         for number, rows in enumerate(source_rows(self.source, data)):
             self.report.num_rows += 1
             ids = [f"{file}#{number}"] if len(rows) == 1 else [f"{file}#{number}.{each}" for each in range(len(rows))]
             try:
-                made = [to_tasks(row, id, data.split_turns, name) for row, id in zip(rows, ids, strict=True)]
+                made = [to_tasks(row, id, turns, name, names) for row, id in zip(rows, ids, strict=True)]
                 tasks = [task for each in made for task in each]
                 stored = [encoded(asdict(task)) for task in tasks]
             except DataError as error:

@@ -37,8 +37,15 @@ class Rewards:
     def of(self, task: Task) -> Reward:
         """The task's reward. Raises ConfigError for an unknown name or source, DataError for an unknown version."""
         if task.reward is not None:
-            return self.default if task.reward == self.name else named_reward(task.reward)
+            return self._named(task.reward)
         return self.default if self.name != AUTO else self._of_row(task)
+
+    def _named(self, name: str) -> Reward:
+        """The run's own reward, or one of its sum, where the name is theirs."""
+        if name == self.name:
+            return self.default
+        terms = self.default.terms if isinstance(self.default, WeightedSum) else ()
+        return next((term.reward for term in terms if term.name == name), None) or named_reward(name)
 
     def names(self, task: Task) -> tuple[str, ...]:
         """The names of the task's reward, or of all in a sum. Raises like `of`."""

@@ -41,8 +41,9 @@ _RESUME_NOTE = (
     "run the same command to resume: a training from its last checkpoint (without one it starts anew), an evaluation "
     "from its answers"
 )
-_OPTIONS = ("--help", "--config=", "--cfg=")  # of every command
+_OPTIONS = ("--help", "--config=", "--user-code", "--cfg=")  # of every command
 _CONFIG = "--config="
+_USER_CODE = "--user_code"  # in the spelling of parsed options
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
@@ -86,7 +87,7 @@ def run_cli(
             console.print(*map(escape, texts), sep="\n\n", soft_wrap=True)
             return 0
         with deadline.active(), ending_on_signals(on_signal):
-            config = load_config(settings, command, _file_of(options))
+            config = load_config(settings, command, _file_of(options), _USER_CODE in options)
             if "--cfg" in options:
                 comments = "".join(f"# {line}\n" for line in notes(config))
                 console.print(as_yaml(config, command) + comments, markup=False, soft_wrap=True)
@@ -179,10 +180,12 @@ def _setting(word: str, options: Sequence[str]) -> str:
 
 
 def _file_of(options: Sequence[str]) -> str | None:
-    """The value of --config. Raises ConfigError if it is missing or given twice."""
+    """The value of --config. Raises ConfigError if it is missing or given twice, or if --user-code has no file."""
     files = [each.removeprefix(_CONFIG) for each in options if each.startswith(_CONFIG)]
     if len(files) > 1 or "" in files:
         raise ConfigError("--config takes one YAML file, once")
+    if _USER_CODE in options and not files:
+        raise ConfigError("--user-code runs the code that the file of --config names; for rows, data.user_code=true")
     return files[0] if files else None
 
 

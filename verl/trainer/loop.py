@@ -356,7 +356,7 @@ def save_checkpoint(
                 )
         train_tasks.write(unfinished.folder / "hf" / TRAIN_TASKS)
         if (write_model_files := installed_tool("model_files")) is not None:
-            write_model_files(unfinished.folder / "hf", state)
+            write_model_files(unfinished.folder / "hf", state, user_code=True)
         unfinished.write_state(state)
     latest = store.latest()
     assert latest is not None

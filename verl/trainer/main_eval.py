@@ -4,6 +4,7 @@
     --probe            instead: check whether training would learn from a data file (--probe --help)
     --help             print this text and every key with its default
     --config FILE      settings of a YAML file, such as a run's config.yaml
+    --user-code        run the code that this file names; it may be another author's
     --cfg job          print the resulting configuration and exit
 
 Answers are saved: the same command resumes where it was stopped, without repeating them. Benchmarks, handlers and
@@ -28,6 +29,7 @@ _PROBE_HELP = """Would training learn? toolrl probe data.train_files=[FILE] mode
     recipe=NAME   environment, tool-call format, reward, lengths and rollout.n of a training recipe
     --help        print this text and every key with its default
     --config FILE settings of a YAML file, such as a run's config.yaml
+    --user-code   run the code that this file names; it may be another author's
     --cfg job     print the resulting configuration and exit
 
 Rolls out `eval.limit` rows `rollout.n` times each as training would, and reports format, rewards, zero-advantage

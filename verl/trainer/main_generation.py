@@ -3,6 +3,7 @@
     --chat     chat with the model in this terminal instead; an empty line ends it
     --help     print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
+    --user-code    run the code that this file names; it may be another author's
     --cfg job  print the resulting configuration and exit
 
 Rows have the format of training data (docs/data.md); every response is scored with the reward and written to

@@ -2,6 +2,7 @@
 
     --help         print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
+    --user-code    run the code that this file names; it may be another author's
     --cfg job      print the resulting configuration and exit
 
 Rows are OpenAI messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens only.

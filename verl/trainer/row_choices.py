@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl.config.published import AUTO, overlong_of
 from verl.config.schema import Config
+from verl.data.row_names import RowNames
 from verl.data.source import source_name, source_rows
 from verl.data.tasks import to_tasks
 from verl.errors import VerlError
@@ -21,12 +22,13 @@ def row_choices(config: Config) -> Iterator[str]:
     data, reward = config.data, config.reward
     if AUTO not in (data.truncation, reward.name):
         return
-    rewards = build_rewards(reward.name, reward.options)
+    rewards, names = build_rewards(reward.name, reward.options), RowNames.of(config)
     for file in filter(_exists, data.train_files):
         found: dict[str, None] = {}
         try:
             for rows in islice(source_rows(file, data), _ROWS):
-                for task in (each for row in rows for each in to_tasks(row, file, data.split_turns, source_name(file))):
+                made = (to_tasks(row, file, data.split_turns, source_name(file), names) for row in rows)
+                for task in (each for tasks in made for each in tasks):
                     cut = overlong_of(task.data_source) if data.truncation == AUTO else data.truncation
                     found[f"reward.name={rewards.choice(task)}; data.truncation={cut}"] = None
         except VerlError as error:

@@ -31,6 +31,7 @@ from verl.batch.token_batch import Floats
 from verl.batch.trace import Trace
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
+from verl.workers.checkpoint_reader import TensorPlanner, TensorReader
 from verl.workers.optim import OptimizerSettings, build_optimizer
 
 _HOST = torch.device("cpu")
@@ -297,7 +298,7 @@ class FSDPEngine:
         self._states.load()
         state = {**self._sharded_state(), "host": None}
         with _data_errors("cannot be loaded", "Use another checkpoint, or the model it was saved with", folder):
-            load(state, checkpoint_id=folder)
+            load(state, storage_reader=TensorReader(folder), planner=TensorPlanner())
         set_state_dict(
             self.module,
             self._optimizer,

@@ -70,6 +70,14 @@ def test_a_window_keeps_what_lies_in_it(data: Path, words: list[str], kept: list
     assert run(data, *words) == kept
 
 
+def test_rows_are_chosen_whatever_reward_they_name(data: Path) -> None:
+    """The probe was given it; here nothing of it is looked up."""
+    write_probe(data, RATES)
+    own = [{**row, "reward": "mine.py:score"} for row in read_rows(str(data))]
+    data.write_text("".join(json.dumps(row) + "\n" for row in own))
+    assert run(data) == [1, 2, 3, 4]
+
+
 def test_balance_keeps_as_many_hard_rows_as_easy_ones(data: Path) -> None:
     write_probe(data, [0.1, 0.3, 0.4, 0.5, 0.9, 0.6, 0.2])
     kept = run(data, "--balanced")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.config.schema import DataConfig, EnvConfig
+from verl.data.row_names import RowNames
 from verl.data.source import AS_WRITTEN
+from verl.data.tasks import KNOWN_NAMES
 from verl.errors import DataError
 from verl.types import Task
 
@@ -26,6 +28,7 @@ class BenchmarkContext:
     judge:    url, model and key_variable of an OpenAI-compatible endpoint that judges answers; empty: no judge
     user:     options of tau2's user simulator; empty: the scripted one
     reward, reward_options, data: for data files; env: that of their episodes, None for a prompt and one response
+    names:    that rows of data files may use
     max_tool_calls: per episode of math with Python and of search; None: the benchmark's usual number
     tool_call_format: the handler's (tool_call_format_of), for benchmarks with earlier calls in the prompt
     """
@@ -40,6 +43,7 @@ class BenchmarkContext:
     reward_options: Mapping[str, Any] = field(default_factory=dict)
     data: DataConfig = AS_WRITTEN
     env: EnvConfig | None = None
+    names: RowNames = KNOWN_NAMES
 
 
 @dataclass(frozen=True, slots=True)

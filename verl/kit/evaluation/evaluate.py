@@ -19,6 +19,7 @@ from verl.chat.template import ChatTemplate
 from verl.config.load import flattened
 from verl.config.schema import Config
 from verl.data.overlap import TrainTasks, check_overlap
+from verl.data.row_names import RowNames
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.episodes.start_check import check_golds
@@ -70,6 +71,7 @@ async def evaluate(config: Config, console: Console) -> list[dict[str, Any]]:
         reward_options=config.reward.options,
         data=config.data,
         env=config.env if config.env.multi_turn else None,
+        names=RowNames.of(config),
     )
     built = build_benchmarks(wanted.benchmarks, context)
     requested: Pending = [

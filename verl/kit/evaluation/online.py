@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.chat.template import ChatTemplate
 from verl.config.schema import Config, EnvConfig
+from verl.data.row_names import RowNames
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
@@ -118,6 +119,7 @@ def build_online_eval(config: Config, chat: ChatTemplate) -> OnlineEvaluator:
         max_tool_calls=config.env.call_limit if config.env.tools else None,
         tool_call_format=config.env.tool_call_format or HANDLER,
         data=config.data,
+        names=RowNames(user_code=config.data.user_code),  # rows are scored by name, without the run's options
     )
     benchmarks = build_benchmarks(config.eval.benchmarks, context)
     eval_tasks = [

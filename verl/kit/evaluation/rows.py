@@ -1,17 +1,17 @@
 """Any training data file as a benchmark, scored by a training reward."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from verl.config.schema import DataConfig
+from verl.data.report import CHOICES
 from verl.data.source import source_rows
 from verl.data.tasks import TaskSet, to_tasks
 from verl.errors import DataError
 from verl.kit.evaluation.benchmark import Benchmark, BenchmarkContext, Category, EpisodeConfig
 from verl.kit.evaluation.runner import EXACT
-from verl.utils.reward_score.base import LabReward, build_reward, named_reward
+from verl.scoring.rewards import build_rewards
+from verl.utils.reward_score.base import LabReward, build_reward
 
 
 def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
@@ -22,10 +22,10 @@ def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
     The score is the share with the maximum reward, or the mean if that is unknown. Raises ConfigError for the reward.
     """
     name = Path(path).name  # with its suffix, so that files with the same stem have separate results
-    uses_tools = context.env is not None or _has_gold(path, context.data)
+    uses_tools = context.env is not None or _has_gold(path, context)
     episode = EpisodeConfig(context.reward, context.reward_options, uses_tools, own_env=context.env)
     metric = EXACT if isinstance(build_reward(context.reward, context.reward_options), LabReward) else "total"
-    tasks = cache(partial(_read, path, metric, context.data, () if context.env is None else (context.env.name,)))
+    tasks = cache(partial(_read, path, metric, context))
     note = f"{name}: rows of {path}, scored by {context.reward}"
     if context.env is not None:
         note += f", in the environment {context.env.agent or context.env.command or context.env.name}"
@@ -33,27 +33,30 @@ def rows_benchmark(path: str, context: BenchmarkContext) -> Benchmark:
     return Benchmark(name, (category,), notes=(note,), files=lambda: (str(tasks().report),))
 
 
-def _has_gold(path: str, data: DataConfig) -> bool:
+def _has_gold(path: str, context: BenchmarkContext) -> bool:
     """Of the first row. A file that cannot be read is an error of `_read`, later."""
     try:
-        first = next(source_rows(path, data), [])
-        return any(task.gold is not None for row in first for task in to_tasks(row, path, data_source=path))
+        first = next(source_rows(path, context.data), [])
+        made = (to_tasks(row, path, data_source=path, names=context.names) for row in first)
+        return any(task.gold is not None for tasks in made for task in tasks)
     except DataError:
         return False
 
 
-def _read(path: str, metric: str, data: DataConfig, envs: Sequence[str]) -> TaskSet:
-    """envs: whose tasks can be evaluated, besides single turns"""
+def _read(path: str, metric: str, context: BenchmarkContext) -> TaskSet:
+    envs = () if context.env is None else (context.env.name,)  # whose tasks can be evaluated, besides single turns
+    rewards = build_rewards(context.reward, context.reward_options)
     try:
-        tasks = TaskSet(path, data=data)
+        tasks = TaskSet(path, data=context.data, names=context.names)
     except DataError as error:
-        raise error if error.row is None else replace(error, hint="Correct the row: no row is skipped here") from None
+        whole = error.row is None or error.field in CHOICES
+        raise error if whole else replace(error, hint="Correct the row: no row is skipped here") from None
     for task in tasks:
         if task.env not in (None, "single_turn", *envs):
             expected = " or ".join(("single_turn", *envs))
             hint = f"Set env.name={task.env}"
             raise DataError(f"{task.env!r} is not supported here", expected, hint, field="env").of_row(task.id)
-        if metric == EXACT and task.reward is not None and not isinstance(named_reward(task.reward), LabReward):
+        if metric == EXACT and task.reward is not None and not isinstance(rewards.of(task), LabReward):
             problem = f"{task.reward!r} has no known maximum, which the metric of the other rows needs"
             raise DataError(problem, hint="Put the rows into a separate file", field="reward").of_row(task.id)
     return tasks

@@ -3,7 +3,7 @@
 RUN is the folder of a run, which keeps samples of every step (trainer.samples_kept). From the prompt to the loss:
 texts, reward, group, advantage, tokens, share of the loss. Without --sample the samples of the step are listed.
 --gradient adds its share of the gradient norm: the step is repeated from its record (trainer.record=true), with the
-checkpoints and the code of the run. Without it, and without --user-code, nothing that the folder names is run.
+checkpoints of the run. Nothing that the folder names is run without --user-code.
 Exit code 0: the record agrees with the arithmetic. 1: a check fails. 2: there is no such sample or record.
 """
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--gradient needs --sample")
     console = Console(highlight=False, emoji=False)
     try:
-        run = read_run(options.run, options.user_code or options.gradient)
+        run = read_run(options.run, options.user_code)
         code = _explained(run, options.step, options.sample, options.gradient, console)
     except VerlError as error:
         return write_error(error)

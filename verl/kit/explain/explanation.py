@@ -298,7 +298,7 @@ def _gradient(run: RunFolder, step: int, kept: StepSamples, sample: KeptSample, 
         return [f"not known: it needs the weights of the step; {how}"]
     from verl.kit.explain.gradient import gradient_share  # imports Ray
 
-    found = gradient_share(run.folder, step, sample.row)
+    found = gradient_share(run.folder, step, sample.row, run.user_code)
     if found is None:
         return [f"0: no update computed this sample: {why_not_computed(kept)}"]
     share = found.share / found.whole if found.whole else 0.0

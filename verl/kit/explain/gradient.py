@@ -23,10 +23,9 @@ from verl.batch.experience import drop_zero_advantage, with_loss_weights
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats, TokenBatch
 from verl.batch.trace import Trace
-from verl.config.load import restored_config
 from verl.config.schema import Config
 from verl.kit.replay.record import Record, read_record
-from verl.kit.replay.replay import ReplayPlan, learner_before, plan_replay
+from verl.kit.replay.replay import ReplayPlan, learner_before, plan_replay, replayed_config
 from verl.single_controller.ray import Cluster
 from verl.tracking.metric import Metric
 from verl.trainer.policy import Policy
@@ -43,14 +42,14 @@ class GradientShare:
     samples: int  # of the update
 
 
-def gradient_share(folder: Path, step: int, row: int) -> GradientShare | None:
-    """In new processes, by a replay up to the step. row: of the sample in the batch of the step
+def gradient_share(folder: Path, step: int, row: int, user_code: bool = False) -> GradientShare | None:
+    """In new processes, by a replay up to the step. row: of the sample in the batch of the step; user_code: as of it
 
     None if no update computed the sample. Raises DataError or ConfigError if the step cannot be replayed.
     """
     plan = plan_replay(folder, step)
     target = read_record(plan.records[-1])
-    config = restored_config(target.settings)
+    config = replayed_config(target, user_code)
     run, join = config.trainer, config.trainer.nnodes > 1
     with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
         return gradient_share_from(plan, target, config, cluster, row)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl.errors import DataError
 from verl.kit.export.model_files import write_model_files
-from verl.kit.openai_server.served_model import TrainedModel, chosen_format, find_model
+from verl.kit.openai_server.served_model import TrainedModel, check_recorded, chosen_format, find_model
 from verl.kit.openai_server.serving_files import base_template
 from verl.pretrained import read_tokenizer
 from verl.system.files import unwritable
@@ -36,8 +36,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 def copy_model(options: argparse.Namespace, folder: Path) -> TrainedModel:
     """Copy the chosen model into `folder`, with the files for servers and the card. Raises ConfigError, DataError."""
     model = find_model(options.model, options.checkpoint)
-    shutil.copytree(model.folder, folder, dirs_exist_ok=True)
     given = options.tool_call_format or options.prompt_template
+    if not options.tool_call_format:
+        check_recorded(model)
+    shutil.copytree(model.folder, folder, dirs_exist_ok=True)
     template = base_template(read_tokenizer(str(folder), "model"), with_tools=True) if given else ""
     chosen = chosen_format(options, model, template) if given else None
     if model.state or given or not (folder / "README.md").exists():  # the card of a model that is not ours stays

@@ -19,18 +19,23 @@ _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "do_sample")
 
 
 def write_model_files(
-    folder: Path, state: Mapping[str, Any], chosen: TrainedFormat | None = None, results: Sequence[str] = ()
+    folder: Path,
+    state: Mapping[str, Any],
+    chosen: TrainedFormat | None = None,
+    results: Sequence[str] = (),
+    user_code: bool = False,
 ) -> None:
     """Add the files to a model's folder.
 
     state: of its checkpoint; chosen: its tool-call format, instead of that of the record
-    results: tables for the card. A model that cannot be served gets a card with the reason.
+    results: tables for the card; user_code: whether the record may name code, as that of the running training
+    A model that cannot be served gets a card with the reason.
     """
     model = TrainedModel(folder, state.get("resume_config", {}), state)
     problem, trained = "", chosen
     try:
         template = base_template(read_tokenizer(str(folder), "model"), with_tools=True)
-        trained = trained or trained_format(model, template)
+        trained = trained or trained_format(model, template, user_code=user_code)
         write_serving_files(folder, serving_texts(folder, trained))
     except VerlError as error:
         problem = str(error)

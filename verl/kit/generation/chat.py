@@ -4,6 +4,7 @@
     --tools=   comma-separated: names, file.py:attribute, stdio:COMMAND or http(s):// of an MCP server
     --help     print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
+    --user-code    run the code that this file names; it may be another author's
     --cfg job  print the resulting configuration and exit
 
 The first line may be a system prompt; an empty line, or the end of the input, ends the conversation. With tools the

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from verl.config.schema import Config
 from verl.data.lengths import read_tasks
+from verl.data.row_names import RowNames
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RewardFaultError
 from verl.net.services import check_services
@@ -42,7 +43,7 @@ async def generate(config: Config, console: Console) -> None:
     prompt_ids = prompt_fn(episode_runner, rewards)
     tasks: list[Task] = []
     for source in data.val_files:
-        found, report = read_tasks(source, prompt_ids, data)
+        found, report = read_tasks(source, prompt_ids, data, RowNames.of(config))
         console.print(str(report), markup=False, soft_wrap=True)
         tasks += islice(found, config.eval.limit)
     episode_runner = truncating(data, episode_runner)

@@ -6,6 +6,7 @@
     show=N         number of violations and unusable rows to list
     --help         print this text and every key with its default
     --config FILE  settings of a YAML file, such as a run's config.yaml
+    --user-code    run the code that this file names; it may be another author's
     --cfg job      print the resulting configuration and exit
 
 With a model responses go through its tokens, as in training.
@@ -30,6 +31,7 @@ from rich.table import Table
 from verl.chat.native import NativeFormat
 from verl.config.commands import LAB
 from verl.config.schema import Config
+from verl.data.row_names import RowNames
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.written import as_trajectory, episode_of, written_response
@@ -160,7 +162,7 @@ def run(args: CliArgs, console: Console) -> int:
         raise ConfigError(f"data.train_files: the lab reads one file, got {len(files)}")
     step, show = _count(args, _STEP, 0), _count(args, _SHOW, _SHOWN)
     rewards = build_rewards(config.reward.name, config.reward.options)
-    tasks = TaskSet(files[0], max_bad_share=1.0, data=config.data)
+    tasks = TaskSet(files[0], max_bad_share=1.0, data=config.data, names=RowNames.of(config))
     count = len(tasks) if config.eval.limit is None else min(len(tasks), config.eval.limit)
     style, runner = _format(config, calls=any(task.gold is not None for task in islice(tasks, count)))
     report = try_rewards(rewards, track(islice(tasks, count), "Scoring", count, console=console), step, style, runner)

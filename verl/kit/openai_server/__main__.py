@@ -27,6 +27,7 @@ from verl.kit.openai_server.serving_files import (
     CHAT_TEMPLATE,
     TOOL_PARSER,
     base_template,
+    is_our_parser,
     serving_texts,
     write_serving_files,
 )
@@ -126,7 +127,11 @@ def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:
     """The folder of chat template and tool parser: the model's, or one of this content for temporary files."""
     chosen = options.tool_call_format or options.prompt_template
     if not chosen and all((model.folder / name).is_file() for name in (CHAT_TEMPLATE, TOOL_PARSER)):
-        return model.folder
+        if is_our_parser(model.folder / TOOL_PARSER):
+            return model.folder
+        if not model.state:
+            problem = "is code that toolrl did not write, so it is not imported"
+            raise ConfigError(f"{model.folder / TOOL_PARSER} {problem}; set --tool-call-format to the model's")
     template = base_template(read_tokenizer(str(model.folder), "model"), with_tools=True)
     texts = serving_texts(model.folder, chosen_format(options, model, template))
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]

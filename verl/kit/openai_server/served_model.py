@@ -20,7 +20,7 @@ from verl.errors import ConfigError, VerlError
 from verl.formats.base import ToolCallFormat, build_tool_call_format
 from verl.formats.prompt import TOOLS, PromptTemplate, load_template
 from verl.formats.toolrl_text import TOOLS_HEADING
-from verl.registry import option
+from verl.registry import names_code, option
 
 _ROWS = 16  # of the training data, to read their prompt
 # The tool list in the system message of a training row, which is text: ToolRL's list, or one JSON schema per line.
@@ -89,15 +89,20 @@ def _pointed(checkpoints: Path, name: str) -> Path:
     return folder
 
 
-def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTemplate | None = None) -> TrainedFormat:
+def trained_format(
+    model: TrainedModel, chat_template: str, prompt: PromptTemplate | None = None, user_code: bool = False
+) -> TrainedFormat:
     """The format of the model's run; without env.tool_call_format, that of its demonstrations, rows, reward or chat
     template.
 
     chat_template: the model's; prompt: that of the training rows, if it cannot be read from them
-    Raises ConfigError if it is unknown.
+    user_code: whether the record may name code; it may be another author's
+    Raises ConfigError if it is unknown, and for code.
     """
     settings = model.settings
     name = settings.get("env.tool_call_format")
+    if not user_code:
+        check_recorded(model)
     rows = None if prompt else _prompt_of_rows(settings.get("data.train_files") or ())
     template_options = settings.get("model.chat_template_options") or {}
     if name is not None:
@@ -119,6 +124,16 @@ def trained_format(model: TrainedModel, chat_template: str, prompt: PromptTempla
             "tools, or writes calls that only `native` reads; set --tool-call-format (docs/tool_call_formats.md)"
         )
     return TrainedFormat(name, prompt=prompt, template_options=template_options)
+
+
+def check_recorded(model: TrainedModel) -> None:
+    """Raises ConfigError if the record of a model names code, which would be run."""
+    for name in (model.settings.get("env.tool_call_format"), model.state.get("tool_call_format")):
+        if names_code(str(name)):
+            raise ConfigError(
+                f"{model.folder}: the record of this model names code as env.tool_call_format, which is run only if "
+                f"you name it: --tool-call-format {name}, in `toolrl chat` env.tool_call_format={name}"
+            )
 
 
 def add_format_arguments(parser: argparse.ArgumentParser) -> None:

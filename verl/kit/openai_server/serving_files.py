@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.episodes.start_check import check_turns
 from verl.errors import ConfigError
+from verl.formats.base import TOOL_CALL_FORMATS
 from verl.formats.inline import InlineFormat
 from verl.formats.prompt import TurnFormat
 from verl.kit.openai_server.chat_template import serving_chat_template
@@ -33,6 +35,19 @@ from verl.kit.openai_server.tool_parser import register_tool_parser
 
 register_tool_parser({name}, json.loads({options}), json.loads({template_options}))
 '''
+_LITERAL = r"""(?:'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")"""  # of a text
+_OURS = re.compile(
+    re.escape(_PARSER_TEXT)
+    .replace(r"\{name\}", r'"(\w+)"')
+    .replace(r"\{options\}", _LITERAL)
+    .replace(r"\{template_options\}", _LITERAL)
+)
+
+
+def is_our_parser(path: Path) -> bool:
+    """Whether a tool parser is one that we write, of a known format. vLLM imports the file; this reads it."""
+    found = _OURS.fullmatch(path.read_text(encoding="utf-8", errors="replace"))
+    return found is not None and found[1] in TOOL_CALL_FORMATS
 
 
 def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:

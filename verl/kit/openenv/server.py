@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, WebSocket, WebSocketDisconnect
 
+from verl.data.row_names import RowNames
 from verl.data.tasks import TaskSet
 from verl.envs.base import EnvFactory
 from verl.envs.registry import build_env_factory, build_tasks
@@ -111,9 +112,9 @@ async def _send(websocket: WebSocket, response: dict[str, Any]) -> None:
         await websocket.send_text(json.dumps(response, ensure_ascii=True))
 
 
-def read_tasks(source: str, factory: EnvFactory) -> Sequence[Task]:
-    """The tasks of a data file. Raises DataError for one that the environment cannot run."""
-    tasks = TaskSet(source)
+def read_tasks(source: str, names: RowNames, factory: EnvFactory) -> Sequence[Task]:
+    """The tasks of a data file. Raises DataError for one that the environment cannot run. names: that rows may use"""
+    tasks = TaskSet(source, names=names)
     for task in tasks:
         check_task(task, factory)
     return tasks
@@ -164,6 +165,7 @@ def arguments() -> Arguments:
     parser.add_argument("--option", type=option, action="append", default=[], metavar="KEY=VALUE")
     add_serving_arguments(parser, port=8100, max_body_mib=64)
     parser.add_argument("--data", help="data file of tasks, for clients of openenv")
+    parser.add_argument("--user-code", action="store_true", help="let the rows of --data name code, which is run")
     parser.add_argument("--task-option", type=option, action="append", default=[], help="of bundled tasks, likewise")
     parser.add_argument("--idle-s", type=positive_float, default=1800.0, help="close episodes idle for this long")
     parser.add_argument("--max-episodes", type=positive_int, default=MAX_SESSIONS, help="max open episodes")
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         factory = build_env_factory(options.env, dict(options.option))
         if options.data:
-            tasks = read_tasks(options.data, factory)
+            tasks = read_tasks(options.data, RowNames((), (options.env,), options.user_code), factory)
         elif options.task_option:
             tasks = build_tasks(options.env, dict(options.task_option))
     except VerlError as error:

@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def print_plan(config: Config, gpu: str | None, console: Console) -> int:
     """Heavy imports are done here."""
+    from verl.data.row_names import RowNames
     from verl.data.tasks import TaskSet
     from verl.kit.plan.plan import build_plan, find_hardware, read_lengths
     from verl.kit.plan.show import show
@@ -44,7 +45,7 @@ def print_plan(config: Config, gpu: str | None, console: Console) -> int:
 
     hardware = find_hardware(config, gpu)  # raises for a wrong name before any file is read
     data = config.data
-    tasks = [TaskSet(source, data.max_bad_share, data) for source in data.train_files]
+    tasks = [TaskSet(source, data.max_bad_share, data, RowNames.of(config)) for source in data.train_files]
     rewards = build_rewards(config.reward.name, config.reward.options)
     chat = load_chat_template(config.model)
     config = with_tool_call_format(config, chat)

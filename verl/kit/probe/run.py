@@ -20,6 +20,7 @@ from verl.config.commands import PROBE
 from verl.config.load import flattened
 from verl.config.schema import Config
 from verl.data.lengths import fitting
+from verl.data.row_names import RowNames
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
@@ -69,7 +70,7 @@ async def probe(config: Config, console: Console) -> dict[str, Any]:
     chat, rewards = load_chat_template(config.model), build_rewards(config.reward.name, config.reward.options)
     config = with_tool_call_format(config, chat)
     episode_runner = build_episode_runner(config, chat)
-    rows = TaskSet(source, data.max_bad_share, data)
+    rows = TaskSet(source, data.max_bad_share, data, RowNames.of(config))
     any_length = replace(data, max_prompt_length=sys.maxsize, truncation="error")  # overlong prompts are counted
     prompt_ids = prompt_fn(episode_runner, rewards)
     tasks = fitting(_drawn(rows, config), prompt_ids, any_length, rows.report)

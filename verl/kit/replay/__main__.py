@@ -2,6 +2,7 @@
 
 RUN is the folder of a run with trainer.record=true; no rollout engine, data or reward is needed. The recorded updates
 from the newest checkpoint before the step are replayed, and the step's metrics are compared (docs/replay.md).
+--user-code runs the code that the record names, such as an algorithm of your own.
 Exit code 0: all metrics are bit-for-bit equal. 1: some differ. 2: the step cannot be replayed.
 On a GPU the last digits may differ: attention's backward adds gradients in no fixed order.
 """
@@ -35,6 +36,7 @@ def arguments() -> Arguments:
     parser = Arguments("toolrl replay", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=positive_int, required=True, help="training step, from 1")
+    parser.add_argument("--user-code", action="store_true", help="run the code that the record names")
     return parser
 
 
@@ -44,16 +46,16 @@ def main(argv: Sequence[str]) -> int:
     def run(_: CliArgs, console: Console) -> int:
         if not options.run.is_dir():
             raise ConfigError(f"there is no folder {str(options.run)!r}")
-        return print_comparison(options.run.resolve(), options.step, console)
+        return print_comparison(options.run.resolve(), options.step, options.user_code, console)
 
     return run_cli([], "", TRAIN, run)
 
 
-def print_comparison(folder: Path, step: int, console: Console) -> int:
+def print_comparison(folder: Path, step: int, user_code: bool, console: Console) -> int:
     """Replay and print the result. Heavy imports are done here."""
     from verl.kit.replay.replay import replay
 
-    return show(replay(folder, step), step, console)
+    return show(replay(folder, step, user_code), step, console)
 
 
 def show(result: Replay, step: int, console: Console) -> int:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import verify
+from verl.config.foreign_code import named_code
 from verl.config.load import restored_config
 from verl.config.schema import Config
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.kit.replay.record import Record, made_by, read_record, record_path, recorded_steps
 from verl.single_controller.ray import Cluster
 from verl.tracking.timers import PhaseTimer
@@ -89,14 +90,24 @@ def plan_replay(folder: Path, step: int) -> ReplayPlan:
     return ReplayPlan(start, [record_path(folder, each) for each in range(first + 1, step + 1)])
 
 
-def replay(folder: Path, step: int) -> Replay:
-    """In new processes. Raises DataError or ConfigError if that is impossible."""
+def replay(folder: Path, step: int, user_code: bool = False) -> Replay:
+    """In new processes. Raises DataError or ConfigError if that is impossible, or, without user_code, if it would run
+    code that the record names: the folder may be a colleague's."""
     plan = plan_replay(folder, step)
     target = read_record(plan.records[-1])
-    config = restored_config(target.settings)
+    config = replayed_config(target, user_code)
     run, join = config.trainer, config.trainer.nnodes > 1
     with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
         return replay_from(plan, target, config, cluster)
+
+
+def replayed_config(record: Record, user_code: bool) -> Config:
+    """The settings of a record. Raises ConfigError for code that they name and a replay runs, unless user_code."""
+    of_algorithm = {key: value for key, value in record.settings.items() if key.startswith("algorithm.")}
+    code = [each for key, value in of_algorithm.items() for each in named_code(key, value)]
+    if code and not user_code:
+        raise ConfigError(f"the record of step {record.step} names code, which --user-code runs: {', '.join(code)}")
+    return restored_config(record.settings)
 
 
 def replay_from(plan: ReplayPlan, target: Record, config: Config, cluster: Cluster) -> Replay:

@@ -22,6 +22,7 @@ from verl.data.rows import DATA_VERSIONS
 from verl.errors import ConfigError, DataError
 from verl.kit.kept_samples.sample_files import StepSamples, kept_steps, read_lines, read_samples, samples_path
 from verl.kit.report.rows import is_scored, is_step
+from verl.registry import names_code
 from verl.system.code_version import CODE_VERSION
 from verl.system.files import step_files
 from verl.text import counted
@@ -73,7 +74,7 @@ class RunFolder:
         if value is None and code == "algorithm.name":  # the default would be another algorithm
             self.note(f"config.yaml lacks {code}: {_WITHOUT[code]}")
             raise ConfigError(f"config.yaml lacks {code}")
-        if not self.user_code and ":" in str(value):  # built-in names have none (verl/registry.py)
+        if not self.user_code and names_code(str(value)):
             self.note(f"{code}={value} names code, which is not run without --user-code: {_WITHOUT[code]}")
             raise ConfigError(f"{code}={value} names code; --user-code runs it")
         used = {name: each for name, each in self.settings.items() if name.startswith(_BESIDE[code])}

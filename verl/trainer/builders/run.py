@@ -24,6 +24,7 @@ from verl.config.schema import Config, ModelConfig, TrainerConfig
 from verl.data.lengths import PromptIds, read_tasks, split_rows
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.data.report import RowReport
+from verl.data.row_names import RowNames
 from verl.data.source import source_name
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.episode import EpisodeRunner
@@ -329,7 +330,8 @@ def load_tasks(
     """(training sets, validation sets by name, row report per file). prompt_ids: before truncation"""
     data = config.data
     names = _set_names(data.val_files)
-    read = [read_tasks(source, prompt_ids, data) for source in (*data.train_files, *data.val_files)]
+    allowed = RowNames.of(config)
+    read = [read_tasks(source, prompt_ids, data, allowed) for source in (*data.train_files, *data.val_files)]
     sets, reports = [tasks for tasks, _ in read], [report for _, report in read]
     num_train = len(data.train_files)
     train, val = sets[:num_train], sets[num_train:]
