@@ -75,7 +75,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
     command = [sys.executable, supervise.__file__, *ready, sys.executable, "-c", code, str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
-    lines = [process.stdout.readline().strip() for _ in range(3)]
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if lines[-1] == ready[-1]:
+            break
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert lines == ["asked 1", "asked 2", "ready: here"]

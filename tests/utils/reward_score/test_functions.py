@@ -526,3 +526,17 @@ def test_functions_of_other_signatures_are_called_as_by_verl_or_refused_at_the_s
         check_function("f", lambda data_source, solution_str, ground_truth: 0.0, {})
     with pytest.raises(ConfigError, match=r"other parameters than .*solution_str"):  # of which trainer?
         check_function("f", lambda **given: 0.0, {})
+
+
+def test_a_function_of_a_rubric_works_in_a_scoring_process_and_on_a_gold_response(tmp_path: Path) -> None:
+    (tmp_path / "rubric.py").write_text("""
+async def mine(completion, state, info, level=0):
+    calls = [call.name for step in state["trajectory"] for call in step["completion"][-1].tool_calls or ()]
+    return len(calls) + len(completion) / 10 + level + info.get("extra", 0)
+""")
+    row = {"prompt": CASES["a call"]["prompt"], "answer": "Rain.", "level": 2, "info": '{"extra": 4}'}
+    task = to_task(as_task_row(row), "row#0")
+    done = replace(played(CASES["a call"]), task=task)
+    with ScoringPool(f"{tmp_path / 'rubric.py'}:mine", {}, 1) as pool:
+        assert asyncio.run(pool.score(done, task, 1)) == Score(1 + 0.3 + 2 + 4, {})
+        assert asyncio.run(pool.score(as_trajectory(task, "Rain."), task, 1)) == Score(0.1 + 2 + 4, {})
