@@ -315,12 +315,12 @@ def test_the_time_of_another_machine_does_not_count(text: str, call: Call, tmp_p
 def test_a_clock_that_is_set_changes_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the first minute of a new machine, whose clock was hours off."""
     options = read_options(["--rehearse", "--work", str(tmp_path), "--spent=0", "--budget=100"], SESSIONS)
-    driver = Driver(options, SESSIONS, "x")
+    driver = Driver(options, SESSIONS, "x", now())
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert 80 < driver.time_left <= 90
     monkeypatch.setattr(time, "time", lambda: 1e12)
     assert 80 < driver.time_left <= 90
-    assert 80 < Driver(options, SESSIONS, "x").time_left <= 90
+    assert 80 < Driver(options, SESSIONS, "x", now()).time_left <= 90
 
 
 def test_no_more_files_come_out_than_may(call: Call, tmp_path: Path) -> None:
@@ -564,6 +564,15 @@ def test_a_gpu_that_torch_cannot_use_fails_no_measurement(zeros: str, said: str,
     assert done.returncode == NO_GPU and f"cannot be used by {sys.executable}: {said}" in done.stderr
     assert done.stderr.count("\n") == 1 and calls(tmp_path / "work") == []
     assert on_gpu(tmp_path, "one").returncode == 0
+
+
+def test_a_gpu_that_takes_long_to_answer_is_part_of_the_call(tmp_path: Path) -> None:
+    """Else the call would end after its limit, which kills it."""
+    on_gpu(tmp_path, "--call-seconds=14", "one", zeros="import time; time.sleep(3)")
+    assert calls(tmp_path / "work") == []
+    assert rows(tmp_path / "out/results.jsonl")[0]["reason"] in [
+        f"takes about 2 s, and {left} s are left" for left in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(("used", "told"), [("140000", True), ("500", False), ("[N/A]", False)])

@@ -67,16 +67,20 @@ class OutOfTimeError(Exception):
 
 
 class Driver:
-    """One call, which ends with its own limit or with the budget, whatever comes first."""
+    """One call, which ends with its own limit or with the budget, whatever comes first.
 
-    def __init__(self, options: argparse.Namespace, sessions: Sequence[Session], device: str) -> None:
+    started: when it began, as `now` has it
+    """
+
+    def __init__(self, options: argparse.Namespace, sessions: Sequence[Session], device: str, started: float) -> None:
         self.options = options
         self.sessions = [each for each in sessions if not options.names or _names(each) & set(options.names)]
         self.ledger = Ledger(options.work, options.out, options.files_out, options.names)
         self.tree = Tree(options.work / "site")
         self._device = device
         self._running: tuple[Session, SessionProcess] | None = None
-        self._end = min(now() + options.call_seconds, _first_call(options.work) + options.budget - options.spent)
+        first = _first_call(options.work, started)
+        self._end = min(started + options.call_seconds, first + options.budget - options.spent)
 
     @property
     def time_left(self) -> float:
@@ -260,8 +264,8 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _first_call(work: Path) -> float:
-    """When the first call on this machine began; the time between calls counts, too.
+def _first_call(work: Path, started: float) -> float:
+    """When the first call on this machine began, which may be this one; the time between calls counts, too.
 
     The work folder may have come from another machine.
     """
@@ -270,13 +274,13 @@ def _first_call(work: Path) -> float:
     with suppress(OSError, ValueError):
         there, began = path.read_text().split()
         if there == machine:
-            return min(now(), float(began))
+            return min(started, float(began))
     try:
         with replacing(path) as unfinished:
-            unfinished.write_text(f"{machine} {now()}")
+            unfinished.write_text(f"{machine} {started}")
     except DataError as error:
         say(f"{error} (the next call counts from its own start)")
-    return now()
+    return started
 
 
 def _lock(work: Path) -> IO[bytes]:
@@ -348,6 +352,7 @@ def seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIONS) -> int:
     """One call; returns the exit code."""
+    started = now()
     options = read_options(argv, sessions)
     device = "cpu, a rehearsal" if options.rehearse else find_gpu()
     if device is None:
@@ -361,7 +366,7 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
         lock = _lock(options.work)
         if options.done:
             seed(options.work, options.done, options.rehearse)
-        driver = Driver(options, sessions, device)
+        driver = Driver(options, sessions, device, started)
     except DataError as error:
         say(str(error))
         return 1

@@ -35,7 +35,7 @@ class Tree:
     def take_in(self, stage: Path) -> None:
         """Unpack the archives of this call that are not unpacked yet, those of another tree in place of its own.
 
-        Raises DataError for a wrong checksum and for an archive or a folder that cannot be read or written.
+        Raises DataError for a folder that cannot be used, and, after the others, for archives that cannot.
         """
         if not (stage / SUMS).is_file():
             raise DataError(f"has no {SUMS}", hint="Build the folder with bench/gpu/stage.py", file=str(stage))
