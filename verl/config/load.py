@@ -314,10 +314,6 @@ def _settings_of(recipe: str) -> dict[str, Any]:
     return flattened(OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe}.yaml")))
 
 
-def _recipes() -> list[str]:
-    return [each.stem for each in RECIPES.glob("*.yaml")]
-
-
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{"group.key": value} of nested mappings."""
     if not isinstance(tree, Mapping) or not tree:
