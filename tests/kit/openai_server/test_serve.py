@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,13 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import need_vllm
+from tests.conftest import ROOT, need_vllm
 from tests.kit.openai_server.test_chat_template import chat, trained_ids
 from verl.cli import main as toolrl
 from verl.data.rows import read_rows
 from verl.embedded import embedded_path
 from verl.formats.base import Calls, build_tool_call_format
 from verl.formats.toolrl import HISTORY_HEADING
+from verl.kit.openai_server.__main__ import _CPU_DEFAULTS, _ENTRY
 
 TOOL = re.compile(r"^\d+\. Name: (.*)\nDescription: (.*)\nParameters: (.*)$", re.MULTILINE)
 SETTINGS = {
@@ -259,6 +263,118 @@ def test_a_request_decides_about_calls_in_every_api(server: str) -> None:
         max_output_tokens=200,
     )
     assert [item.name for item in done.output if item.type == "function_call"] == ["ping"]
+
+
+@pytest.mark.slow
+def test_tools_that_no_one_would_list_are_refused(tmp_path: Path) -> None:
+    """The embedded model's chat template has no tools, on which the format hermes relies."""
+    need_vllm()
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    function = {"name": "get_rain", "parameters": {"type": "object", "properties": {}}}
+    request: Any = {"model": "model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    problem = "chat template does not list tools, .* --tool-call-format toolrl"
+    with serving(Path("embedded:model"), tmp_path / "log", "--name", "model", "--tool-call-format", "hermes") as url:
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        assert client.chat.completions.create(**request).choices[0].message.content
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=problem):
+                tools = [{"type": "function", "function": function}]
+                client.chat.completions.create(**request, tools=tools, stream=stream)
+        with pytest.raises(openai.BadRequestError, match=problem):
+            client.responses.create(model="model", input="Hello", tools=[{"type": "function", **function}])
+        with pytest.raises(anthropic.BadRequestError, match=problem):
+            own = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+            own.messages.create(**request, tools=[{"name": "get_rain", "input_schema": function["parameters"]}])
+
+
+@pytest.mark.slow
+def test_vllms_own_server_answers_as_ours_on_an_exported_folder(server: str, tmp_path: Path) -> None:
+    """By the command of the folder's own card: the same contents, calls and ends, streamed or whole."""
+    openai = pytest.importorskip("openai")
+    run, folder, port = make_run(tmp_path / "run"), tmp_path / "exported", free_port()
+    command = [sys.executable, "-m", "verl.cli", "export", str(run), "--out", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    documented = re.search(r"^vllm serve \. (.*?)^```", (folder / "README.md").read_text(), re.M | re.S)
+    assert documented is not None
+    own = ["--model", ".", "--served-model-name", "mini", "--dtype", "float32", "--enforce-eager", "--port", str(port)]
+    options = [*shlex.split(documented[1].replace("\\\n", " ")), *own]  # `vllm serve` is not in the CPU distribution
+    environment = {"PYTHONPATH": str(ROOT), **_CPU_DEFAULTS, **os.environ}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", _ENTRY, *options], cwd=folder, env=environment, stderr=log)
+        try:
+            wait_for(process, port, tmp_path / "log")
+            theirs = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+            compare(openai.OpenAI(base_url=server, api_key="secret"), theirs)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def compare(ours: Any, theirs: Any) -> None:
+    rows = [*read_rows(embedded_path("embedded:test.parquet"))][:60]
+    requests = [{**openai_request(row), "model": "mini", "temperature": 0.0, "max_tokens": 96} for row in rows]
+    plain = {name: each for name, each in requests[0].items() if name != "tools"}
+    requests += [plain, {**requests[0], "tool_choice": "none"}, {**requests[0], "tool_choice": "auto"}]
+    requests += [{**requests[0], "max_tokens": 9}, {**requests[0], "stop": ["tool_call"]}]
+
+    def check(request: dict[str, Any]) -> tuple[int, bool, str]:
+        content, calls, finish = found = whole(ours, request)
+        assert whole(theirs, request) == found
+        for client in (ours, theirs):
+            assert streamed(client, request) == (content, calls)
+        return len(calls), "<think>" in content, finish
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(check, requests)]
+    numbers, thoughts, finishes = zip(*answers, strict=True)
+    print(f"calls: {Counter(numbers)}, with a thought: {sum(thoughts)}, finish reasons: {Counter(finishes)}")
+    assert {0, 1, 2} <= {*numbers} and any(thoughts) and {*finishes} == {"stop", "length", "tool_calls"}
+
+
+def whole(client: Any, request: dict[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:
+    choice = client.chat.completions.create(**request).choices[0]
+    return choice.message.content or "", read_calls(choice.message.tool_calls), choice.finish_reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_choice_decides_about_calls(server: str, stream: bool) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    asked = openai_request(next(iter(read_rows(embedded_path("embedded:test.parquet")))))
+    functions = [tool["function"] for tool in asked["tools"]]
+    tools = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in functions]
+    ping = {"type": "object", "properties": {"host": {"type": "string", "enum": ["a", "b"]}}, "required": ["host"]}
+    tools.append({"name": "ping", "input_schema": ping, "strict": True})  # which no training has seen
+    client = anthropic.Anthropic(base_url=server.removesuffix("/v1"), auth_token="secret", max_retries=0)
+    greedy = {"temperature": 0.0}  # which the SDK does not know
+    request: Any = {"model": "mini", "messages": asked["messages"], "max_tokens": 200, "extra_body": greedy}
+
+    def ask(choice: Any, tools: list[Any]) -> Any:
+        offered = {"tools": tools} if tools else {}
+        if not stream:
+            return client.messages.create(**request, **offered, tool_choice=choice)
+        with client.messages.stream(**request, **offered, tool_choice=choice) as events:
+            return events.get_final_message()
+
+    for choice, names in (({"type": "tool", "name": "ping"}, ["ping"]), ({"type": "any"}, [t["name"] for t in tools])):
+        done = ask(choice, tools)
+        calls = [block for block in done.content if block.type == "tool_use"]
+        assert done.stop_reason == "tool_use" and calls and {call.name for call in calls} <= {*names}
+        assert all(call.input in ({"host": "a"}, {"host": "b"}) for call in calls if call.name == "ping")
+    alone = ask({"type": "any", "disable_parallel_tool_use": True}, tools)
+    assert [block.type for block in alone.content if block.type != "text"] == ["tool_use"]
+    written = ask({"type": "none"}, tools)
+    assert written.stop_reason == "end_turn" and [block.type for block in written.content] == ["text"]
+    shown = ask({"type": "auto"}, tools).usage.input_tokens
+    assert written.usage.input_tokens < shown - 100  # no tool is listed
+    loose = [{name: each for name, each in tool.items() if name != "strict"} for tool in tools]
+    assert ask({"type": "auto"}, loose).usage.input_tokens == shown
+    for choice, offered, problem in (
+        ({"type": "tool", "name": "no"}, tools, "tool_choice names 'no', which is not in tools"),
+        ({"type": "any"}, [], "tool_choice demands a call, but there are no tools"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=problem):
+            ask(choice, offered)
 
 
 @pytest.mark.slow
