@@ -14,6 +14,13 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from tests.conftest import ROOT
 
 MINI = ROOT / "dataset" / "mini"
+LONG = 32_768  # tokens
+LISTS_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def save_tiny_model(folder: Path, seed: int = 0) -> Path:
@@ -25,22 +32,38 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def save_long_model(folder: Path, seed: int = 0) -> Path:
+    """An untrained model for 32,768 tokens that ends its turn after about 16, with a chat template that lists tools."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", chat_template=LISTS_TOOLS, model_max_length=LONG)
+    torch.manual_seed(seed)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = _untrained(len(tokenizer), end, pad_token_id=pad, max_position_embeddings=LONG, tie_word_embeddings=False)
+    with torch.no_grad():  # one constant feature, which the end of a turn follows
+        model.get_input_embeddings().weight[:, 0] = 0.1
+        model.lm_head.weight[end, 0] = 1.2
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_untrained(folder: Path, vocabulary: int, eos: int, **more: Any) -> None:
     """A Qwen2 of two thin layers with a tied head, without a tokenizer. `more`: further words of its configuration"""
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=eos,
-        bos_token_id=None,
+    _untrained(vocabulary, eos, **more).save_pretrained(folder)
+
+
+def _untrained(vocabulary: int, eos: int, **more: Any) -> Qwen2ForCausalLM:
+    words = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
         **more,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    }
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, eos_token_id=eos, **words))
 
 
 def first_rows(path: Path, count: int, folder: Path) -> Path:

@@ -16,7 +16,8 @@ import pytest
 from tests.conftest import need_vllm
 from tests.examples.test_agents import EXAMPLES, PRODUCT, in_ledger, node_path, played, program, thoughtful
 from tests.kit.evaluation.eval_play import chat
-from tests.kit.openai_server.test_serve import free_port, make_run, wait_for
+from tests.kit.openai_server.test_serve import free_port, wait_for
+from tests.support.tiny import save_long_model
 from verl.kit.agent.agent import task_json
 from verl.kit.openai_server.__main__ import serving_command
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 OPTIONS = {"prompt_template": "artist_tools"}  # lists the tools, and renders calls, whatever the chat template
 SERVED = (
     *("openai_loop", "anthropic_loop", "langgraph_agent", "node_loop"),
-    *("agents_sdk", "pydantic_ai_agent", "pydantic_ai_agent:run_with_output_type"),
+    *("agents_sdk", "pydantic_ai_agent", "pydantic_ai_agent:run_with_output_type", "litellm_loop", "smolagents_agent"),
 )
 SCRIPTED = Path(__file__).with_name("scripted_server.py")
 START = """
@@ -54,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     folder = tmp_path_factory.mktemp("programs")
     found = Scripted(free_port(), folder / "texts.json", folder / "prompts.jsonl")
     options = argparse.Namespace(
-        model=str(make_run(folder / "run")),
+        model=str(save_long_model(folder / "model")),  # smolagents' prompt alone has over 2,000 tokens
         checkpoint="latest",
         name="policy",
         tool_call_format="hermes",
