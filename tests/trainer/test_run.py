@@ -39,12 +39,12 @@ def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
     return start_code(code, *words, **environment)
 
 
-def start_code(code: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+def start_code(code: str, *words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     """As a terminal starts a command: a process group of its own, which heeds interrupts. Its input stays open."""
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     return subprocess.Popen(
         [sys.executable, "-c", heeding + code, *words],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, **environment},
         text=True,
         stdin=subprocess.PIPE,
