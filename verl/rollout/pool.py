@@ -230,7 +230,7 @@ class EnginePool(EngineSubset):
                 del self._lost[rank]
 
     async def tokens_written(self) -> int:
-        in_progress = await self._on(self.ranks, Method("tokens_written"))
+        in_progress: list[int] = await self._on(self.ranks, Method("tokens_written"))
         return self._num_written + sum(in_progress)
 
     async def metrics(self) -> dict[str, float]:

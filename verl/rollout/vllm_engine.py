@@ -212,7 +212,8 @@ class VLLMEngine(SingleEngine):
         of_llm = self._llm.output_processor
         running = (each.detokenizer for each in of_llm.request_states.values() if each.detokenizer is not None)
         whole = (each for request in of_llm.parent_requests.values() for each in request.output_aggregator)
-        return sum(each.num_output_tokens() for each in running) + sum(len(each.token_ids) for each in whole if each)
+        tokens: list[int] = [each.num_output_tokens() for each in running]
+        return sum(tokens) + sum(len(each.token_ids) for each in whole if each)
 
     async def metrics(self) -> dict[str, float]:
         return self._drafts.take() if self._settings.speculation else {}
