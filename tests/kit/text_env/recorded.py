@@ -34,7 +34,7 @@ class Taxi(gymnasium.Wrapper):
 
 class GuessTheNumber(textarena.Wrapper):
     def __init__(self):
-        super().__init__(textarena.make("GuessTheNumber-v0", max_turns=2))
+        super().__init__(textarena.make("GuessTheNumber-v0", max_turns=1))
 
     def reset(self, num_players, seed=None):
         self.seed, self.steps = seed, 0

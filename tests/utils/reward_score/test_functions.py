@@ -409,6 +409,7 @@ def test_a_function_of_a_rubric_gets_what_verifiers_passes(name: str) -> None:
         return {"answer": answer, "info": info} == VERIFIERS[name]["named"]
 
     assert scored(everything, trajectory).total == 0.5 and scored(named, trajectory).total == 1.0
+    assert [each.role for each in seen["prompt"]] == [each["role"] for each in theirs["prompt"]]
     assert seen["state"]["prompt"] == seen["prompt"] and seen["state"].answer == theirs["answer"]
     ours = without_defaults(seen)
     ours["state"] = {key: value for key, value in ours["state"].items() if key in theirs["state"]}

@@ -27,8 +27,8 @@ def rubric_arguments(trajectory: Trajectory, row: Mapping[str, Any], rounds: Seq
 
     row: the columns of the row
     """
-    role = {"role": "text"} if trajectory.task.text_prompt else {}
-    prompt = [Fields(role=each.role, content=each.content) | role for each in trajectory.prompt]
+    is_text = trajectory.task.text_prompt
+    prompt = [Fields(role="text" if is_text else each.role, content=each.content) for each in trajectory.prompt]
     info = row.get("info") or {}
     columns = {**row, "prompt": prompt}
     if "info" in row:
