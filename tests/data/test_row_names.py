@@ -16,6 +16,7 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.row_names import RowNames
 from verl.data.tasks import TaskSet, to_task
+from verl.envs.registry import build_env_factory
 from verl.errors import DataError, VerlError
 from verl.kit.api.child import run_command
 from verl.kit.evaluation.benchmark import BenchmarkContext
@@ -129,11 +130,11 @@ def _by_benchmarks(model: Path) -> None:
 
 
 def _by_env_server(model: Path) -> None:
-    env_server.read_tasks("rows.jsonl", RowNames(envs=("single_turn",)), env_server.build_env_factory("single_turn"))
+    env_server.read_tasks("rows.jsonl", RowNames(envs=("single_turn",)), build_env_factory("single_turn"))
 
 
 def _by_env_client(model: Path) -> None:
-    draw = TaskDraw([], env_server.build_env_factory("single_turn"))
+    draw = TaskDraw([], build_env_factory("single_turn"))
     bad = json.loads(Path("rows.jsonl").read_text().splitlines()[1])
     try:
         draw.draw(ResetData(row=bad))
@@ -192,7 +193,7 @@ def test_no_reader_runs_what_other_columns_name(reader: Callable[[Path], None], 
 def test_every_command_ends_with_the_row_and_the_setting(
     command: Callable[[list[str]], int], model: Path, ran: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key = {evaluate: "eval.benchmarks", generate: "data.val_files"}.get(command, "data.train_files")
+    key = "eval.benchmarks" if command is evaluate else "data.val_files" if command is generate else "data.train_files"
     own = ["trainer.device=cpu", "rollout.name=hf"] if command not in (lab,) else []
     batch = ["data.train_batch_size=1"] if command in (plan, train) else []
     written(row(), row(reward="x.py:f"))
