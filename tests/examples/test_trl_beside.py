@@ -61,10 +61,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ],
         ["It is 2.", "6"],
     ),
-    "a text": (
-        [{"prompt": "One and one is", "answer": "two"}, {"prompt": "Rain is", "answer": "wet"}],
-        [" two.", " dry."],
-    ),
 }
 
 
@@ -99,10 +95,7 @@ def written(name: str, tokenizer: Any) -> list[tuple[list[int], list[bool]]]:
     """(tokens, whether the policy writes them) of every episode of a case."""
     made = []
     for row, said in zip(*CASES[name], strict=True):
-        if isinstance(row["prompt"], str):
-            ids = tokenizer(row["prompt"])["input_ids"]
-        else:
-            ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         own = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
         made.append(([*ids, *own], [False] * len(ids) + [True] * len(own)))
     return made
