@@ -27,8 +27,9 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.net.hub import HubDownError, ask_hub
+from verl.system import untrusted_files
 from verl.text import in_short
 
 hub_logging.disable_propagation()  # it has a handler of its own: the program's would print every line again
@@ -43,6 +44,7 @@ def check_hub(name: str, key: str) -> None:
     A folder and a model that was loaded before need no hub, and what the hub answers is the libraries' to report.
     """
     if Path(name).exists():
+        check_files(name, key)
         return
     try:
         if revision_of(name) is None:
@@ -51,6 +53,15 @@ def check_hub(name: str, key: str) -> None:
         raise ConfigError(f"{key}: {name!r} {error}") from error
     except (HfHubHTTPError, HFValidationError):
         return
+
+
+def check_files(path: str, key: str) -> None:
+    """Raises ConfigError for a file in a model's folder that may never end, or that leads out of it."""
+    try:
+        if Path(path).is_dir():
+            untrusted_files.check_files(Path(path))
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}. Copy the model's files into one folder") from error
 
 
 def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
@@ -142,6 +153,7 @@ def check_weights(path: str, key: str = "model.path") -> None:
     time. If a folder's names are not those of transformers' model (e.g. experts stored one by one), missing weights
     cannot be detected.
     """
+    check_files(path, key)
     files = sorted(Path(path).glob("*.safetensors"))
     there: set[str] = set()
     for file in files:
@@ -171,6 +183,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 @contextmanager
 def _readable(path: str, key: str) -> Iterator[None]:
+    check_files(path, key)
     try:
         yield
     except ConfigError:

@@ -15,6 +15,7 @@ from verl.errors import DataError
 from verl.system import untrusted_files
 from verl.system.watcher import remove_tree
 
+pytestmark = pytest.mark.long  # the removal of thousands of nested folders takes seconds
 MOST = 1000
 READERS: dict[str, Callable[[Path, str], bytes]] = {
     "read": lambda folder, name: untrusted_files.read(folder, name, MOST),

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError
+from verl.system import untrusted_files
 
 INSTRUCTION, SETTINGS = "instruction.md", "task.toml"
+_MOST_BYTES = 1 << 24
 OLD_SETTINGS = "task.yaml"  # of Terminal-Bench 1
 
 
@@ -44,11 +46,16 @@ def task_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def read_task_file(folder: Path, name: str) -> str:
+    """Raises OSError, ValueError."""
+    return untrusted_files.read(folder, name, _MOST_BYTES, shared=True).decode()
+
+
 def read_instruction(folder: Path) -> str:
     """The text without canary lines. Raises DataError."""
     try:
-        lines = (folder / INSTRUCTION).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_task_file(folder, INSTRUCTION).splitlines()
+    except (OSError, ValueError) as error:
         hint = "Terminal-Bench 1 (task.yaml) must be migrated to Harbor first"
         problem = f"{folder} cannot be read ({error})"
         raise DataError(problem, "the folder of a Harbor task", hint, field="harbor") from error

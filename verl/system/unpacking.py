@@ -21,13 +21,15 @@ import sys
 import tarfile
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 MIB = 1 << 20
 MEMORY_MIB = 1024
 LINKS = 40  # on the way to a file, as in the kernel
+# Not tried in turn, as tarfile does: zeros without end are padding to xz.
+COMPRESSED = {b"\x1f\x8b": "r:gz", b"BZh": "r:bz2", b"\xfd7zXZ\0": "r:xz"}
 CHUNK = 1 << 20
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,28 +41,46 @@ class Refused(Exception):  # noqa: N818  an answer
     """An entry that is not unpacked, and ends the unpacking: (path, problem)."""
 
 
-def leads_out(link: Parts, text: str, links: Mapping[Parts, str]) -> bool:
-    """Whether a link at this path in a tree leads out of it, with the other links of the tree on its way."""
-    here, left, hops = list(link[:-1]), deque(text.split("/")), 0
-    if text.startswith("/"):
-        return True
+class LeadsOutError(ValueError):
+    """A link that leads out of its tree."""
+
+
+def resolve(folder: Parts, path: str, link_at: Callable[[Parts], str | None]) -> Parts:
+    """Where a path from a folder of a tree ends, by the links on its way. Raises LeadsOutError; OSError for a loop.
+
+    link_at: the text of the link at a place of the tree; None for none
+    """
+    here, left, hops = list(folder), deque(path.split("/")), 0
+    if path.startswith("/"):
+        raise LeadsOutError("is a link that leads out")
     while left:
         part = left.popleft()
         if part in ("", "."):
             continue
         if part == "..":
             if not here:
-                return True
+                raise LeadsOutError("is a link that leads out")
             here.pop()
-        elif (inner := links.get((*here, part))) is None:
+        elif (text := link_at((*here, part))) is None:
             here.append(part)
         else:
             hops += 1
-            if hops > LINKS:  # a loop, which nobody follows
-                return False
-            if inner.startswith("/"):
-                return True
-            left.extendleft(reversed(inner.split("/")))
+            if hops > LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if text.startswith("/"):
+                raise LeadsOutError("is a link that leads out")
+            left.extendleft(reversed(text.split("/")))
+    return tuple(here)
+
+
+def leads_out(link: Parts, text: str, links: Mapping[Parts, str]) -> bool:
+    """Whether the link at this path in a tree leads out of it. A loop, which has no end, does not."""
+    try:
+        resolve(link[:-1], text, links.get)
+    except LeadsOutError:
+        return True
+    except OSError:
+        return False
     return False
 
 
@@ -73,7 +93,10 @@ class Unpacking:
         self.bytes = self.files = 0
 
     def run(self, archive: IO[bytes]) -> None:
-        with tarfile.open(fileobj=archive) as tar:
+        first = archive.read(max(map(len, COMPRESSED)))
+        archive.seek(0)
+        mode: Any = next((mode for magic, mode in COMPRESSED.items() if first.startswith(magic)), "r:")
+        with tarfile.open(fileobj=archive, mode=mode) as tar:
             while (member := tar.next()) is not None:
                 vars(tar)["members"].clear()  # which would hold all
                 parts = tuple(part for part in member.name.split("/") if part not in ("", "."))
@@ -87,6 +110,8 @@ class Unpacking:
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
                 raise tarfile.ReadError("damaged")
+        if not self.files:
+            raise tarfile.ReadError("it holds nothing")
         for link, text in self._links.items():
             if self._policy == "inside" and leads_out(link, text, self._links):
                 raise Refused("/".join(link), "is a link that leads out of the archive")

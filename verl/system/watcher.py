@@ -88,7 +88,7 @@ class RunProcesses:
 
 
 def remove_tree(folder: str | os.PathLike[str]) -> None:
-    """As far as possible, whoever filled it: folders nested thousands deep, folders without permissions, such as those
+    """As far as possible, whatever is in it: folders nested thousands deep, folders without permissions, such as those
     of an overlay. No link is followed. Paths are relative to open folders, of which two are open at a time.
     """
     try:

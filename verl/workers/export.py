@@ -1,7 +1,6 @@
 """Export of a policy to a folder that transformers and vLLM load directly."""
 
 import copy
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_files
 
 from verl.errors import DataError
+from verl.system import untrusted_files
 from verl.system.files import unwritable
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy
@@ -73,4 +73,4 @@ def _write_model(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pat
 
 def _copy(source: str, names: list[str], folder: Path) -> None:
     for path in cached_files(source, names, _raise_exceptions_for_missing_entries=False) or []:
-        shutil.copyfile(path, folder / Path(path).name)
+        untrusted_files.copy_file(Path(path), folder / Path(path).name)

@@ -18,6 +18,7 @@ from verl.kit.swe.image import ImageStore, prepare_image
 from verl.kit.swe.runtime import RuntimeLostError
 from verl.kit.swe.tasks import Repository, as_task_row, read_swe_task, read_swe_tasks, restored_files
 from verl.kit.swe.tasks import test_files as files_of_tests
+from verl.system import untrusted_files
 
 BENCH = {
     "instance_id": "owner__calc-1",
@@ -294,7 +295,7 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(image, "give_away", full)
+    monkeypatch.setattr(untrusted_files, "give", full)
     with pytest.raises(OSError, match="No space"):
         prepare_image(task, tmp_path / "images")
     monkeypatch.setattr(image, "has_room", lambda _: False)
@@ -307,14 +308,14 @@ def test_on_a_full_disk_the_runtime_is_lost_and_the_row_is_right(
     monkeypatch.undo()
     packed = remote._pack(with_history(tmp_path / "sent"))
     for error in (OSError(28, "No space left on device"), FileNotFoundError(2, "No such file or directory")):
-        monkeypatch.setattr(server, "give_away", Mock(side_effect=error))
+        monkeypatch.setattr(untrusted_files, "unpack", Mock(side_effect=error))
         with pytest.raises(HTTPException) as caught:
-            server._unpack_image(packed, tmp_path / "x", tmp_path)
+            server._unpack_image(packed, tmp_path / "x", tmp_path, 100)
         assert (caught.value.status_code, str(error) in caught.value.detail) == (507, True)
-    monkeypatch.setattr(server, "give_away", lambda _: None)
+    monkeypatch.undo()
     for packed in (b"no tar", remote._pack(tmp_path / "images")):
         with pytest.raises(HTTPException) as caught:
-            server._unpack_image(packed, tmp_path / "x", tmp_path)
+            server._unpack_image(packed, tmp_path / "x", tmp_path, 100)
         assert caught.value.status_code == wire.REFUSED
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,9 @@ from verl.kit.export.model_files import write_model_files
 from verl.kit.openai_server.served_model import TrainedModel, check_recorded, chosen_format, find_model
 from verl.kit.openai_server.serving_files import base_template
 from verl.pretrained import read_tokenizer
+from verl.system import untrusted_files
 from verl.system.files import unwritable
+from verl.system.watcher import remove_tree
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_tree(unfinished)
 
 
 def copy_model(options: argparse.Namespace, folder: Path) -> TrainedModel:
@@ -39,7 +40,7 @@ def copy_model(options: argparse.Namespace, folder: Path) -> TrainedModel:
     given = options.tool_call_format or options.prompt_template
     if not options.tool_call_format:
         check_recorded(model)
-    shutil.copytree(model.folder, folder, dirs_exist_ok=True)
+    untrusted_files.copy_tree(model.folder, folder, untrusted_files.MODEL, followed=True)
     template = base_template(read_tokenizer(str(folder), "model"), with_tools=True) if given else ""
     chosen = chosen_format(options, model, template) if given else None
     if model.state or given or not (folder / "README.md").exists():  # the card of a model that is not ours stays

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 from verl.chat.native import own_format
 from verl.checkpoint.checkpoint import STATE, read_state
+from verl.checkpoint.manifest import read_json
 from verl.config.load import named_model
 from verl.data.source import source_rows
 from verl.embedded import embedded_path
@@ -83,7 +83,7 @@ def _pointed(checkpoints: Path, name: str) -> Path:
     if not pointer.is_file():
         reason = "best needs validation scores" if name == "best" and (checkpoints / "latest.json").is_file() else ""
         raise ConfigError(f"{checkpoints} has no {name} checkpoint{f': {reason}' if reason else ' yet'}")
-    folder = checkpoints / str(json.loads(pointer.read_text())["folder"])
+    folder = checkpoints / Path(str(read_json(pointer).get("folder"))).name
     if not (folder / "hf" / "config.json").is_file():
         raise ConfigError(f"{pointer} names {folder.name}, which has no model in hf/; choose another --checkpoint")
     return folder

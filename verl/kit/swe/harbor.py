@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.data.task_folders import read_instruction
+from verl.data.task_folders import SETTINGS, read_instruction, read_task_file
 from verl.errors import DataError
 from verl.json_values import read_json
 from verl.kit.swe.runtime import CommandFailedError, Runtime, RuntimeLimits, checked
@@ -177,8 +177,8 @@ def _reward(text: str) -> float:
 def _settings(folder: Path) -> dict[str, dict[str, Any]]:
     """The tables that are used. Raises DataError for what is neither used nor without a meaning here."""
     try:
-        given = tomllib.loads((folder / "task.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        given = tomllib.loads(read_task_file(folder, SETTINGS))
+    except (OSError, ValueError) as error:
         raise DataError(f"{folder}/task.toml cannot be read: {error}", "Harbor's settings", field="harbor") from error
     tables = {name: _table(given.pop(name, {}), name, folder) for name in USED}
     refused = [name for name, value in given.items() if name not in FREE_TABLES and value not in NOTHING]

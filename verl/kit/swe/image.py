@@ -9,13 +9,11 @@ import asyncio
 import hashlib
 import json
 import os
-import shutil
 import subprocess
-import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from verl.errors import DataError
@@ -55,6 +53,9 @@ NEW_HISTORY = """
 cp -r "$1" .git && git config --file .git/config --unset core.worktree || exit 1
 [ -z "$tag" ] || GIT_DIR=.git git tag -- "$tag"
 """
+
+
+LEFT_OUT = ("__pycache__", ".pytest_cache", ".git")  # of a folder
 
 
 class ImageStore:
@@ -180,12 +181,12 @@ def _fill(tree: Path, repository: Repository) -> None:
         return
     try:
         if source.is_dir():
-            ignore = shutil.ignore_patterns("__pycache__", ".pytest_cache")
-            shutil.copytree(source, tree, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+            untrusted_files.copy_tree(source, tree, followed=False, without=LEFT_OUT)
         else:
-            with tarfile.open(source) as tar:
-                tar.extractall(tree, filter="data")
-    except (tarfile.TarError, OSError) as error:
+            with untrusted_files.opened(source.parent, source.name, shared=True) as archive:
+                tree.rmdir()
+                untrusted_files.unpack(archive, tree)
+    except (DataError, OSError) as error:
         problem = f"{source} cannot be read: {error}"
         raise DataError(
             problem, "a folder, a tar file, or a git repository and a revision", field="repository"
@@ -216,7 +217,7 @@ def _remove_histories(tree: Path) -> None:
             path.unlink()
         elif ".git" in folders:
             folders.remove(".git")
-            shutil.rmtree(path)
+            remove_tree(path)
 
 
 def _size(folder: Path) -> int:
@@ -226,15 +227,12 @@ def _size(folder: Path) -> int:
 
 def _remove_hidden(tree: Path, task: SweTask) -> None:
     """What is withheld, and hidden tests that the repository has; older versions of them stay."""
-    for path in (tree / name for name in task.withheld):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    for name in task.withheld:
+        untrusted_files.remove(tree, name)
     for name, text in task.hidden_tests.items():
-        path = tree / name
-        if path.is_file() and path.read_bytes() == text.encode():
-            path.unlink()
+        with suppress(FileNotFoundError, DataError):  # no file, or larger
+            if untrusted_files.read(tree, name, len(text.encode()), shared=True) == text.encode():
+                untrusted_files.remove(tree, name)
 
 
 def _run(command: list[str], folder: Path, field: str, stdin: str = "", **variables: str) -> str:

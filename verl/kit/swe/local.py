@@ -40,6 +40,7 @@ from verl.kit.swe.runtime import (
 )
 from verl.kit.swe.shell import RuntimeShell
 from verl.kit.swe.tasks import SweTask
+from verl.system import untrusted_files
 from verl.system.watcher import remove_tree
 
 IMAGE_GIT = "/image.git"  # the history of the image, of which the base shares objects
@@ -53,6 +54,7 @@ HARBOR_FOLDERS = ("tests", "solution", "logs")  # at the root, where only the su
 START = "import sys; sys.path.insert(0, '/sandbox'); from inside.repository import main; del sys.path[0]; main()"
 START_S = 60.0
 END_S = 5.0  # until a supervisor that does not end is killed
+MAX_SETTINGS_BYTES = 1 << 16  # of an environment
 GRACE_S = 15.0  # without a heartbeat, until a supervisor counts as lost
 VARIABLES = {
     "HOME": HOME,
@@ -444,10 +446,10 @@ def _interpreter_folders(environment: str) -> list[tuple[str, str]]:
 
 def _base_prefix(environment: str) -> Path:
     """Of the interpreter that a virtual environment was made with. Raises DataError."""
-    settings = Path(environment, "pyvenv.cfg")
     try:
-        lines = [line.partition("=") for line in settings.read_text().splitlines()]
-    except OSError as error:
+        settings = untrusted_files.read(Path(environment), "pyvenv.cfg", MAX_SETTINGS_BYTES, shared=True).decode()
+        lines = [line.partition("=") for line in settings.splitlines()]
+    except (OSError, ValueError) as error:
         problem, hint = f"{environment} is not a virtual environment ({error})", "Make it with scripts/swe/prepare.py"
         raise DataError(problem, hint=hint, field="environment") from error
     home = next((value.strip() for name, _, value in lines if name.strip() == "home"), "")

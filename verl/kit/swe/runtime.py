@@ -6,9 +6,11 @@ A command that fails, runs out of time or is killed is a `CommandResult`. An ope
 
 from __future__ import annotations
 
+import asyncio
 import io
 import shlex
 import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -16,6 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 from verl.errors import DataError, ServiceDownError, VerlError
+from verl.system import untrusted_files
+from verl.system.untrusted_files import Limits
 
 if TYPE_CHECKING:
     from verl.kit.swe.tasks import SweTask
@@ -25,6 +29,7 @@ BASE_GIT = "/base.git"  # its history of one commit, the base of patches, in eve
 DEFAULT_SESSION = "default"
 MAX_OUTPUT_CHARS = 30_000
 MAX_OUTPUT_MIB = 128  # of a program: it is held in memory
+MAX_UPLOAD_MIB = 2048  # of a file or folder, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +213,17 @@ class FilesByPrograms:
         await checked(self, ["/bin/sh", "-c", script, _absolute(path)], data, cwd="/")
 
     async def upload(self: Runtime, source: Path, target: str) -> None:
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            tar.add(source, PurePosixPath(target).name)
+        packed = await asyncio.to_thread(_packed, source, PurePosixPath(target).name)
         script = 'mkdir -p -- "$0" && tar -xf - --no-same-owner -C "$0"'
         folder = str(PurePosixPath(_absolute(target)).parent)
-        await checked(self, ["/bin/sh", "-c", script, folder], packed.getvalue(), cwd="/")
+        await checked(self, ["/bin/sh", "-c", script, folder], packed, cwd="/")
 
     async def download(self: Runtime, source: str, target: Path) -> None:
         path = PurePosixPath(_absolute(source))
         packed = await checked(self, ["/bin/tar", "-cf", "-", "-C", str(path.parent), "--", path.name], cwd="/")
         try:
-            _unpack_as(packed, path.name, target)
-        except (tarfile.TarError, OSError) as error:
+            await asyncio.to_thread(_unpack_as, packed, path.name, target)
+        except (DataError, OSError) as error:
             raise CommandFailedError(f"{source} cannot be copied: {error}") from error
 
 
@@ -228,10 +231,22 @@ def _absolute(path: str) -> str:
     return str(PurePosixPath(TESTBED, path))
 
 
+def _packed(source: Path, name: str) -> bytes:
+    """Raises DataError for what is neither a file nor a folder of files, folders and links."""
+    if source.is_dir():
+        untrusted_files.check_tree(source, Limits(mib=MAX_UPLOAD_MIB))
+    elif not source.is_file() or source.stat().st_size > MAX_UPLOAD_MIB << 20:
+        raise DataError(f"is no file of at most {MAX_UPLOAD_MIB} MiB", file=str(source))
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.add(source, name)
+    return packed.getvalue()
+
+
 def _unpack_as(packed: bytes, name: str, target: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        for member in tar.getmembers():
-            if not (member.isfile() or member.isdir()):
-                raise tarfile.TarError(f"{member.name} is neither a file nor a folder")
-            member.name = str(target.name / PurePosixPath(member.name).relative_to(name))
-            tar.extract(member, target.parent, filter="data")
+    """Raises DataError, OSError."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, tempfile.TemporaryFile() as archive:
+        archive.write(packed)
+        made = Path(folder, "made")
+        untrusted_files.unpack(archive, made, Limits(mib=MAX_OUTPUT_MIB), links="none")
+        (made / name).rename(target)

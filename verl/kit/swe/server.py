@@ -89,7 +89,7 @@ class Leases:
     ) -> None:
         self.runtimes, self.lease_s = runtimes, lease_s
         self._largest = largest
-        self._max_body_mib, self._max_images_gib = max_body_mib, max_images_gib
+        self.max_body_mib, self._max_images_gib = max_body_mib, max_images_gib
         self._slots, self._queue, self._environments = asyncio.Semaphore(capacity), queue, environments
         self._waiting = 0
         self._open: dict[str, Leased] = {}
@@ -116,26 +116,6 @@ class Leases:
                 most = f"from 0 to {self._largest.command_s:g} s on this server (--max-timeout-s)"
                 raise HTTPException(wire.REFUSED, f"a time limit of {seconds:g} s; expected {most}")
 
-    def unpack_image(self, packed: bytes, digest: str) -> None:
-        """Raises HTTPException for what is no image, and if the disk is full, which another server's may not be."""
-        unfinished = Path(tempfile.mkdtemp(dir=self.runtimes.episodes))  # on the same disk, removed also after a kill
-        tree, target = unfinished / "tree", self.images.folder / digest
-        limits = Limits(mib=self._max_body_mib, files=IMAGE_FILES, seconds=IMAGE_SECONDS)
-        try:
-            with tempfile.TemporaryFile(dir=unfinished) as archive:
-                archive.write(packed)
-                untrusted_files.unpack(archive, tree, limits, "kept", mine=False)
-            if not untrusted_files.is_folder(tree / ".git"):  # which every runtime has as its own folder
-                raise HTTPException(wire.REFUSED, "the image has no folder .git")
-            if not target.exists():
-                tree.rename(target)
-        except DataError as error:
-            raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
-        except OSError as error:
-            raise HTTPException(507, f"the image cannot be stored: {error}") from error
-        finally:
-            remove_tree(unfinished)
-
     async def _start(self, request: wire.LeaseRequest) -> None:
         for name, most in asdict(self._largest).items():
             if (given := getattr(request.limits, name)) > most:
@@ -143,7 +123,7 @@ class Leases:
                 raise HTTPException(wire.REFUSED, f"limits.{name} is {given:.15g}; expected {expected}")
         image = self.images.folder / request.image
         if not image.is_dir():
-            limit = {wire.MAX_BODY: str(self._max_body_mib)}
+            limit = {wire.MAX_BODY: str(self.max_body_mib)}
             raise HTTPException(wire.NO_IMAGE, f"there is no image {request.image}", limit)
         environment = ""
         if request.environment:
@@ -283,7 +263,8 @@ def make_app(leases: Leases) -> FastAPI:
         digest: Annotated[str, PathParameter(pattern="^[0-9a-f]{40}$")],
         packed: Annotated[bytes, Body(media_type=wire.TAR)],
     ) -> dict[str, str]:
-        await asyncio.to_thread(leases.unpack_image, packed, digest)
+        target, most_mib = leases.images.folder / digest, leases.max_body_mib
+        await asyncio.to_thread(_unpack_image, packed, target, leases.runtimes.episodes, most_mib)
         await leases.images.make_room(digest)
         return {}
 
@@ -360,6 +341,29 @@ async def _counted(found: Leased, work: Callable[[Leased], Awaitable[Any]]) -> A
     finally:
         found.in_flight -= 1
         found.renewed = time.monotonic()
+
+
+def _unpack_image(packed: bytes, target: Path, folder: Path, most_mib: float) -> None:
+    """Raises HTTPException for what is no image, and if the disk is full, which another server's may not be.
+
+    folder: on the same disk, removed also after a kill
+    """
+    unfinished = Path(tempfile.mkdtemp(dir=folder))
+    tree, limits = unfinished / "tree", Limits(mib=most_mib, files=IMAGE_FILES, seconds=IMAGE_SECONDS)
+    try:
+        with tempfile.TemporaryFile(dir=unfinished) as archive:
+            archive.write(packed)
+            untrusted_files.unpack(archive, tree, limits, "kept", mine=False)
+        if not untrusted_files.is_folder(tree / ".git"):  # which every runtime has as a folder of its own
+            raise HTTPException(wire.REFUSED, "the image has no folder .git")
+        if not target.exists():
+            tree.rename(target)
+    except DataError as error:
+        raise HTTPException(wire.REFUSED, f"the image cannot be unpacked: {error}") from error
+    except OSError as error:
+        raise HTTPException(507, f"the image cannot be stored: {error}") from error
+    finally:
+        remove_tree(unfinished)
 
 
 async def _create(found: Leased, body: wire.SessionRequest) -> str:

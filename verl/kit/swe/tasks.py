@@ -19,6 +19,7 @@ from verl.errors import DataError
 from verl.json_values import read_json
 from verl.kit.swe.harbor import HarborTask, read_harbor_task
 from verl.kit.swe.runtime import TESTBED, RuntimeLimits
+from verl.system import untrusted_files
 
 # Files that decide what the tests report. They are restored before scoring, wherever they are.
 PROTECTED = (
@@ -44,6 +45,7 @@ GYM_REPOSITORIES = {
 }  # fmt: skip
 TEST_TIMEOUT_S = 300.0  # of a run of tests
 BENCH_TIMEOUT_S = 1800.0  # of SWE-bench's harness, for one run of tests
+MAX_TEST_BYTES = 1 << 24  # of a file of tests
 BENCH_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"  # in its images, SWE-Gym's and SWE-smith's
 
 
@@ -379,10 +381,15 @@ def _in_folder(task: SweTask, repo: str, prepared: Path | None, row: Mapping[str
     if not task.bug_patch or row.get("bug_patch"):
         return task
     try:
-        hidden = {name: (folder / name).read_text() for name in _hidden_by_the_bug(task)}
-    except OSError as error:
+        hidden = {name: _text_of(folder, name) for name in _hidden_by_the_bug(task)}
+    except (OSError, DataError) as error:
         raise DataError(f"a test of {task.id} cannot be read: {error}", field="FAIL_TO_PASS") from error
     return replace(task, hidden_tests={**hidden, **task.hidden_tests})
+
+
+def _text_of(folder: Path, name: str) -> str:
+    """A test's file in a repository that was prepared. Raises FileNotFoundError, DataError."""
+    return untrusted_files.read(folder, name, MAX_TEST_BYTES, shared=True).decode()
 
 
 def _hidden_by_the_bug(task: SweTask) -> tuple[str, ...]:
