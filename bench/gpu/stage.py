@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "outputs/stage", metavar="FOLDER")
     parser.add_argument("--no-ray", action="store_true", help="for measurements in one process")
     parser.add_argument("--no-blank", action="store_true", help="keep device code for other cards")
-    parser.add_argument("--piece-mib", type=float, default=52, help="the limit of an archive; default 52")
+    parser.add_argument("--piece-mib", type=float, default=50, help="the limit of an archive; default 50")
     parser.add_argument("--call-mib", type=float, default=64, help="the limit of a call with repository; default 64")
     options = parser.parse_args()
 

@@ -21,7 +21,7 @@ from verl.system.files import replacing
 
 SUMS = "SUMS"
 MIB = 2**20
-REPOSITORY_MIB = 12
+REPOSITORY_MIB = 14
 _LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[\w-]+)\.tar\.xz")
 
 

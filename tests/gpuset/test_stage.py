@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.gpuset
 STAGE = Path(os.environ.get("STAGE", ROOT / "outputs/stage"))
 NAMES = ["packages", "vllm"]
-PIECE_MIB = 52
+PIECE_MIB = 50
 # Modules that a training run, the measurements and vLLM's processes import, here or later.
 WITHOUT_VLLM = """
 ray hydra omegaconf jsonschema docstring_parser math_verify liger_kernel.transformers trl datasets
