@@ -376,7 +376,7 @@ def _read_mini_batch(result: Translation) -> None:
     if written == key or takes_batch or not (isinstance(mini, int) and isinstance(batch, int)):
         return
     if mini > batch:
-        raise ConfigError(f"{written}={mini} is above data.train_batch_size={batch}, as veRL says, too; lower it")
+        raise ConfigError(f"{written}={mini} is above data.train_batch_size={batch}, which veRL refuses, too; lower it")
 
 
 def _updates_per_step(result: Translation) -> int:

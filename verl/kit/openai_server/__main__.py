@@ -114,7 +114,7 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
-# vLLM tells a hundred lines about its start. Python's resource tracker warns of shared memory that vLLM leaves at
+# vLLM logs a hundred lines about its start. Python's resource tracker warns of shared memory that vLLM leaves at
 # Ctrl-C, and removes it.
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -20,7 +20,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
-_TELL_S = 9.0
+_PRINT_S = 9.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -29,16 +29,16 @@ def announce(url: str, text: str) -> None:
 
     Never returns before; the process may end meanwhile.
     """
-    begun = told = time.monotonic()
+    started = printed = time.monotonic()
     while True:
         try:
             with urllib.request.urlopen(url, timeout=_POLL_S):
                 break
         except OSError:  # also answers of another status
             time.sleep(_POLL_S)
-        if (now := time.monotonic()) - told >= _TELL_S:
-            told = now
-            sys.stdout.write(f"the server starts ({now - begun:.0f} s)\n")
+        if (now := time.monotonic()) - printed >= _PRINT_S:
+            printed = now
+            sys.stdout.write(f"the server starts ({now - started:.0f} s)\n")
             sys.stdout.flush()
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
