@@ -59,6 +59,7 @@ def test_every_runnable_module_has_a_command() -> None:
         "verl.kit.openai_server.supervise",
         "verl.kit.swe.inside.run_tests",
         "verl.kit.verifiers.inside.worker",
+        "verl.system.unpacking",
         "verl.kit.swe.inside.deploy",
         "verl.system.watcher",
     }

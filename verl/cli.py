@@ -63,11 +63,11 @@ _OF_MODEL = "checkpoint= tool_call_format= option= prompt_template="
 _OF_SERVER = "host= port= token_file= --no-token allow_host= max_body_mib= max_requests="
 OPTIONS = {
     "doctor": "--quick --dev --no-vllm",
-    "env-server": f"env= option= {_OF_SERVER} data= task_option= idle_s= max_episodes=",
+    "env-server": f"env= option= {_OF_SERVER} data= --user-code task_option= idle_s= max_episodes=",
     "explain": "step= sample= --gradient --user-code",
     "export": f"{_OF_MODEL} format= out= dtype= results=",
     "push": f"{_OF_MODEL} --private revision= results=",
-    "replay": "step=",
+    "replay": "step= --user-code",
     "report": "out= --serve host= port= png= --user-code",
     "retrieval-server": f"corpus= {_OF_SERVER} topk=",
     "runtime-server": f"{_OF_SERVER} capacity= queue= lease_s= environments= folder= max_images_gib= "

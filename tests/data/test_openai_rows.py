@@ -128,7 +128,7 @@ def test_demonstrations_teach_the_calls(model: Path, demonstrations: Path, tmp_p
 
 def test_the_same_dialogues_are_prompts_of_grpo(model: Path, prompts: Path, tmp_path: Path) -> None:
     words = [*run_words(model, tmp_path, "hf", 2), f"data.train_files=[{prompts}]"]
-    config = load_config([*words, "reward.name=math"])
+    config = load_config([*words, "reward.name=math", "data.user_code=true"])
 
     async def train(trained: PPOTrainer) -> TrainStepResult:
         await trained.weight_sync.sync(0)
@@ -156,6 +156,6 @@ def test_the_commands_do_both(model: Path, demonstrations: Path, prompts: Path, 
     sft = [f"model.path={model}", "model.compute_dtype=float32", f"data.train_files=[{demonstrations}]"]
     assert main_sft.main([*sft, *trainer, "data.train_batch_size=4", "trainer.experiment_name=sft"]) == 0
     words = [*run_words(model, tmp_path, "hf", 2), f"data.train_files=[{prompts}]"]
-    assert main_ppo.main([*words, "reward.name=math", "rollout.n=2"]) == 0
+    assert main_ppo.main([*words, "reward.name=math", "data.user_code=true", "rollout.n=2"]) == 0
     (first, *_) = read_jsonl(tmp_path / "run" / "transcripts" / "step-000001.jsonl")
     assert first["tools"] == ["get_weather"] and first["prompt"][2]["tool_calls"][0]["name"] == "get_weather"

@@ -59,7 +59,7 @@ class GroupRollout:
         return await asyncio.gather(*runs)
 
     async def follow(self) -> None:
-        """Until canceled, update the progress with how many tokens the engine has written: a response may take minutes."""
+        """Until canceled, count the tokens that the engine has written: a response may take minutes."""
         while True:
             await asyncio.sleep(_FOLLOW_S)
             if self.progress.asked > self.progress.done:

@@ -95,7 +95,7 @@ def test_it_is_computed_on_request_alone(
     words = [str(run), "--step", "2", "--sample", "1"]
     asked = []
 
-    def share(folder: Path, step: int, row: int) -> GradientShare | None:
+    def share(folder: Path, step: int, row: int, user_code: bool) -> GradientShare | None:
         asked.append((folder, step, row))
         return GradientShare(0.5, -0.25, 2.0, 4) if len(asked) == 1 else None
 

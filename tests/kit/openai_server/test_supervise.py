@@ -90,7 +90,7 @@ def test_a_start_that_takes_long_is_told(
 ) -> None:
     """Nobody listens until two lines have been told."""
     monkeypatch.setattr(supervise, "_POLL_S", 0.05)
-    monkeypatch.setattr(supervise, "_TELL_S", 0.2)
+    monkeypatch.setattr(supervise, "_PRINT_S", 0.2)
     port = free_port()
     waiting = threading.Thread(target=supervise.announce, args=(f"http://127.0.0.1:{port}/health", "ready: here"))
     waiting.start()

@@ -657,7 +657,7 @@ def test_a_critics_heads_are_checked_where_it_is_trained(model: Path, tmp_path: 
     [
         (["data.max_response_length=9999"], "the model supports"),
         (["--gpu=k80"], "--gpu=k80 is unknown; choose one of B200"),
-        (["gpus=1"], "unknown key 'gpus'"),
+        (["gpus=1"], "unknown option 'gpus'; did you mean 'gpu'?"),
         (["data.train_files=[nowhere.parquet]"], "there is no file 'nowhere.parquet'"),
     ],
 )
