@@ -171,7 +171,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(model: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
 def test_an_interrupted_run_says_so_ends_all_it_started_and_goes_on(presses: int, model: Path, tmp_path: Path) -> None:
-    words = [*run_words(model, tmp_path, "vllm", steps=500), "trainer.save_freq=1", "trainer.call_timeout_s=100"]
+    words = [*run_words(model, tmp_path, "vllm", steps=500), "trainer.save_freq=1", "trainer.stall_timeout_s=100"]
     process = start(words)
     wait_for((tmp_path / "run" / "checkpoints" / "latest.json").exists, process)
     family = psutil.Process(process.pid).children(recursive=True)

@@ -45,6 +45,7 @@ _RENAMED: Mapping[str, str] = {  # keys of earlier versions
     "data.on_bad_row": "data.max_bad_share",
     "env.on_sampling": "env.options.on_sampling",
     "env.python": "env.options.python",
+    "trainer.call_timeout_s": "trainer.stall_timeout_s",
     "sandbox.require_cgroup": "sandbox.isolation=strict",
 }
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")

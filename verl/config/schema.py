@@ -493,7 +493,7 @@ class TrainerConfig:
     nnodes: int = 1  # machines; above 1, of a Ray cluster
     n_gpus_per_node: int = 1  # trainer ranks per node, on CPU too
     num_threads: int | None = None  # per process on CPU; default: all cores but one, split evenly
-    call_timeout_s: float = 3600.0  # seconds per worker call
+    stall_timeout_s: float = 3600.0  # seconds of a worker call, and of the run without any progress, until it ends
     health_timeout_s: float = 30.0  # seconds after which an unresponsive or stopped process counts as lost
     seed: int = 0  # random seed: of the order of the data, of sampling and of new weights
     save_on_signal: bool = False  # write a checkpoint when SIGTERM, SIGHUP or Ctrl-C ends the run (docs/reliability.md)
@@ -508,7 +508,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         _at_least(0, self, "trainer.", "save_freq", "test_freq", "keep_best", "seed", "critic_warmup", "samples_kept")
         _require(self.seed < _SEEDS, "trainer.seed", f"less than {_SEEDS}", self.seed)
-        _positive(self, "trainer.", "call_timeout_s", "health_timeout_s")
+        _positive(self, "trainer.", "stall_timeout_s", "health_timeout_s")
         _at_least(1, self, "trainer.", "keep_last", "nnodes", "n_gpus_per_node", "num_threads")
         _at_least(1, self, "trainer.", "total_training_steps", "total_epochs")
         _one_of(("auto", "cpu", "cuda"), "trainer.device", self.device)

@@ -4,7 +4,7 @@ Observations and responses are appended to the ledger (`Turn`) and never changed
 Every resource has a limit; reaching one ends the episode, and `Trajectory.stop_reason` names it. An environment that
 judges is asked for its verdict at the end, whatever the stop reason.
 The clock runs only while the environment works: waiting for the engine or for a slot of a tool depends on the load, and
-has timeouts of its own (`trainer.call_timeout_s`, `env.tool_timeout_s`).
+has timeouts of its own (`trainer.stall_timeout_s`, `env.tool_timeout_s`).
 """
 
 from __future__ import annotations

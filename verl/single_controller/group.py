@@ -39,6 +39,10 @@ class WorkerGroup(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def finished_calls(self) -> int:
+        """Counts `call`, `scatter` and `call_ref`: a sign of progress."""
+
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on every rank; the results in rank order."""
 
@@ -65,6 +69,10 @@ class WorkerView:
     @property
     def size(self) -> int:
         return self.group.size
+
+    @property
+    def finished_calls(self) -> int:
+        return self.group.finished_calls
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self.group.call(_on_member, self.name, function, *args)

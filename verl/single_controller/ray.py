@@ -320,6 +320,7 @@ class RayGroup:
     ) -> None:
         """spawn: starts the actor of a rank"""
         self._name, self._spawn, self._timeout_s, self._guard = name, spawn, timeout_s, guard
+        self.finished_calls = 0
         self._actors = [spawn(rank) for rank in range(size)]
         self._infos: list[dict[str, Any]] = [{} for _ in self._actors]
         self._infos = self._gather([actor.info.remote() for actor in self._actors], "start")
@@ -417,7 +418,8 @@ class RayGroup:
         result: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
         try:
             with self._guard.cancelling(result):
-                return await asyncio.wait_for(result, timeout_s)
+                async with asyncio.timeout(timeout_s):  # Python 3.11's wait_for forgets a cancellation beside a result
+                    return await result
         except asyncio.CancelledError:
             if self._guard.problem is None:
                 raise
@@ -463,6 +465,7 @@ class RayGroup:
                 if (error := _error_of(ref)) is not None:
                     rank, error = self._first_cause(refs, list(refs).index(ref), error, pending)
                     raise self._failure(rank, task, error) from self._traceback_cause(error)
+        self.finished_calls += 1
 
     def _first_cause(self, refs: Sequence[Any], rank: int, error: RayError, pending: list[Any]) -> tuple[int, RayError]:
         """A dead rank causes its neighbors' errors, even if those are reported first."""

@@ -42,8 +42,8 @@ class Display(Tracker):
     ) -> None:
         self.console = console or Console(emoji=False)
         self.total_steps, self._with_rollouts = total_steps, with_rollouts
-        self.running, self._phase_started = "", time.monotonic()
-        self._reported = self._phase_started  # when the last line on a rollout was printed
+        self.running, self.phase_started = "", time.monotonic()
+        self._reported = self.phase_started  # when the last line on a rollout was printed
         self._start: dict[str, float] | None = {}  # seconds of the start's phases; None: it is over
         self._progress = Progress()
         self._live: Live | None = None
@@ -58,7 +58,7 @@ class Display(Tracker):
     def phase(self, name: str) -> None:
         """Set the current phase."""
         self._end_phase()
-        self.running, self._phase_started, self._reported = name, time.monotonic(), time.monotonic()
+        self.running, self.phase_started, self._reported = name, time.monotonic(), time.monotonic()
         self._progress.start()
         if self.console.is_interactive and self._live is None:
             self._live = Live(self, console=self.console, refresh_per_second=2)
@@ -75,7 +75,7 @@ class Display(Tracker):
 
     def _end_phase(self) -> None:
         if self._start is not None and self.running:
-            seconds = time.monotonic() - self._phase_started
+            seconds = time.monotonic() - self.phase_started
             self._start[self.running] = self._start.get(self.running, 0.0) + seconds
 
     def watch(self, progress: Progress) -> None:
@@ -92,7 +92,7 @@ class Display(Tracker):
     def _now(self) -> str:
         """The running phase with its seconds, and how far it is."""
         progress = f": {self._progress}" if self._progress.asked else ""
-        return f"{self.running} ({duration(time.monotonic() - self._phase_started)}){progress}"
+        return f"{self.running} ({duration(time.monotonic() - self.phase_started)}){progress}"
 
     def _print(self, line: str) -> None:
         self.console.print(f"{time.strftime(LOG_TIME)} {line}", markup=False, highlight=False, soft_wrap=True)

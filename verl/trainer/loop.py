@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from verl.trainer.callbacks import Callbacks, main_metric
 from verl.trainer.cli import announce_checkpoint
 from verl.trainer.hooks import MAX_ROLLBACKS, NoWatch, OnlineEval, Recorder, Watch, installed_tool
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.stall import ending_stalls
 from verl.trainer.validate import Validator
 from verl.workers.rank import TrainingRank
 
@@ -81,6 +82,7 @@ class TrainingRun:
     peaks: dict[str, float] = field(default_factory=dict)  # maximum of every memory metric
     stop: StopRequest = field(default_factory=StopRequest)
     snapshot: dict[str, Any] = field(default_factory=dict)  # state after the last complete step, with save_on_signal
+    loop: asyncio.AbstractEventLoop | None = None  # of `run`
     unlogged: Mapping[str, float] | None = None  # metrics of the step whose validation a resumed run has to do
 
     async def run(self) -> Path:
@@ -88,6 +90,7 @@ class TrainingRun:
 
         Raises Ended if a signal has requested a checkpoint and a shutdown.
         """
+        self.loop = asyncio.get_running_loop()
         listens, announce = self.settings.save_on_signal, announce_checkpoint(self.display.console)
         following = asyncio.create_task(self.trainer.rollouts.rollout.follow())
         try:
@@ -106,6 +109,16 @@ class TrainingRun:
             await self.trainer.rollouts.close()
             if self.online_eval is not None:
                 await self.online_eval.close()
+
+    def ending_stalls(self) -> AbstractContextManager[None]:
+        """Around `run`: raises StalledError after trainer.stall_timeout_s without progress."""
+
+        def progress() -> object:
+            rollouts = self.trainer.rollouts.rollout.progress
+            steps = self.trainer.step, self.display.phase_started, self.workers.finished_calls
+            return *steps, rollouts.done, rollouts.tokens
+
+        return ending_stalls(self.settings.stall_timeout_s, progress, self._moment, lambda: self.loop)
 
     async def _run(self) -> Path:
         last = self._resume()
@@ -210,9 +223,12 @@ class TrainingRun:
 
     def _describe_progress(self) -> str:
         """Step and phase of a failure, and how to resume."""
+        return f"It failed {self._moment()}. {describe_resume(self.store)}"
+
+    def _moment(self) -> str:
         phase, step = self.display.running, self.trainer.step
         moment = f"in step {step + 1}" if self.trainer.learning or phase == "rollout" else f"after step {step}"
-        return f"It failed {moment} of {self.total_steps}, {phase}. {describe_resume(self.store)}"
+        return f"{moment} of {self.total_steps}, {phase}"
 
     async def _handle_collapse(self, alarms: Sequence[object], metrics: Mapping[str, float]) -> bool:
         """Apply trainer.on_collapse. Returns whether the run was rolled back.

@@ -99,7 +99,8 @@ def _train(config: Config, display: Display, folder: Path, only_preflight: bool)
     with built(config, inputs, folder, display) as run:
         inputs.train_tasks.write(folder / TRAIN_TASKS)
         write_records(folder, config, TRAIN, run.saved)
-        last = run_async(run.run())
+        with run.ending_stalls():
+            last = run_async(run.run())
     if run.after:
         console.print(before_after_table(*run.table()))
     print_verdict(console, folder)

@@ -252,7 +252,10 @@ class Scripted:
     """A server in this loop that counts its requests and fails when it is told to."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self.reserved = socket.socket()  # bound but without connections: nobody else gets the port meanwhile
+        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self.reserved.bind(("127.0.0.1", 0))
+        self.port = self.reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.requests: Counter[str] = Counter()
         self.broken = False
@@ -284,7 +287,7 @@ class Scripted:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        server = await asyncio.start_server(self.serve, "127.0.0.1", self.port)
+        server = await asyncio.start_server(self.serve, "127.0.0.1", self.port, reuse_port=True)
         yield
         server.close()
 

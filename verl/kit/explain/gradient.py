@@ -51,7 +51,7 @@ def gradient_share(folder: Path, step: int, row: int, user_code: bool = False) -
     target = read_record(plan.records[-1])
     config = replayed_config(target, user_code)
     run, join = config.trainer, config.trainer.nnodes > 1
-    with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
+    with Cluster.start(2 * config.num_ranks, None, run.stall_timeout_s, join, run.health_timeout_s) as cluster:
         return gradient_share_from(plan, target, config, cluster, row)
 
 

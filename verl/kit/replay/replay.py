@@ -97,7 +97,7 @@ def replay(folder: Path, step: int, user_code: bool = False) -> Replay:
     target = read_record(plan.records[-1])
     config = replayed_config(target, user_code)
     run, join = config.trainer, config.trainer.nnodes > 1
-    with Cluster.start(2 * config.num_ranks, None, run.call_timeout_s, join, run.health_timeout_s) as cluster:
+    with Cluster.start(2 * config.num_ranks, None, run.stall_timeout_s, join, run.health_timeout_s) as cluster:
         return replay_from(plan, target, config, cluster)
 
 

@@ -86,7 +86,7 @@ def built(config: Config, folder: Path, display: Display) -> Iterator[SFTRun]:
         ranks_per_node=trainer.n_gpus_per_node,
         num_threads=num_threads(trainer.num_threads, trainer.n_gpus_per_node),
         seed=trainer.seed,
-        timeout_s=trainer.call_timeout_s,
+        timeout_s=trainer.stall_timeout_s,
     )
     num_ranks = trainer.nnodes * trainer.n_gpus_per_node
     display.total_steps = total_steps
@@ -95,7 +95,7 @@ def built(config: Config, folder: Path, display: Display) -> Iterator[SFTRun]:
     join = trainer.nnodes > 1
     display.phase("Ray")
     with (
-        Cluster.start(num_ranks, None, trainer.call_timeout_s, join, trainer.health_timeout_s) as cluster,
+        Cluster.start(num_ranks, None, trainer.stall_timeout_s, join, trainer.health_timeout_s) as cluster,
         crash_reported(folder),
     ):
         device = choose_device(trainer, cluster.num_gpus)

@@ -163,7 +163,7 @@ def built(config: Config, inputs: Inputs, folder: Path, display: Display) -> Ite
     callbacks = build_callbacks(config.trainer.callbacks, validates)
     environment = {name: os.environ[name] for name in TOGGLES if name in os.environ}
     slots, join = 2 * config.num_ranks + config.num_engines, config.trainer.nnodes > 1
-    timeouts_s = config.trainer.call_timeout_s, config.trainer.health_timeout_s
+    timeouts_s = config.trainer.stall_timeout_s, config.trainer.health_timeout_s
     display.phase("Ray")
     with (
         Cluster.start(slots, environment, timeouts_s[0], join, timeouts_s[1]) as cluster,

@@ -179,7 +179,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         ranks_per_node=config.trainer.n_gpus_per_node,
         num_threads=threads_of(config),
         seed=config.trainer.seed,
-        timeout_s=config.trainer.call_timeout_s,
+        timeout_s=config.trainer.stall_timeout_s,
     )
 
 
