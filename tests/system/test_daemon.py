@@ -25,13 +25,13 @@ from verl.trainer.ppo import PPOTrainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def learn(batch, step, traced):
+def learn(batch, step, traced, rows):
     print("learning", flush=True)
     threading.Event().wait()
 
 ahead = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=1)))
 trainer = PPOTrainer(rollouts=ahead, learner=SimpleNamespace(learn=learn), weight_sync=None)
-sys.exit(run_cli([], "", TRAIN, lambda words, console: run_async(trainer._learn(None, None))))
+sys.exit(run_cli([], "", TRAIN, lambda words, console: run_async(trainer._learn(None, None, []))))
 """
 
 

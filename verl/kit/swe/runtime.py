@@ -245,6 +245,7 @@ def _packed(source: Path, name: str) -> bytes:
 
 def _unpack_as(packed: bytes, name: str, target: Path) -> None:
     """Raises DataError, OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, tempfile.TemporaryFile() as archive:
         archive.write(packed)
         made = Path(folder, "made")
