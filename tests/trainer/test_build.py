@@ -55,6 +55,7 @@ from verl.trainer.builders.run import (
     run_folder,
     train_sampling,
     val_sampling,
+    warn_of_other_prompts,
 )
 from verl.trainer.builders.workers import (
     Workers,
@@ -73,6 +74,21 @@ from verl.types import Outcome, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import build_reward
 from verl.workers.memory import ModelShape
 from verl.workers.rank import TrainingRank
+
+
+def test_a_model_that_was_trained_on_other_prompts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = tmp_path / "step-000010"
+    save_tiny_model(checkpoint / "hf")
+    then = {"env.tool_call_format": "toolrl", "data.prompt_template": "mini"}
+    (checkpoint / "state.json").write_text(json.dumps({"resume_config": then}))
+    words = [f"model.path={checkpoint / 'hf'}", "env.tool_call_format=toolrl"]
+    warn_of_other_prompts(load_config([*words, "data.prompt_template=mini"]))
+    assert caplog.text == ""
+    warn_of_other_prompts(load_config(words))
+    said = (
+        "trained with data.prompt_template=mini, this run has data.prompt_template=null: it may not read these prompts"
+    )
+    assert said in caplog.text and "env.tool_call_format" not in caplog.text
 
 
 def test_a_preset_alone_is_itself() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from verl.algorithms.algorithm import Algorithm
 from verl.chat.template import ChatTemplate
-from verl.checkpoint.checkpoint import CheckpointStore
+from verl.checkpoint.checkpoint import STATE, CheckpointStore, read_state
 from verl.checkpoint.contents import contents_of
 from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.deadline import start_shutdown_timer
@@ -119,6 +119,7 @@ def load_inputs(config: Config) -> Inputs:
     ones, ServiceDownError for unreachable services, before an engine has started and waits for them."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config)
+    warn_of_other_prompts(config)
     chat = load_chat_template(config.model)
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
@@ -142,6 +143,23 @@ def load_inputs(config: Config) -> Inputs:
         reports=reports,
         train_tasks=train_tasks,
     )
+
+
+def warn_of_other_prompts(config: Config) -> None:
+    """If the model is a checkpoint of a run that rendered its prompts in another way: it may not read these."""
+    checkpoint = Path(str(config.model.path)).parent
+    if not (checkpoint / STATE).is_file():
+        return
+    then = read_state(checkpoint).get("resume_config", {})
+    now = {"env.tool_call_format": config.env.tool_call_format, "data.prompt_template": config.data.prompt_template}
+    for key, value in now.items():
+        if key in then and then[key] != value:
+            message = "the model was trained with %s=%s, this run has %s=%s: it may not read these prompts"
+            _log.warning(message, key, _written(then[key]), key, _written(value))
+
+
+def _written(value: str | None) -> str:
+    return "null" if value is None else value
 
 
 @contextmanager
