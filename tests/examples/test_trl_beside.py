@@ -16,19 +16,28 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import get_json_schema
 
 from tests.conftest import ROOT
 from tests.support.tiny import MINI
+from tests.utils.reward_score.peers.tools import Counter, weather
+from verl.envs.tools.function import FunctionTool
+from verl.formats.prompt import function_schema
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow  # two trainers and a model that is taught: minutes
 
 TEMPLATE = json.loads((ROOT / "tests/utils/reward_score/peers/cases.json").read_text())["template"]
 GROUP, STEPS = 2, 2
+TOOLS = "tests/utils/reward_score/peers/tools.py"
 MINE = """
 import json
 
 OUT = {out!r}
+
+
+def plain(value):
+    return vars(value) if type(value).__name__ == "Counter" else value
 
 
 def right(completions, answer, prompts, completion_ids, trainer_state, **columns):
@@ -37,18 +46,22 @@ def right(completions, answer, prompts, completion_ids, trainer_state, **columns
     columns |= dict(answer=answer, prompts=prompts, completions=completions, completion_ids=completion_ids)
     with open(OUT, "a") as file:
         for row, score in enumerate(scores):
-            given = {{name: values[row] for name, values in sorted(columns.items())}}
+            given = {{name: plain(values[row]) for name, values in sorted(columns.items())}}
             file.write(json.dumps(dict(step=trainer_state.global_step, given=given, score=score)) + "\\n")
     return scores
 """
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# {case: (rows, what the policy says to each)}
-CASES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+# {case: (rows, [what the policy says and the tool answers, in turns], the tool's functions)}
+CASES: dict[str, tuple[list[dict[str, Any]], list[list[str]]]] = {
     "a conversation": (
         [
             {"prompt": user("1 + 1?"), "answer": "2", "level": 3, "tags": ["sum", "short"]},
@@ -59,7 +72,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
                 "tags": [],
             },
         ],
-        ["It is 2.", "6"],
+        [["It is 2."], ["6"]],
+    ),
+    "a tool": (
+        [{"prompt": user("Rain in Oslo?"), "answer": "Yes"}, {"prompt": user("Rain in Rome?"), "answer": "Yes"}],
+        [[call("weather", city="Oslo"), "rain", "Yes."], [call("weather", city="Rome"), "sun", "No."]],
+    ),
+    "an environment": (
+        [{"prompt": user("Count to 3."), "answer": "Done"}, {"prompt": user("Count to 5."), "answer": "Done"}],
+        [[call("add", number=3), "3", "Done."], [call("add", number=4), "4", "Lost."]],
     ),
 }
 
@@ -91,13 +112,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def functions(name: str) -> list[Any]:
+    return [weather] if name == "a tool" else [Counter().add] if name == "an environment" else []
+
+
 def written(name: str, tokenizer: Any) -> list[tuple[list[int], list[bool]]]:
-    """(tokens, whether the policy writes them) of every episode of a case."""
+    """(tokens, whether the policy writes them) of every episode of a case.
+
+    Of each with tools there are two: TRL's schemas have `return`, which is no argument, and ours do not.
+    """
+    rows, episodes = CASES[name]
+    theirs = [get_json_schema(each) for each in functions(name)]
+    ours = [function_schema(FunctionTool(each).spec) for each in functions(name)]
     made = []
-    for row, said in zip(*CASES[name], strict=True):
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-        own = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
-        made.append(([*ids, *own], [False] * len(ids) + [True] * len(own)))
+    for tools in (theirs, ours) if theirs else (None,):
+        for row, said in zip(rows, episodes, strict=True):
+            messages = [dict(each) for each in row["prompt"]]
+            if name == "an environment":
+                messages[-1]["content"] += " It is at 0."
+            ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+            own = [False] * len(ids)
+            for number, text in enumerate(said):
+                if number % 2:
+                    new = tokenizer(f"\n<|im_start|>tool\n{text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+                else:
+                    new = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+                ids, own = [*ids, *new], [*own, *[number % 2 == 0] * len(new)]
+            made.append((ids, own))
     return made
 
 
@@ -121,20 +162,29 @@ def teach(policy: Any, episodes: list[tuple[list[int], list[bool]]]) -> None:
 
 TRL = """
 import json, sys
+sys.path.insert(0, {root!r})
 sys.path.insert(0, {folder!r})
 import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen3_template
 from mine import right
+from tests.utils.reward_score.peers.tools import Counter, weather
+from verl.envs.tools.function import FunctionTool
+from verl.formats.prompt import function_schema
 
 tokenizer = AutoTokenizer.from_pretrained({model!r}, padding_side="left")
+name = {name!r}
+if name in ("a tool", "an environment"):
+    tokenizer.response_template = qwen3_template
 args = trl.GRPOConfig(
     {folder!r} + "/trl", per_device_train_batch_size=4, num_generations=2, max_steps=2, max_completion_length=256,
     temperature=0.01, use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1,
 )
 trainer = trl.GRPOTrainer(
     AutoModelForCausalLM.from_pretrained({model!r}), right, args, Dataset.from_list(json.loads({rows!r})),
-    processing_class=tokenizer,
+    processing_class=tokenizer, tools=[weather] if name == "a tool" else None,
+    environment_factory=Counter if name == "an environment" else None,
 )
 trainer.train()
 print([each["reward"] for each in trainer.state.log_history if "reward" in each])
@@ -155,15 +205,22 @@ def recorded(folder: Path, name: str, command: list[str]) -> list[dict[str, Any]
 def test_both_trainers_give_a_reward_the_same_and_get_the_same(name: str, model: Path, tmp_path: Path) -> None:
     rows = CASES[name][0]
     program = tmp_path / "program.py"
-    program.write_text(TRL.format(folder=str(tmp_path), model=str(model), rows=json.dumps(rows)))
+    program.write_text(
+        TRL.format(root=str(ROOT), folder=str(tmp_path), model=str(model), name=name, rows=json.dumps(rows))
+    )
     theirs = recorded(tmp_path, "trl", [sys.executable, str(program)])
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tools = {
+        "a tool": ["env.name=tool", f"env.tools=[{TOOLS}:weather]"],
+        "an environment": [f"env.name={TOOLS}:Counter"],
+    }
     words = [
         f"data={data}",
         "data.map=verl.kit.class_env.class_env:as_task_row",
         f"model={model}",
         f"reward.name={tmp_path / 'mine.py'}:right",
+        *([*tools[name], "env.tool_call_format=hermes"] if name in tools else []),
         *("rollout.name=hf", "rollout.temperature=0.01", f"rollout.n={GROUP}", "model.compute_dtype=float32"),
         *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "data.max_response_length=256"),
         "data.max_prompt_length=256",
