@@ -28,3 +28,9 @@ def test_parts_of_a_score_are_checked_too() -> None:
     assert finite_score(Score(1, {"part": np.float64(2)})) == Score(1.0, {"part": 2.0})
     with pytest.raises(ValueError, match="not a Score of finite numbers of float32"):
         finite_score(Score(1.0, {"part": 1e39}))
+
+
+def test_names_of_parts_can_be_logged() -> None:
+    assert finite_score(Score(1.0, {"größe": 2.0})).parts == {"größe": 2.0}
+    with pytest.raises(ValueError, match=r"'\\ud800': 2\.0"):
+        finite_score(Score(1.0, {"\ud800": 2.0}))

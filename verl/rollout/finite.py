@@ -25,6 +25,8 @@ def finite_score(score: object) -> Score:
     """The score with all numbers as floats. Raises ValueError if one is not finite in float32."""
     try:
         if isinstance(score, Score) and isinstance(score.parts, Mapping):
+            for name in score.parts:
+                str(name).encode()  # a lone surrogate, which is no Unicode, could not be logged
             parts = {name: finite_number(value) for name, value in score.parts.items()}
             return replace(score, total=finite_number(score.total), parts=parts)
     except ValueError:
