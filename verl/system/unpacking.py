@@ -21,7 +21,7 @@ import sys
 import tarfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -84,6 +84,25 @@ def leads_out(link: Parts, text: str, links: Mapping[Parts, str]) -> bool:
     return False
 
 
+@contextmanager
+def folder_below(top: int, parts: Sequence[str], make: bool = False) -> Iterator[int]:
+    """The descriptor of a folder below an open one; no link on its way is followed. Raises OSError.
+
+    make: folders that are not there
+    """
+    here = os.dup(top)
+    try:
+        for part in parts:
+            if make:
+                _make_folder(part, here)
+            inner = os.open(part, FOLDER, dir_fd=here)
+            os.close(here)
+            here = inner
+        yield here
+    finally:
+        os.close(here)
+
+
 class Unpacking:
     """top: the target's descriptor; links: as `untrusted_files.unpack` describes"""
 
@@ -128,7 +147,7 @@ class Unpacking:
             if not member.isdir():
                 raise ValueError("has no name")
             return
-        with self._folder(parts[:-1]) as folder:
+        with folder_below(self._top, parts[:-1], make=True) as folder:
             if member.isdir():
                 _make_folder(parts[-1], folder, member.mode & 0o755 | 0o700)
             elif member.isreg():
@@ -169,26 +188,11 @@ class Unpacking:
         *above, last = (part for part in member.linkname.split("/") if part not in ("", "."))
         if member.linkname.startswith("/") or ".." in (*above, last):
             raise ValueError("is a hard link that leads out of the archive")
-        with self._folder(tuple(above), make=False) as other:
+        with folder_below(self._top, above) as other:
             if not is_file(last, other):
                 raise ValueError("is a hard link to no file")
             _make_way(name, folder)
             os.link(last, name, src_dir_fd=other, dst_dir_fd=folder, follow_symlinks=False)
-
-    @contextmanager
-    def _folder(self, parts: Parts, make: bool = True) -> Iterator[int]:
-        """The descriptor of a folder, made if it is not there; no link on its way is followed."""
-        here = os.dup(self._top)
-        try:
-            for part in parts:
-                if make:
-                    _make_folder(part, here)
-                inner = os.open(part, FOLDER, dir_fd=here)
-                os.close(here)
-                here = inner
-            yield here
-        finally:
-            os.close(here)
 
 
 def is_file(name: str, folder: int) -> bool:

@@ -24,7 +24,7 @@ from typing import BinaryIO, Literal
 
 from verl.errors import DataError
 from verl.system import unpacking
-from verl.system.unpacking import FOLDER, MIB, Parts, resolve
+from verl.system.unpacking import FOLDER, MIB, Parts, folder_below, resolve
 from verl.system.watcher import remove_tree
 
 Links = Literal["inside", "kept", "none"]
@@ -295,15 +295,12 @@ def _tree_of(folder: Path) -> tuple[Path, Parts]:
 @contextmanager
 def _folder(above: int | Path, parts: Sequence[str] = ()) -> Iterator[int]:
     """The descriptor of a folder; below `above` no link is followed. Raises OSError."""
-    here = os.dup(above) if isinstance(above, int) else os.open(above, FOLDER & ~os.O_NOFOLLOW)
+    top = os.dup(above) if isinstance(above, int) else os.open(above, FOLDER & ~os.O_NOFOLLOW)
     try:
-        for part in parts:
-            inner = os.open(part, FOLDER, dir_fd=here)
-            os.close(here)
-            here = inner
-        yield here
+        with folder_below(top, parts) as here:
+            yield here
     finally:
-        os.close(here)
+        os.close(top)
 
 
 def _opened(root: int, parts: Parts) -> BinaryIO:

@@ -252,7 +252,7 @@ class Scripted:
     """A server in this loop that counts its requests and fails when it is told to."""
 
     def __init__(self) -> None:
-        self.reserved = socket.socket()  # bound but without connections: nobody else gets the port meanwhile
+        self.reserved = socket.socket()  # bound but without connections: no other process gets the port meanwhile
         self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.reserved.bind(("127.0.0.1", 0))
         self.port = self.reserved.getsockname()[1]
