@@ -44,7 +44,7 @@ def sandbox() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     server = subprocess.Popen(
-        [sys.executable, "-m", "verl.kit.sandbox.server", "--port", port], cwd=ROOT, stdout=sys.stderr
+        [sys.executable, "-m", "toolrl.sandbox.server", "--port", port], cwd=ROOT, stdout=sys.stderr
     )
     try:
         yield f"http://127.0.0.1:{port}"
@@ -57,13 +57,15 @@ def train(start: Path, way: str, seed: int, steps: int) -> Run:
     """A run from the cold start in this folder, unless it is finished."""
     folder = start / f"seed{seed}" / f"{way}_{steps}"
     if not (folder / "done").exists():
-        words = [
+        overrides = [
             *("recipe=tool_loop", f"model.path={start}/cold_start/checkpoints/step-000400/hf", *WAYS[way]),
             *(f"data.train_files=[{start}/data/train.jsonl]", f"data.val_files=[{start}/data/test.jsonl]"),
             *(f"trainer.seed={seed}", f"trainer.total_training_steps={steps}", "trainer.save_freq=0"),
             *(f"trainer.default_local_dir={folder.parent}", f"trainer.experiment_name={folder.name}"),
         ]
-        subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT, stdout=sys.stderr)
+        subprocess.run(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides], check=True, cwd=ROOT, stdout=sys.stderr
+        )
         (folder / "done").touch()
     return Run(read_jsonl(folder / "metrics.jsonl"))
 

@@ -28,13 +28,13 @@ from dataclasses import dataclass
 
 from common import ROOT, Result, alternate, median_ratio, report
 
+from toolrl.check.preflight.scripted_engine import ScriptedEngine
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.envs.base import Observation, StepResult
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.formats.base import build_tool_call_format
-from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.types import Message, Score, Task, ToolStatus, ToolUse, Trajectory

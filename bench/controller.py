@@ -23,11 +23,11 @@ from typing import Any
 from common import Result, report
 from rich.console import Console
 
+from verl.build.run import load_inputs, start_run
 from verl.config.load import load_config
 from verl.rollout.pool import EnginePool
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.console import Display
-from verl.trainer.builders.run import built, load_inputs
 from verl.trainer.ppo import PPOTrainer
 
 MAX_SHARE, MAX_SECONDS = 0.03, 0.2
@@ -115,7 +115,7 @@ def measure(overrides: Sequence[str], steps: int) -> list[tuple[float, float]]:
     watch = Watch()
     with (
         tempfile.TemporaryDirectory() as folder,
-        built(config, load_inputs(config), Path(folder), Display(None, Console(quiet=True))) as run,
+        start_run(config, load_inputs(config), Path(folder), Display(None, Console(quiet=True))) as run,
     ):
         trainer = run.trainer
         trainer.learner.policy = replace(trainer.learner.policy, workers=Watched(trainer.learner.policy.workers, watch))

@@ -207,7 +207,7 @@ def result_of(found: dict[tuple[int, ...], dict[str, float]], tokens: str) -> Re
 
 
 def named(size: tuple[int, ...]) -> str:
-    """A size in words."""
+    """A size as text."""
     prompts, n, ranks = size
     return f"{prompts} x {n} on {ranks} ranks"
 

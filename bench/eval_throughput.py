@@ -41,17 +41,17 @@ Round = Callable[[], Figures]
 
 @contextmanager
 def our_evaluation(arguments: argparse.Namespace) -> Iterator[Round]:
+    from toolrl.benchmarks.runner.benchmark import BenchmarkContext
+    from toolrl.benchmarks.runner.records import Records
+    from toolrl.benchmarks.runner.rows import rows_benchmark
+    from toolrl.benchmarks.runner.runner import Runner
+    from verl.build.env import single_turn_runner
     from verl.episodes.group import GroupRollout
-    from verl.kit.evaluation.benchmark import BenchmarkContext
-    from verl.kit.evaluation.records import Records
-    from verl.kit.evaluation.rows import rows_benchmark
-    from verl.kit.evaluation.runner import Runner
     from verl.rollout.engine import Sampling
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
     from verl.scoring.pool import ScoringPool
     from verl.scoring.process import ScoringLimits
     from verl.scoring.rewards import build_rewards
-    from verl.trainer.builders.env import single_turn_runner
 
     (category,) = rows_benchmark(str(DATA), BenchmarkContext(DATA.parent)).categories
     tasks = list(islice(category.tasks(), arguments.items))
@@ -124,8 +124,8 @@ def plain_vllm(arguments: argparse.Namespace) -> Iterator[Round]:
 
 
 def format_of(model: str) -> ChatTemplate:
+    from verl.build.run import load_chat_template
     from verl.config.schema import ModelConfig
-    from verl.trainer.builders.run import load_chat_template
 
     return load_chat_template(ModelConfig(path=model))
 

@@ -51,13 +51,13 @@ from gateway_agents import (
 )
 from transformers import AutoTokenizer
 
+from toolrl.envs.agent.gateway import Gateway
+from toolrl.envs.agent.session import Session
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.episodes.episode import EpisodeLimits
 from verl.episodes.program import ProgramPolicy
 from verl.formats.base import build_tool_call_format
-from verl.kit.agent.gateway import Gateway
-from verl.kit.agent.session import Session
 from verl.rollout.engine import Generator, Sampling, SingleEngine
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.types import Completion, FinishReason

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, Qwen2Config
+from shapes import QWEN2_5, qwen2
+from transformers import PretrainedConfig
 
-from verl.batch.packed import PackedBatch
-from verl.config.load import load_config
-from verl.kit.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
-from verl.kit.plan.plan import Lengths, Plan, find_hardware
-from verl.kit.plan.seconds import (
+from toolrl.check.plan.cost import Cost, PassCost, meta_model, pack_of_groups, policy_pass, score_pass
+from toolrl.check.plan.plan import Lengths, Plan, find_hardware
+from toolrl.check.plan.seconds import (
     Packing,
     Rates,
     counted_seconds,
@@ -40,21 +39,16 @@ from verl.kit.plan.seconds import (
     scoring_traffic,
     sharding_traffic,
 )
+from verl.batch.packed import PackedBatch
+from verl.build.algorithm import build_algorithm
+from verl.config.load import load_config
 from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
 from verl.tracking.flops import Device
-from verl.trainer.builders.algorithm import build_algorithm
+from verl.units import GIB
 from verl.workers.logprobs import max_kept_bytes
-from verl.workers.memory import GIB, shape_of
+from verl.workers.memory import shape_of
 from verl.workers.model import PackedPolicy, PolicyOutput
 
-SIZES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary, tied head
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-    "3B": (2048, 11008, 36, 16, 2, 151936, True),
-    "7B": (3584, 18944, 28, 28, 4, 152064, False),
-    "14B": (5120, 13824, 48, 40, 8, 152064, False),
-    "32B": (5120, 27648, 64, 40, 8, 152064, False),
-}
 GPUS = ("h100", "h200", "b200", "rtx4090")
 PROMPTS, RESPONSES, PROMPT, RESPONSE = 512, 4, 900, 250
 PADDED = (2048, 1024, 5)  # prompt, response, rows of a micro-batch: 15,360 tokens, as many as a pack has
@@ -80,19 +74,6 @@ class FullLogits(PackedPolicy):
         logprobs_A = logprobs_AV.gather(-1, packed.target[:, None]).squeeze(-1)
         entropy_A = -(logprobs_AV.detach().exp() * logprobs_AV.detach()).sum(-1) if with_entropy else None
         return PolicyOutput(logprobs_A, entropy_A)
-
-
-def model_config(size: str) -> PretrainedConfig:
-    hidden, intermediate, layers, heads, key_heads, vocabulary, tied = SIZES[size]
-    return Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
 
 
 def make_plan(model: PretrainedConfig, gpu: str, *overrides: str) -> Plan:
@@ -176,7 +157,7 @@ def _both(cost: PassCost, name: str, unit: float, form: str) -> str:
 
 def step_rows(size: str, gpu: str) -> dict[str, Any]:
     """Estimated seconds of a step by recipe; {} where the model does not fit."""
-    model, found = model_config(size), {}
+    model, found = qwen2(*QWEN2_5[size]), {}
     for name, recipe in {"one update": ONE_UPDATE, "ToolRL": TOOLRL}.items():
         if plan := fitting_plan(model, gpu, recipe):
             found[name] = _row(plan, counted_seconds(plan, model))
@@ -283,21 +264,21 @@ def print_range(rows: dict[str, float]) -> None:
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SIZES))
+    parser.add_argument("--models", default=",".join(QWEN2_5))
     parser.add_argument("--gpus", default=",".join(GPUS))
     parser.add_argument("--json", type=Path, help="a file for all figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    packs = dict(pack_rows(model_config("1.5B")))
+    packs = dict(pack_rows(qwen2(*QWEN2_5["1.5B"])))
     print_packs(packs)
     names = [(size, gpu) for gpu in arguments.gpus.split(",") for size in arguments.models.split(",")]
     steps = {f"{size}, {gpu}": step_rows(size, gpu) for size, gpu in names}
     print()
     print_steps(steps)
-    choices = dict(choice_rows(model_config("1.5B"), "h200"))
+    choices = dict(choice_rows(qwen2(*QWEN2_5["1.5B"]), "h200"))
     print()
     print_choices(choices)
-    spread = dict(range_rows(model_config("1.5B"), "h200"))
+    spread = dict(range_rows(qwen2(*QWEN2_5["1.5B"]), "h200"))
     print()
     print_range(spread)
     if arguments.json:

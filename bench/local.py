@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from toolrl.check.preflight.local_group import LocalGroup
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.grpo import GRPO
-from verl.batch.experience import with_advantages, with_loss_weights, with_metric_weights
+from verl.batch.experience import policy_minibatch, with_advantages
 from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.batch.token_batch import TokenBatch
-from verl.kit.preflight.local_group import LocalGroup
 from verl.trainer.policy import PackSettings, Policy
 from verl.types import Completion, FinishReason
 from verl.workers.fsdp_engine import FSDPEngine
@@ -89,8 +89,8 @@ def gradient_gap(path: Path, ways: Sequence[tuple[TokenBatch, bool]]) -> float:
 def _gradients(policy: PackedPolicy, minibatch: TokenBatch, share_prefix: bool) -> Tensor:
     """All gradients of the update's loss, as one vector."""
     policy.zero_grad()
-    weighted = with_metric_weights(with_loss_weights(minibatch, PLAIN_GRPO.aggregation))
+    weighted = policy_minibatch(minibatch, PLAIN_GRPO)
     (shard,) = policy_of(None, share_prefix).shard(weighted).shards()
-    for packed in shard.packed():
+    for packed in shard:
         policy_loss(policy, packed, PLAIN_GRPO, 1.0)[0].backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None])

@@ -26,7 +26,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from common import Result, console, medians, report
 from local import PLAIN_GRPO, join_alone, worker_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from verl.batch.packed import PackedBatch
+from toolrl.check.preflight.scripted_engine import ScriptedEngine
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.config.schema import ActorConfig, Config, DataConfig, RolloutConfig, TrainerConfig
@@ -47,7 +47,6 @@ from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager
 from verl.formats.base import build_tool_call_format
-from verl.kit.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import DirectScorer
@@ -61,7 +60,7 @@ from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver
 from verl.transfer.shared_memory import SharedMemory
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory, TrajectoryGroup
 from verl.workers.attention import PACKED, register
-from verl.workers.fsdp_engine import FSDPEngine, UpdateResult
+from verl.workers.fsdp_engine import FSDPEngine, Packs, UpdateResult
 from verl.workers.policy_worker import PolicyWorker
 
 PROMPTS, RESPONSES, CALLS, ENGINES = 8, 4, 3, 2
@@ -142,7 +141,7 @@ class PacedTraining:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def update(self, packs: Iterable[PackedBatch], loss: Any) -> UpdateResult:
+    def update(self, packs: Packs, loss: Any) -> UpdateResult:
         """An update of the tiny policy, extended to the time of a larger one."""
         started = time.perf_counter()
         result = self._engine.update(packs, loss)

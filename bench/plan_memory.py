@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.algorithms.algorithm import KLTerm
 from verl.algorithms.estimators.grpo import GRPO
-from verl.batch.experience import with_loss_weights, with_metric_weights
+from verl.batch.experience import policy_minibatch
 from verl.batch.packing import Shard, Sharding, assign, make_units
 from verl.batch.samples import batch_of, sample_from_completion
 from verl.types import Completion, FinishReason
+from verl.units import MIB
 from verl.workers import attention
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.memory import PackShape, RankSettings, resident, shape_of, updating
@@ -45,7 +46,6 @@ SIZES = {  # hidden, layers, vocabulary, heads, key heads, intermediate
 }
 TOKENS = (2048, 6144)
 _PROMPT, _RESPONSE, _RESPONSES = 1024, 256, 4  # one group has 2,048 tokens
-_MIB = 2**20
 MAX_SHARE = 0.2
 
 
@@ -75,7 +75,7 @@ def two_packs(tokens: int, vocabulary: int) -> Shard:
             response = draw.integers(vocabulary, size=_RESPONSE)
             completion = Completion(response, np.full(_RESPONSE, 1e-3), FinishReason.LENGTH, 0)
             samples.append(sample_from_completion(prompt, completion, group))
-    batch = with_metric_weights(with_loss_weights(batch_of(samples), GRPO.aggregation))
+    batch = policy_minibatch(batch_of(samples), GRPO)
     batch = replace(batch, advantages=batch.rollout_logprobs)
     (shard,) = Sharding(batch, assign(make_units(batch, True, tokens), tokens), 1).shards()
     return shard
@@ -103,7 +103,7 @@ def measure(size: str, tokens: int) -> dict[str, float]:
         baseline = _peak()
         planned = train(size, tokens, mesh)
         dist.destroy_process_group()
-    return {"planned": planned / _MIB, "measured": (_peak() - baseline) / _MIB, "baseline": baseline / _MIB}
+    return {"planned": planned / MIB, "measured": (_peak() - baseline) / MIB, "baseline": baseline / MIB}
 
 
 def _peak() -> float:

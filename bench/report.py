@@ -29,7 +29,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from verl.kit.kept_samples.sample_files import SampleFiles, StepSamples, read_samples
+from toolrl.analysis.samples.sample_files import SampleFiles, StepSamples, read_samples
 from verl.tracking.jsonl import read_jsonl
 
 _FILTERS = 20
@@ -123,7 +123,7 @@ def main() -> None:
         read = sum(path.stat().st_size for path in long.glob("transcripts/*")) / 2**30
         print(f"{options.steps} steps x {options.rollouts} rollouts, {read:.2f} GiB of transcripts")
         started = time.monotonic()
-        subprocess.run([sys.executable, "-m", "verl.kit.report", long, "--out", page], check=True)
+        subprocess.run([sys.executable, "-m", "toolrl.analysis.report", long, "--out", page], check=True)
         seconds = time.monotonic() - started
         gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
         print(f"report: {seconds:.1f} s, {gib:.2f} GiB at most, {page.stat().st_size / 1e6:.1f} MB")

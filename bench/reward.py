@@ -23,8 +23,8 @@ from pathlib import Path
 from common import ROOT, Result, alternate, console, median_ratio, report
 
 from tests.conftest import TOGGLES
-from tests.utils.reward_score.test_rlla import ANSWERS, HOSTILE
-from tests.utils.reward_score.toolrl_oracle import oracle_score
+from tests.verl.utils.reward_score.test_rlla import ANSWERS, HOSTILE
+from tests.verl.utils.reward_score.toolrl_oracle import oracle_score
 from verl.data.tasks import TaskSet
 from verl.utils.reward_score.rlla import RllaOptions, compute_score
 from verl.utils.reward_score.rlla_mutations import corrupted_responses

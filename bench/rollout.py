@@ -32,18 +32,11 @@ Round = Callable[[], int]  # generates once; returns the number of tokens
 
 def make_model(path: str) -> None:
     """A random Qwen2 with the vocabulary of dataset/mini's tokenizer."""
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+    from shapes import qwen2
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=len(AutoTokenizer.from_pretrained(MINI / "tokenizer")),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=True,
-    )
+    vocabulary = len(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
+    config = qwen2(256, 768, 4, 4, 2, vocabulary, max_position_embeddings=MAX_MODEL_LEN)
     Qwen2ForCausalLM(config).save_pretrained(path)
 
 

@@ -15,18 +15,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from common import alternate
 
 from tests.support.local_run import local_trainer
+from toolrl.analysis.samples.kept import choose_rollouts, loss_scale, step_samples
+from toolrl.analysis.samples.sample_files import SampleFiles, samples_path
 from verl.config.load import load_config
-from verl.kit.kept_samples.kept import choose_rollouts, loss_scale, step_rewards, step_samples
-from verl.kit.kept_samples.sample_files import SampleFiles, samples_path
 from verl.trainer.ppo import PPOTrainer, TrainStepResult
 
-_WORDS = ("recipe=mini_grpo", "rollout.name=hf", "trainer.device=cpu", "trainer.num_threads=1")
+_OVERRIDES = ("recipe=mini_grpo", "rollout.name=hf", "trainer.device=cpu", "trainer.num_threads=1")
 _NONE = "trainer.samples_kept=0"
 _KEPT = 16
 _TARGET = 0.02
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps whose time is measured, after one that is not")
     options = parser.parse_args()
     results: list[TrainStepResult] = []
-    with tempfile.TemporaryDirectory() as folder, local_trainer(load_config([*_WORDS, _NONE])) as trained:
+    with tempfile.TemporaryDirectory() as folder, local_trainer(load_config([*_OVERRIDES, _NONE])) as trained:
         steps = [cpu_time(lambda: results.append(asyncio.run(trained.train_step()))) for _ in range(options.steps + 1)]
         files = SampleFiles(Path(folder), trained.rollouts.rollout.episode_runner.chat.tokenizer.decode)
         last = results[-1]
@@ -65,10 +66,12 @@ def cpu_time(work: Callable[[], object]) -> float:
 def keep(trained: PPOTrainer, result: TrainStepResult, files: SampleFiles) -> None:
     """The update, and all that a step does for the samples that it keeps."""
     chosen = choose_rollouts(result.groups, _KEPT)
-    outcome = trained.learner.learn(result.batch, 1, {each.row for each in chosen})
+    policy, batch = trained.learner.policy, replace(result.batch, numbers=np.arange(len(result.batch)))
+    policy.start_trace({each.row for each in chosen})
+    outcome, trace = trained.learner.learn(batch, 1), policy.end_trace()
     algorithm, minibatches = trained.learner.algorithm, trained.learner.config.minibatches_per_step
-    scale, rewards = loss_scale(outcome.batch, algorithm, minibatches), step_rewards(outcome.batch, algorithm)
-    files.write(1, step_samples(result.groups, result.groups, chosen, outcome, scale, rewards))
+    scale = loss_scale(outcome.batch, algorithm, minibatches)
+    files.write(1, step_samples(result.groups, result.groups, chosen, outcome, trace, scale))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from typing import Any
 
 from common import Result, alternate, medians, report, skip_without
 
+from toolrl.sandbox.local import LocalSandbox
 from verl.envs.sandbox import Status
-from verl.kit.sandbox.local import LocalSandbox
 
 TARGET = 150.0  # executions/s
 SLOWEST_MS = 15.0  # median latency

@@ -17,8 +17,8 @@ import torch
 from common import SMOLLM2, Result, alternate, median_ratio, need_smollm2, report
 from local import PLAIN_GRPO, gradient_gap, join_alone, load_worker, made_up_groups, minibatch_of, policy_of
 
+from toolrl.check.plan.plan import decoder_of
 from verl.batch.token_batch import TokenBatch
-from verl.kit.plan.plan import decoder_of
 from verl.tracking.flops import forward_flops
 from verl.workers.memory import shape_of
 from verl.workers.policy_worker import PolicyWorker

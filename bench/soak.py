@@ -46,7 +46,7 @@ from tests.chaos.outcome import metrics, weights
 from tests.chaos.parts import AlwaysCalls, LookEnv
 from tests.chaos.processes import sandboxes, scorers
 from tests.support.service import free_port, wait_for
-from verl.kit.openenv.remote import RemoteFactory
+from toolrl.envs.openenv.remote import RemoteFactory
 from verl.tracking.jsonl import read_jsonl
 
 WARM_UP = 100  # steps until every code path has run once
@@ -61,9 +61,10 @@ _POLL_S = 0.05
 _END_S = 60.0  # for the processes of a killed run to exit
 _OVERRIDES = (
     "recipe=mini_grpo",
-    "reward.name=math",
+    "reward.name=tests.chaos.parts:reward",  # has no gold response, which this format would read as a call
     "data.train_batch_size=2",
     "data.val_files=[]",
+    "data.user_code=true",  # rows name the environment of this file
     "data.max_prompt_length=512",
     "data.max_response_length=64",
     "actor.ppo_mini_batch_size=2",
@@ -128,7 +129,7 @@ class Servers:
             end(process)
 
     def _start(self, port: int) -> psutil.Popen:
-        argv = [sys.executable, "-m", "verl.kit.openenv.server", "--env", f"{Path(__file__).resolve()}:Echo"]
+        argv = [sys.executable, "-m", "toolrl.envs.openenv.server", "--env", f"{Path(__file__).resolve()}:Echo"]
         with (self._folder / "servers.txt").open("ab") as output:
             return psutil.Popen([*argv, "--port", str(port)], env=_variables(), stdout=output, stderr=output, cwd=ROOT)
 
@@ -150,12 +151,13 @@ class Soaked:
         for name, value in found.items():
             self.figures.setdefault(name, []).append((step, value))
 
-    def growth(self, name: str) -> float | None:
+    def growth(self, name: str, of: float | None = None) -> float | None:
         """Relative growth of the regression line from the end of the warm-up to the last step.
 
+        of: share of the steps, the last ones, in place of those after the warm-up
         None if it is not finite, or with samples at fewer than MIN_SAMPLED of these steps.
         """
-        warm = min(WARM_UP, self.last // 3)
+        warm = min(WARM_UP, self.last // 3) if of is None else round(self.last * (1 - of))
         pairs = [(step, value) for step, value in self.figures.get(name, ()) if step > warm]
         if len(pairs) < max(2, MIN_SAMPLED * (self.last - warm)):
             return None

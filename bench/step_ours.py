@@ -18,7 +18,9 @@ from local import PLAIN_GRPO, join_alone, load_worker, policy_of, worker_of
 from step import CHECKED_RESPONSES, Spec, check_rows, first_tasks, reward, stream
 from transformers import AutoTokenizer
 
+from verl.batch.experience import policy_minibatch
 from verl.batch.samples import batch_of, sample_from_completion
+from verl.build.env import single_turn_runner
 from verl.chat.template import ChatTemplate
 from verl.config.schema import ActorConfig, Config, DataConfig, RolloutConfig
 from verl.episodes.group import GroupRollout
@@ -28,7 +30,6 @@ from verl.rollout.hf_engine import load_hf_engine
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.scoring.pool import DirectScorer
 from verl.tracking.timers import PhaseTimer
-from verl.trainer.builders.env import single_turn_runner
 from verl.trainer.learner import Learner
 from verl.trainer.policy import Policy
 from verl.trainer.ppo import PPOTrainer
@@ -101,7 +102,8 @@ def check(spec: Spec, chat: ChatTemplate) -> dict[str, Any]:
     scored = policy.score(policy.shard_for_scoring(batch))
     old = scored + np.random.default_rng(0).normal(0.0, 0.1, scored.shape).astype(np.float32)
     given = np.array(advantages, dtype=np.float32)
-    learned = policy.update(replace(batch, advantages=given, old_logprobs=old, rollout_logprobs=old), PLAIN_GRPO)
+    scored_batch = replace(batch, advantages=given, old_logprobs=old, rollout_logprobs=old)
+    learned = policy.update(policy_minibatch(scored_batch, PLAIN_GRPO), PLAIN_GRPO).metrics
     found = {name: learned[f"actor/{name}"].value for name in ("loss", "grad_norm")}
     return {**found, "old_logprobs": old.reshape(len(batch), spec.response).tolist()}
 

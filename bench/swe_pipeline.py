@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, chdir
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,12 @@ from common import ROOT, Result, median_ratio, medians, report
 from transformers import AutoTokenizer
 
 from scripts.swe.prepare import make_environment
+from toolrl.check.preflight.scripted_engine import ScriptedEngine
+from toolrl.envs.swe.env import Stage, SweEnv, SweFactory
+from toolrl.swe.local import LocalRuntimes
+from toolrl.swe.runtime import Runtime
+from toolrl.swe.scoring import PatchVerdict
+from toolrl.swe.tasks import as_task_row
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
 from verl.data.tasks import to_task
@@ -41,12 +47,6 @@ from verl.envs.clock import paused
 from verl.episodes.episode import EpisodeLimits, EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.formats.base import build_tool_call_format
-from verl.kit.preflight.scripted_engine import ScriptedEngine
-from verl.kit.swe.env import Stage, SweEnv, SweFactory
-from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import Runtime
-from verl.kit.swe.scoring import PatchVerdict
-from verl.kit.swe.tasks import as_task_row
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.types import Completion, Score, Task, ToolCall
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, nargs="+", choices=range(len(CASES)), default=range(len(CASES)))
     given = parser.parse_args()
     chat = mini_chat()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):  # a row may name an environment of the working folder
         task = to_task(as_task_row(row_of(Path(folder))), "calc#0")
         size = f"{given.episodes} agents in repositories, {given.agents} engine slots: kept to the verdict / stages"
         for case in (CASES[number] for number in given.case):

@@ -53,19 +53,10 @@ MAX_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # nats
 
 def make_model(path: str) -> None:
     """A random Qwen2 with SmolLM2-135M's dimensions and a tied head."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from shapes import qwen2
+    from transformers import Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    Qwen2ForCausalLM(qwen2(576, 1536, 30, 9, 3, 49152, max_position_embeddings=2048)).save_pretrained(path)
 
 
 class Sink:

@@ -32,8 +32,8 @@ from scripts.raw.rlla import check_example, to_row
 from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
-from verl.system.exits import write_error
-from verl.system.files import ending_in, replacing
+from verl.host.exits import write_error
+from verl.host.files import ending_in, replacing
 
 Decisions = Callable[[Any], Iterator[dict[str, str]]]
 NUM_SHOWN = 10

@@ -2,8 +2,9 @@
 
     python scripts/check_words.py
 
-Two lists: words that hide what the code does from whoever greps for the usual one, which appear in no identifier,
-comment, docstring, message or page; and terms of the field that are found where the thing is implemented.
+Two lists: words that hide what the code does from whoever greps for the usual one, which appear in no identifier (names
+of tests, classes and files included), comment, docstring, message or page; and terms of the field that are found where
+the thing is implemented.
 """
 
 from __future__ import annotations
@@ -36,21 +37,53 @@ FOUND: Mapping[str, str] = {  # a term -> the folder or file that implements it
     "rejection sampling": "verl/algorithms/filters.py",
     "importance sampling": "verl/algorithms/correction.py",
     "overlong": "verl/algorithms/overlong.py",
-    "early stopping": "verl/kit/collapse",
+    "early stopping": "toolrl/analysis/collapse",
     "clip ratio": "verl/algorithms/losses/policy_loss.py",
     "hyperparameter": "verl/config/recipe",
+    "TIS": "verl/algorithms/correction.py",
+    "loss mask": "verl/batch/token_batch.py",
+    "micro batch": "verl/workers/fsdp_engine.py",
+    "gradient accumulation": "verl/workers/fsdp_engine.py",
+    "gradient clipping": "verl/workers/fsdp_engine.py",
+    "KL loss": "verl/workers/policy_worker.py",
+    "entropy bonus": "verl/workers/policy_worker.py",
+    "tool call parser": "verl/formats/base.py",
+    "stop string": "verl/formats/base.py",
+    "chat template": "verl/chat/template.py",
+    "SFT": "verl/sft",
+    "GAE": "verl/algorithms/estimators/advantage.py",
+    "dual clip": "verl/algorithms/losses/policy_loss.py",
+    "KL penalty": "verl/algorithms/kl.py",
+    "partial rollout": "verl/rollout",
+    "dynamic sampling": "verl/episodes/manager.py",
+    "staleness": "verl/episodes/manager.py",
+    "packing": "verl/batch/packing.py",
+    "shared prompt": "verl/workers/attention.py",
+    "learning rate schedule": "verl/workers/optim.py",
+    "placement group": "verl/single_controller/ray.py",
+    "sleep mode": "verl/rollout",
+    "reward timeout": "verl/scoring/process.py",
+    "resume": "verl/checkpoint/state.py",
+    "validation": "verl/trainer/validate.py",
 }
 # Other people's texts: prompts and data of published systems, protocols' words, names of other packages' keys.
 ALLOWED = "words: allowed"
+# Files that are about words, or full of another package's names: a path, or the folder of such files.
+FOREIGN = ("scripts/check_prose.py", "scripts/check_words.py", "tests/toolrl/envs/verifiers/environments")
+FOLDERS = ("verl", "toolrl", "docs", "tests", "scripts", "bench", "examples")
+PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")
 
 
 def lines() -> Iterator[tuple[Path, int, str]]:
-    """Every line of package and docs with its place."""
-    files = [path for folder in ("verl", "docs") for path in sorted((ROOT / folder).rglob("*"))]
-    for path in [ROOT / "README.md", *files]:
-        if path.suffix in (".py", ".md", ".yaml") and "mini" not in path.relative_to(ROOT).parts:
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                yield path.relative_to(ROOT), number, line
+    """Every line of code and pages with its place; number 0 is the path itself."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
+    for path in [*(ROOT / name for name in PAGES), *files]:
+        name = path.relative_to(ROOT)
+        if path.suffix not in (".py", ".md", ".yaml") or "mini" in name.parts or str(name).startswith(FOREIGN):
+            continue
+        yield name, 0, str(name)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield name, number, line.replace("scripts/check_words.py", "")
 
 
 def avoided() -> list[str]:

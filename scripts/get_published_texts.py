@@ -6,7 +6,7 @@ of formats and environments, and ToRL's 28,740 problems.
 
 Every text is taken from pinned files of its system's repository, whose digests are verified. The texts belong to their
 authors and stay outside this project (Search-R1, ReTool, ZeroTIR's author, Tool-N1, ToolRL and SkyRL: Apache-2.0;
-OpenHands: MIT; ToRL names no license). docs/tool_call_formats.md says where each is used.
+OpenHands: MIT; ToRL names no license). docs/tool_call_formats.md lists where each is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rich.markup import escape
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from verl.errors import DataError, VerlError
-from verl.system.exits import write_error
-from verl.system.files import replacing
+from verl.host.exits import write_error
+from verl.host.files import replacing
 
 BASE = "https://raw.githubusercontent.com"
 TIMEOUT_S = 60.0

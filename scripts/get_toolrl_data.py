@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 from verl.data.tasks import TaskSet
 from verl.errors import DataError, VerlError
-from verl.system.exits import write_error
-from verl.system.files import replacing
+from verl.host.exits import write_error
+from verl.host.files import replacing
 from verl.utils.reward_score.rlla import TOGGLES
 from verl.utils.reward_score.rlla_mutations import corrupted_responses
 

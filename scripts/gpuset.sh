@@ -30,7 +30,7 @@ fi
 
 if (($#)); then exec "$VERL_PYTHON" -m pytest "$@"; fi
 "$VERL_PYTHON" -m pytest -m "not slow and not gpu and not gpuset and not browser and not chaos" \
-    tests/algorithms tests/batch tests/checkpoint tests/workers tests/transfer tests/trainer/test_train_step.py \
-    tests/kit/plan tests/rollout/test_hf_engine.py
+    tests/verl/algorithms tests/verl/batch tests/verl/checkpoint tests/verl/workers tests/verl/transfer tests/verl/trainer/test_train_step.py \
+    tests/toolrl/check/plan tests/verl/rollout/test_hf_engine.py
 "$VERL_PYTHON" -m pytest -m gpuset
-TRITON_INTERPRET=1 "$VERL_PYTHON" -m pytest -m gpuset tests/workers/test_kernels.py tests/gpuset/test_rejection.py
+TRITON_INTERPRET=1 "$VERL_PYTHON" -m pytest -m gpuset tests/verl/workers/test_kernels.py tests/gpuset/test_rejection.py

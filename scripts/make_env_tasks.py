@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that 
 
 from verl.envs.registry import build_tasks
 from verl.errors import VerlError
+from verl.host.files import ending_in, replacing
 from verl.registry import option
-from verl.system.files import ending_in, replacing
 from verl.types import Task
 
 

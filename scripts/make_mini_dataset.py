@@ -29,7 +29,7 @@ from scripts.mini.checks import check_splits
 from scripts.mini.reading import Row
 from scripts.mini.tokenizer import chat_text, save_tokenizer, train_tokenizer
 from scripts.raw.rlla import SCHEMA
-from verl.system.files import replacing
+from verl.host.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 Splits = Mapping[str, Sequence[Row]]

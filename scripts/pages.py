@@ -1,5 +1,6 @@
-"""Writes the generated part of pages, such as the table of docs/metrics.md: from the line MARK to the line END, or all
-that follows.
+"""Writes the generated parts of pages, such as the table of docs/metrics.md.
+
+A part reaches from the line `<!-- written by scripts/pages.py: NAME -->` to the line END, or to the end of the page.
 
 python scripts/pages.py [--check]    --check: writes nothing; the exit code is 1 if a page is out of date
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -20,12 +22,16 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gpu.measurements import OK, SESSIONS, measured  # noqa: E402
 from bench.gpu.table import ASSET, place, shown  # noqa: E402
+from toolrl.algorithms import COLUMNS, presets, row  # noqa: E402
+from toolrl.analysis.collapse.collapse import COLLAPSE_RULES  # noqa: E402
+from toolrl.cli import GROUPS  # noqa: E402
 from verl.algorithms import ALGORITHMS  # noqa: E402
-from verl.algorithms.table import COLUMNS, presets, row  # noqa: E402
 from verl.config.commands import TRAIN  # noqa: E402
-from verl.config.published import COMMANDS, SOURCES, VERSIONS  # noqa: E402
 from verl.config.show import described  # noqa: E402
-from verl.config.verl_keys import (  # noqa: E402
+from verl.tracking.names import METRICS  # noqa: E402
+from verl.verl_compat.metric_names import ABSENT, COMPUTED, EQUAL, RENAMED  # noqa: E402
+from verl.verl_compat.published import COMMANDS, SOURCES, VERSIONS  # noqa: E402
+from verl.verl_compat.verl_keys import (  # noqa: E402
     ABSENT_FEATURES,
     ALIASES,
     INTERPRETED,
@@ -36,12 +42,10 @@ from verl.config.verl_keys import (  # noqa: E402
     Only,
     spelled,
 )
-from verl.kit.collapse.collapse import COLLAPSE_RULES  # noqa: E402
-from verl.tracking.names import METRICS  # noqa: E402
-from verl.tracking.verl_names import ABSENT, COMPUTED, EQUAL, RENAMED  # noqa: E402
 
-MARK = "<!-- written by scripts/pages.py -->\n"
 END = "<!-- end of what scripts/pages.py writes -->\n"
+PART = re.compile(rf"(?P<mark><!-- written by scripts/pages.py: (?P<name>\w+) -->\n).*?(?P<end>{END}|\Z)", re.DOTALL)
+README = ROOT / "README.md"
 OUTCOME = 100  # characters of a failure's reason
 CARDS = "docs/gpu.md#what-only-a-card-can-show"
 
@@ -198,29 +202,102 @@ def gpu_results() -> dict[str, Mapping[str, Any]]:
     return {row["name"]: row for row in json.loads(ASSET.read_text())} if ASSET.exists() else {}
 
 
-GENERATED: Mapping[str, Callable[[], str]] = {
-    "algorithms": algorithms,
-    "collapse": collapse,
-    "gpu": gpu,
-    "metrics": metrics,
-    "migration": migration,
-    "training": training,
-    "verl_keys": verl_keys,
+def commands() -> str:
+    """The commands of `toolrl --help`, with the page of each."""
+    rows = [
+        (f"`toolrl {name}`", f"{command.summary}{f' ([{page}]({page}))' if (page := PAGE_OF.get(name)) else ''}")
+        for group in GROUPS.values()
+        for name, command in group.items()
+    ]
+    return table(("command", "purpose"), rows)
+
+
+def folders() -> str:
+    """The folders of `toolrl`: their commands by `toolrl --help`, and their purpose by their docstrings."""
+    packages = [
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in sorted((ROOT / "toolrl").glob("*/__init__.py")) + sorted((ROOT / "toolrl").glob("*/*/__init__.py"))
+        if path.parent.name != "inside"  # of sandboxes
+    ]
+    commands: dict[str, list[str]] = {package: [] for package in packages}
+    for name, command in [each for group in GROUPS.values() for each in group.items()]:
+        if owners := [package for package in packages if f"{command.module}.".startswith(f"{package}.")]:
+            commands[max(owners, key=len)].append(f"`toolrl {name}`")
+    rows = (
+        (
+            f"`{package.replace('.', '/')}/`",
+            ", ".join(commands[package]),
+            str(inspect.getdoc(import_module(package))).partition("\n")[0],
+        )
+        for package in sorted(packages)
+    )
+    return table(("folder", "command", "purpose"), rows)
+
+
+def diagram() -> str:
+    """README's diagram."""
+    text = README.read_text(encoding="utf-8").partition("```mermaid")[2].partition("```\n")[0]
+    return f"```mermaid{text}```\n"
+
+
+def your_own() -> str:
+    """README's table of what a user has."""
+    text = README.read_text(encoding="utf-8").partition("| I have |")[2].partition("\n\n")[0]
+    return f"| I have |{text}\n".replace("](docs/", "](")
+
+
+PAGE_OF: Mapping[str, str] = {  # command -> its page in docs/, beside training.md
+    "probe": "evaluation.md",
+    "lab": "reward.md",
+    "report": "report.md",
+    "explain": "report.md",
+    "replay": "replay.md",
+    "eval": "evaluation.md",
+    "serve": "serving.md",
+    "export": "serving.md",
+    "push": "serving.md",
+    "env-server": "environments.md",
+    "sandbox-server": "sandbox.md",
+    "runtime-server": "swe.md",
+    "retrieval-server": "tools.md",
+    "algorithms": "algorithms.md",
+    "metrics": "metrics.md",
 }
-PAGES = {ROOT / "README.md": on_a_gpu} | {ROOT / "docs" / f"{name}.md": each for name, each in GENERATED.items()}
+PARTS: Mapping[str, Callable[[], str]] = {
+    part.__name__: part
+    for part in (
+        algorithms,
+        collapse,
+        commands,
+        diagram,
+        folders,
+        gpu,
+        metrics,
+        migration,
+        on_a_gpu,
+        training,
+        verl_keys,
+        your_own,
+    )
+}
+
+
+def written(text: str) -> str:
+    """A page with its parts generated anew."""
+    return PART.sub(lambda part: part["mark"] + PARTS[part["name"]]() + part["end"], text)
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the pages, or check them."""
     stale = []
-    for path, generate in PAGES.items():
+    for path in (README, *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
-        before, _, rest = text.partition(MARK)
-        wanted = before + MARK + generate() + "".join(rest.partition(END)[1:])
-        if wanted != text and "--check" in argv:
+        if (new := written(text)) == text:
+            continue
+        if "--check" in argv:
             stale.append(path)
-        elif wanted != text:
-            path.write_text(wanted, encoding="utf-8")
+        else:
+            path.write_text(new, encoding="utf-8")
     for path in stale:
         print(f"{path.relative_to(ROOT)} is out of date: run python scripts/pages.py")
     return 1 if stale else 0

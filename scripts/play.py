@@ -30,7 +30,7 @@ from verl.data.tasks import TaskSet
 from verl.envs.base import Env, Judge, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory, build_tasks
 from verl.errors import ConfigError, VerlError
-from verl.net.services import check_services
+from verl.host.services import check_services
 from verl.registry import option
 from verl.types import Message, Task, ToolCall, ToolSpec
 

@@ -41,8 +41,8 @@ from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import GROUND_TRUTH, to_task, unlisted_call
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.toolrl_text import parse_gold
-from verl.system.exits import write_error
-from verl.system.files import replacing
+from verl.host.exits import write_error
+from verl.host.files import replacing
 
 DEFAULT_INPUT = "dataset/rlla_4k_raw/rlla_rl.json"
 _WRITE_ROWS = 1000

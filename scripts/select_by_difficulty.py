@@ -41,8 +41,8 @@ from verl.data.report import CHOICES  # noqa: E402
 from verl.data.rows import read_rows  # noqa: E402
 from verl.data.tasks import to_task  # noqa: E402
 from verl.errors import DataError, VerlError  # noqa: E402
-from verl.system.exits import write_error  # noqa: E402
-from verl.system.files import replacing  # noqa: E402
+from verl.host.exits import write_error  # noqa: E402
+from verl.host.files import replacing  # noqa: E402
 from verl.text import prompt_sha256  # noqa: E402
 
 _BATCH_ROWS = 512

@@ -4,7 +4,7 @@
 #   source scripts/setup_env.sh     sets VERL_PYTHON and activates the environment in this shell
 #   bash scripts/setup_env.sh       prepares the environment without activating it
 #
-# The first python3 or python on PATH is used if it passes `python -m verl.kit.doctor --quick`. Otherwise .venv in the
+# The first python3 or python on PATH is used if it passes `python -m toolrl.check.doctor --quick`. Otherwise .venv in the
 # project's folder is built from scripts/requirements/ and reused. The next run repairs an interrupted build. Settings,
 # all optional:
 #   VERL_DEVICE=cpu|gpu   package set; default: gpu if `nvidia-smi -L` finds an NVIDIA GPU
@@ -70,11 +70,11 @@ find_device() {
     esac
 }
 
-# Runs the quick check of verl.kit.doctor.__main__ with the Python $1; further arguments are its options.
+# Runs the quick check of toolrl.check.doctor.__main__ with the Python $1; further arguments are its options.
 quick_check() {
     local candidate="$1"
     shift
-    (cd "$root" && PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$candidate" -m verl.kit.doctor --quick "$@" 2>&1)
+    (cd "$root" && PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$candidate" -m toolrl.check.doctor --quick "$@" 2>&1)
 }
 
 # Prints the active Python if it is suitable. Our own .venv is judged by its markers instead.
@@ -253,7 +253,7 @@ build_locked() {
         ready) ;;
         foreign)
             die "$venv was not created by this script and is not modified: move it away, or activate it and install" \
-                "the missing packages (\`python -m verl.kit.doctor\` lists them)"
+                "the missing packages (\`python -m toolrl.check.doctor\` lists them)"
             ;;
         stale)
             note "$venv is unfinished, broken or has other requirements: rebuilding it"

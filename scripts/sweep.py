@@ -42,9 +42,9 @@ from verl.config.load import load_config  # noqa: E402
 from verl.config.schema import TrainerConfig  # noqa: E402
 from verl.config.show import as_yaml  # noqa: E402
 from verl.errors import ConfigError, VerlError  # noqa: E402
-from verl.system.exits import write_error  # noqa: E402
-from verl.system.files import replacing  # noqa: E402
-from verl.system.lock import alone_in  # noqa: E402
+from verl.host.exits import write_error  # noqa: E402
+from verl.host.files import replacing  # noqa: E402
+from verl.host.lock import alone_in  # noqa: E402
 from verl.tracking.jsonl import read_jsonl  # noqa: E402
 
 INSTALL_PLOT = "install it with: pip install -r scripts/requirements/plot.txt, or pip install 'toolrl[plot]'"

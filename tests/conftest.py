@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import inspect
 import os
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.support.skips import summary
-from verl.kit.doctor.versions import find_gpus, find_installed
+from toolrl.check.doctor.versions import find_gpus, find_installed
 from verl.utils.reward_score import rlla
+
+if TYPE_CHECKING:
+    from verl.chat.template import ChatTemplate
 
 pytest_plugins = ["tests.chaos.results"]  # its options
 ROOT = Path(__file__).parents[1]
+COROUTINE_S = 300.0  # limit of a test that is a coroutine
 TOGGLES = (*rlla.TOGGLES, "STRICTMATCH")
 settings.register_profile("untimed", deadline=None)  # cores are shared: no example is timed
 settings.load_profile("untimed")
 
 
 def real_data(*parts: str) -> Path:
-    """A file of the real data, or a skip that says what is missing and how to point to it."""
+    """A file of the real data, or a skip that names what is missing and how to point to it."""
     folder = Path(os.environ.get("TOOLRL_TEST_DATA", ROOT.parent / "shared" / "data"))
     path = folder.joinpath(*parts)
     if not path.exists():
@@ -32,7 +40,7 @@ def real_data(*parts: str) -> Path:
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, or a skip that says how to make it."""
+    """The folder of SmolLM2-135M-Instruct, or a skip that names how to make it."""
     path = Path(os.environ.get("TOOLRL_TEST_SMOLLM2", "/tmp/smollm2"))
     if not path.exists():
         pytest.skip(f"no SmolLM2 in {path}; make it with scripts/prepare_smollm2.py and set TOOLRL_TEST_SMOLLM2")
@@ -57,11 +65,31 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop of its own, with a limit."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**fixtures), COROUTINE_S))
+    return True
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Skips by reason, each with what would enable them, in place of one line for each test."""
     reports = terminalreporter.stats.get("skipped", [])
     for line in summary(str(report.longrepr[2]) for report in reports if isinstance(report.longrepr, tuple)):
         terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is collected lives to the end: no look for garbage while it grows, nor later. That takes a third of it."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,7 +99,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_reward_toggles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reward reads the environment; tests say for themselves which variant they mean."""
+    """The reward reads the environment; tests set for themselves which variant they mean."""
     for name in TOGGLES:
         monkeypatch.delenv(name, raising=False)
     yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that all tests share, and none changes."""
+    from tests.support.tiny import save_tiny_model  # imports torch
+
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def chat() -> ChatTemplate:
+    """The tiny model's tokenizer and chat template, likewise."""
+    from transformers import AutoTokenizer
+
+    from verl.chat.template import ChatTemplate
+
+    return ChatTemplate(AutoTokenizer.from_pretrained(ROOT / "dataset/mini/tokenizer"))

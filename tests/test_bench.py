@@ -17,8 +17,8 @@ import pytest
 from bench.common import Result, Side, alternate, median_ratio
 from bench.results import BEGIN, END, scoreboard
 from tests.conftest import ROOT
-from tests.kit.sandbox.sandbox_host import need_bubblewrap
 from tests.support.every import every
+from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from verl.rollout.engine import Sampling
 from verl.types import Completion, FinishReason, Score
 
@@ -53,7 +53,7 @@ def test_the_ratio_is_taken_round_by_round() -> None:
     assert median_ratio([2.0, 40.0, 6.0], [1.0, 10.0, 2.0]) == 3.0
 
 
-def test_a_side_that_fails_is_named_with_its_last_words() -> None:
+def test_a_failing_side_is_named_with_the_end_of_its_output() -> None:
     with (
         pytest.raises(SystemExit, match="no such thing"),
         Side([sys.executable, "-c", "raise OSError('no such thing')"]) as side,
@@ -110,16 +110,16 @@ def test_the_page_of_the_project_has_its_markers() -> None:
     assert page.index(BEGIN) < page.index(END)
 
 
-def run_bench(script: str, *words: str) -> tuple[list[dict[str, Any]], str]:
-    done = subprocess.run([sys.executable, f"bench/{script}", *words], cwd=ROOT, capture_output=True, text=True)
+def run_bench(script: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    done = subprocess.run([sys.executable, f"bench/{script}", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 @pytest.mark.slow
 def test_shared_prompts_are_measured_and_their_gradients_compared() -> None:
-    words = ("--model", "dataset/mini/model", "--prompt", "80", "--response", "40", "--n", "2", "--rounds", "1")
-    (line,), table = run_bench("shared_prompt.py", *words)
+    argv = ("--model", "dataset/mini/model", "--prompt", "80", "--response", "40", "--n", "2", "--rounds", "1")
+    (line,), table = run_bench("shared_prompt.py", *argv)
     assert line["row"] == 3
     assert line["ratio"] > 0
     ((gap, bound),) = line["limits"].values()
@@ -130,8 +130,8 @@ def test_shared_prompts_are_measured_and_their_gradients_compared() -> None:
 
 @pytest.mark.slow
 def test_a_padded_batch_trains_the_same() -> None:
-    words = ("--model", "dataset/mini/model", "--data", "dataset/mini/test.parquet", "--rows", "3", "--rounds", "1")
-    (line,), _ = run_bench("padding.py", *words)
+    argv = ("--model", "dataset/mini/model", "--data", "dataset/mini/test.parquet", "--rows", "3", "--rounds", "1")
+    (line,), _ = run_bench("padding.py", *argv)
     assert line["theirs"]["tokens"] > line["ours"]["tokens"]
     assert 0 < line["limits"]["relative difference of the gradients"][0] < 1e-5  # equal if padding were left out
 
@@ -195,12 +195,12 @@ def test_vllms_own_python_is_measured_by_stage(tmp_path: Path) -> None:
 
 
 def test_without_the_model_a_row_is_skipped() -> None:
-    lines, said = run_bench("step.py", "--model", "no/such/folder")
+    lines, output = run_bench("step.py", "--model", "no/such/folder")
     assert lines == []
-    assert "prepare_smollm2" in said
+    assert "prepare_smollm2" in output
 
 
-def test_a_scripted_response_goes_on_where_it_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scripted_response_continues_where_it_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     pipeline = importlib.import_module("pipeline")
     script = pipeline.Script(call=(1, 2, 3), answer=(1, 9))
@@ -220,8 +220,8 @@ def test_a_scripted_response_goes_on_where_it_was_broken_off(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_rollouts_go_on_beside_training() -> None:
-    words = ("--rounds", "1", "--steps", "1", "--token-ms", "1", "--tool-ms", "20")
-    lines, _ = run_bench("pipeline.py", *words)
+    argv = ("--rounds", "1", "--steps", "1", "--token-ms", "1", "--tool-ms", "20")
+    lines, _ = run_bench("pipeline.py", *argv)
     assert [line["row"] for line in lines] == [14, 14, 14]
     lags = [line["limits"]["versions behind"] for line in lines]
     assert [bound for _, bound in lags] == [1.0, 1.0, 4.0] and all(1 <= lag <= bound for lag, bound in lags)
@@ -271,13 +271,13 @@ def test_final_rewards_are_compared_in_pairs(tmp_path: Path) -> None:
         write_run(folder, 1, seed, before=1.0, halfway=1.5, after=2.5 - shortfall)
     write_run(folder, 0, 3, before=1.0, halfway=2.0, after=2.5)
     write_run(folder, 1, 3, finished=False, before=1.0, halfway=1.0, after=-3.0)
-    (line,), told = run_bench("convergence.py", str(folder))
+    (line,), output = run_bench("convergence.py", str(folder))
     # of 0, 0.1 and 0.2: mean 0.1, standard error 0.1 / sqrt(3), the t of two degrees of freedom 4.3027
     assert line["ratio"] == pytest.approx(0.1)
     assert "3 pairs, 95 % t interval -0.148 to +0.348" in line["note"]
     assert line["met"]
     assert line["theirs"] == pytest.approx({"final reward": 2.5, "s a step": 2.0})
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in told.splitlines() if row.startswith("|")]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in output.splitlines() if row.startswith("|")]
     ours, theirs = ([row for row in rows if row[0] == k] for k in "10")
     assert ours[0][2:] == ["1.00 (0 s)", "1.50 (20 s)", "2.40 (40 s)"]
     assert theirs[0][1] == "0 1 2 3"
@@ -317,8 +317,8 @@ TRAINS_AT_ONCE = f"""#!{sys.executable}
 import json, os, pathlib, sys
 if "verl.trainer.main_ppo" not in sys.argv:
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
-words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-run = pathlib.Path(words["trainer.default_local_dir"], words["trainer.experiment_name"])
+overrides = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+run = pathlib.Path(overrides["trainer.default_local_dir"], overrides["trainer.experiment_name"])
 run.mkdir()  # fails where an unfinished run was left
 if os.environ.get("FAILS") == run.name:
     sys.exit("out of order")
@@ -328,7 +328,7 @@ rows = [{{"step": step, "time": step, "time/step_s": 1, "val/test/total": 2}} fo
 
 
 @pytest.mark.long
-def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_measurement_resumes(tmp_path: Path) -> None:
     python = tmp_path / "bin/python3"
     python.parent.mkdir()
     python.write_text(TRAINS_AT_ONCE)
@@ -376,7 +376,7 @@ def soak_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def soaked_run(soak: Any, folder: Path, dropped: frozenset[tuple[str, int]] = frozenset(), **memory: float) -> Any:
-    """What `grown` says of 300 steps at which all is flat, but a rank's memory at the steps named s<step>."""
+    """What `grown` finds in 300 steps at which all is flat, but a rank's memory at the steps named s<step>."""
     (folder / "run").mkdir(exist_ok=True)
     rows = [{"step": step, "time/step_s": 1.0, "reward/infrastructure_faults": 0.0} for step in range(1, 301)]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -420,7 +420,7 @@ def test_a_figure_that_rises_from_nothing_or_is_no_number_meets_nothing(
     assert not no_number["met"] and no_number["figures"][name]["growth"] is None
 
 
-def test_a_soak_kills_processes_of_all_kinds_unless_it_is_told_which(
+def test_a_soak_kills_processes_of_all_kinds_or_of_the_given_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     soak, kills = soak_module(monkeypatch), []
@@ -432,7 +432,7 @@ def test_a_soak_kills_processes_of_all_kinds_unless_it_is_told_which(
 
     monkeypatch.setattr(soak, "grow", grow)
     monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
-    for words in ([], ["--kill", "env,scorer"], ["--kill", ""]):
-        monkeypatch.setattr(sys, "argv", ["soak.py", "grow", *words])
+    for argv in ([], ["--kill", "env,scorer"], ["--kill", ""]):
+        monkeypatch.setattr(sys, "argv", ["soak.py", "grow", *argv])
         assert soak.main() == 0
     assert kills == [["scorer", "sandbox", "engine", "env"], ["env", "scorer"], []]

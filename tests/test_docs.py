@@ -1,7 +1,7 @@
 """The documentation works: every fenced block of README and docs runs, or has its settings resolved; every setting,
 page and message that they name exists; and the text is easy to read.
 
-A comment before a block says more about it:
+A comment before a block has more about it:
 
     <!-- file: NAME -->      the block is a file, which later blocks of the quickstarts use
     <!-- needs: WHAT -->     it needs a GPU, a cluster, a network, a service ..: its settings and imports are checked
@@ -31,20 +31,22 @@ from bench.gpu.measurements import SESSIONS, measured
 from scripts import check_prose, pages
 from tests.conftest import ROOT
 from tests.support.metric_names import known as is_metric
-from verl.cli import COMMANDS
-from verl.config.commands import CHAT, EVAL, GENERATE, LAB, PLAN, PROBE, SFT, TRAIN, Command
+from toolrl.cli import COMMANDS
+from toolrl.commands import CHAT, EVAL, GENERATE, LAB, PLAN, PROBE
+from verl.config.commands import SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config
-from verl.config.verl_keys import vocabulary
 from verl.data.tasks import TaskSet, to_task
 from verl.envs.registry import ENVS
-from verl.envs.tools.build import TOOLS
 from verl.errors import ConfigError
 from verl.formats.base import TOOL_CALL_FORMATS
+from verl.host.packages import OURS
+from verl.plugins import TOOLS
 from verl.registry import resolve
 from verl.tracking.names import METRICS
-from verl.tracking.verl_names import ABSENT, COMPUTED, EQUAL, RENAMED
 from verl.types import Message, ToolCall
 from verl.utils.reward_score.base import REWARDS
+from verl.verl_compat.metric_names import ABSENT, COMPUTED, EQUAL, RENAMED
+from verl.verl_compat.verl_keys import vocabulary
 
 PAGES = check_prose.pages()
 QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
@@ -101,10 +103,10 @@ class Block:
         commands = []
         for line in re.sub(r"\\\n", " ", self.code).splitlines():
             for command in re.split(r"\s&&\s", line):
-                words = shlex.split(command, comments=True)
-                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                    words = words[1:]
-                commands += [words] if words else []
+                argv = shlex.split(command, comments=True)
+                while argv and re.fullmatch(r"[A-Z_]+=.*", argv[0]):
+                    argv = argv[1:]
+                commands += [argv] if argv else []
         return commands
 
 
@@ -138,13 +140,13 @@ def checked(block: Block) -> None:
 
 
 def check_shell(block: Block) -> None:
-    for words in block.commands():
-        check_command(words, block.mark)
+    for argv in block.commands():
+        check_command(argv, block.mark)
 
 
-def check_command(words: Sequence[str], mark: str) -> None:
+def check_command(argv: Sequence[str], mark: str) -> None:
     """Raises ConfigError for an unknown command, script, option or setting."""
-    name, *rest = words
+    name, *rest = argv
     if name == "toolrl":
         check_toolrl(*rest)
     elif name in ("bash", "source"):
@@ -200,8 +202,8 @@ def check_script(path: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{path}: its settings are not checked: {settings}")
 
 
-def check_python(words: Sequence[str]) -> None:
-    path, *arguments = words
+def check_python(argv: Sequence[str]) -> None:
+    path, *arguments = argv
     if path == "-m":
         if arguments[0] not in ("build", "toolrl"):
             raise ConfigError(f"docs name toolrl's commands, not the module {arguments[0]}")
@@ -217,9 +219,9 @@ def check_python(words: Sequence[str]) -> None:
             raise ConfigError(f"{path} has no option {option}")
 
 
-def check_pytest(words: Sequence[str]) -> None:
+def check_pytest(argv: Sequence[str]) -> None:
     declared = (ROOT / "pyproject.toml").read_text() + (ROOT / "tests" / "chaos" / "results.py").read_text()
-    for before, word in zip(["", *words], words, strict=False):
+    for before, word in zip(["", *argv], argv, strict=False):
         if before == "-m" and f'"{word}: ' not in declared:
             raise ConfigError(f"there is no marker {word}")
         if word.startswith("--") and f'"{word}"' not in declared:
@@ -289,11 +291,11 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(words: Sequence[str], folder: Path) -> str:
+def run(argv: Sequence[str], folder: Path) -> str:
     """The output of a command of the docs, which must succeed."""
-    command = {"toolrl": ["-m", "toolrl"], "python": []}[words[0]]
+    command = {"toolrl": ["-m", "toolrl"], "python": []}[argv[0]]
     done = subprocess.run(
-        [sys.executable, *command, *words[1:]],
+        [sys.executable, *command, *argv[1:]],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -317,41 +319,41 @@ def test_python_runs(block: Block, desk: Path) -> None:
 
 def commands_with(prefixes: Sequence[str]) -> list[Any]:
     return [
-        pytest.param(words, id=f"{block}-{' '.join(words[:2])}")
+        pytest.param(argv, id=f"{block}-{' '.join(argv[:2])}")
         for block in all_blocks()
         if block.language == "bash" and block.mark == ""
-        for words in block.commands()
-        if any(" ".join(words).startswith(each) for each in prefixes)
+        for argv in block.commands()
+        if any(" ".join(argv).startswith(each) for each in prefixes)
     ]
 
 
-def at_desk(words: Sequence[str], desk: Path) -> list[str]:
-    return [str(ROOT / each) if (ROOT / each).is_file() else each for each in words]
+def at_desk(argv: Sequence[str], desk: Path) -> list[str]:
+    return [str(ROOT / each) if (ROOT / each).is_file() else each for each in argv]
 
 
-@pytest.mark.parametrize("words", commands_with(FAST))
-def test_a_quick_command_runs(words: list[str], desk: Path) -> None:
-    run(at_desk(words, desk), desk)
+@pytest.mark.parametrize("argv", commands_with(FAST))
+def test_a_quick_command_runs(argv: list[str], desk: Path) -> None:
+    run(at_desk(argv, desk), desk)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", commands_with(SLOW))
-def test_a_slow_command_runs(words: list[str], desk: Path) -> None:
-    run([*at_desk(words, desk), "rollout.name=hf", "trainer.device=cpu"], desk)
+@pytest.mark.parametrize("argv", commands_with(SLOW))
+def test_a_slow_command_runs(argv: list[str], desk: Path) -> None:
+    run([*at_desk(argv, desk), "rollout.name=hf", "trainer.device=cpu"], desk)
 
 
 def quickstart_commands() -> list[Any]:
     return [
-        pytest.param(words[2:], id=Path(block.page).stem)
+        pytest.param(argv[2:], id=Path(block.page).stem)
         for block in all_blocks()
         if block.page.startswith("docs/quickstart/")
-        for words in (block.commands() if block.language == "bash" else [])
-        if words[:2] == ["toolrl", "train"]
+        for argv in (block.commands() if block.language == "bash" else [])
+        if argv[:2] == ["toolrl", "train"]
     ]
 
 
 @pytest.mark.parametrize("settings", quickstart_commands())
-def test_what_a_quickstart_names_is_there(settings: list[str], desk: Path) -> None:
+def test_files_named_by_a_quickstart_exist(settings: list[str], desk: Path) -> None:
     """Its files exist and its rows are tasks; rewards, tools, formats and environments resolve."""
     config = load_config(settings)
     if "make_rows.py" in quickstart_files() and "calls.jsonl" in str(config.data.train_files):
@@ -382,7 +384,7 @@ def test_a_quickstart_passes_the_preflight_on_the_embedded_model(settings: list[
     run(["toolrl", "preflight", *small, "rollout.name=hf", "trainer.device=cpu"], desk)
 
 
-def test_the_quickstarts_reward_tool_and_format_do_what_the_page_says(desk: Path) -> None:
+def test_the_quickstart_reward_tool_and_format_work_as_documented(desk: Path) -> None:
     made: Callable[[str], Any] = partial(resolve, "object", table={})
     gold = '<think> a </think>\n<tool_call>\n{"name": "f"}\n{"name": "g"}\n</tool_call>'
     turned = '<tool_call>\n{"name": "g"}\n{"name": "f"}\n</tool_call>'
@@ -499,12 +501,7 @@ def is_key(key: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
-def test_settings_named_in_a_text_exist(page: Path) -> None:
-    assert [key for key in sorted(keys_in(page.read_text())) if not is_key(key)] == []
-
-
-def test_a_setting_that_is_not_there_is_found() -> None:
+def test_an_unknown_setting_in_a_text_is_found() -> None:
     assert keys_in("`rollout.nn=3`, `data.max_bad_share`, `trainer.py`, see rollout.foo") == {
         "rollout.nn",
         "data.max_bad_share",
@@ -523,12 +520,7 @@ def unknown_metrics(text: str) -> list[str]:
     return sorted({each for each in METRIC.findall(BLOCK.sub("", text)) if not is_metric(each)} - VERL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
-def test_metrics_named_in_a_text_exist(page: Path) -> None:
-    assert unknown_metrics(page.read_text()) == []
-
-
-def test_a_metric_that_is_not_there_is_found() -> None:
+def test_an_unknown_metric_in_a_text_is_found() -> None:
     assert unknown_metrics("`tools/nothing`, `actor/entropy`, `actor/entropi`") == ["actor/entropi", "tools/nothing"]
 
 
@@ -552,11 +544,6 @@ def broken_links(page: Path) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
-def test_links_lead_somewhere(page: Path) -> None:
-    assert broken_links(page) == []
-
-
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# A b\n[x](b.md) [y](#a-b) [z](#c) [w](a.md#a-b)")
     assert broken_links(tmp_path / "a.md") == ["b.md", "#c"]
@@ -578,7 +565,7 @@ def test_every_recipe_is_in_the_index_of_recipes() -> None:
 def messages() -> set[str]:
     """All texts in the package's code, with `..` for what is filled in."""
     texts = set()
-    for path in (ROOT / "verl").rglob("*.py"):
+    for path in (file for package in OURS for file in package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.add(node.value)
@@ -629,8 +616,8 @@ def test_the_readme_is_short_and_names_the_entry_points() -> None:
         "```mermaid",
     ):
         assert each in text
-    statement = text[text.index(pages.MARK) : text.index(pages.END)]
-    assert statement == pages.MARK + pages.on_a_gpu() and text.index(statement) < text.index("## Train")
+    (part,) = pages.PART.finditer(text)
+    assert part["name"] == "on_a_gpu" and part.end() < text.index("## Train")
 
 
 def gpu_rows() -> list[dict[str, Any]]:
@@ -649,7 +636,7 @@ def gpu_rows() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_pages_say_what_ran_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_state_what_ran_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the results, as far as there are any. Rehearsals are none."""
     monkeypatch.setattr(pages, "ASSET", tmp_path / "gpu.json")
     assert pages.on_a_gpu().startswith("**Not yet run on a GPU**: ")
@@ -679,10 +666,10 @@ def test_the_pages_say_what_ran_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert lines[-1] == "NVIDIA H100 80GB HBM3, torch 2.11.0  "
 
 
-def test_no_other_place_says_that_it_did_not() -> None:
+def test_no_other_page_denies_the_gpu_measurements() -> None:
     negated = r"\b(?:not yet|never|nothing here|no version has|not been)"
     claim = re.compile(rf"{negated} (?:been )?(?:run|ran|tried|verified)\b.{{0,12}}GPU", re.IGNORECASE)
-    code = (each for folder in ("verl", "bench", "scripts") for each in (ROOT / folder).rglob("*.py"))
+    code = (each for folder in ("verl", "toolrl", "bench", "scripts") for each in (ROOT / folder).rglob("*.py"))
     files = [*PAGES, ROOT / "tests/test_gpu.py", *code]
     found = {str(each.relative_to(ROOT)) for each in files if claim.search(" ".join(each.read_text().split()))}
     assert found <= {"README.md", "scripts/pages.py"}
@@ -709,14 +696,9 @@ def test_the_curve_is_drawn_from_the_committed_metrics(tmp_path: Path) -> None:
     assert drawn == there != []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
-def test_the_text_is_easy_to_read(page: Path) -> None:
-    assert check_prose.problems(page) == []
-
-
 def test_long_sentences_and_cells_are_found() -> None:
-    words = "word " * 50
-    prose = check_prose.read_prose(f"# Head\n\n{words}end. Short one.\n\n- An item\n  goes on.\n\n| {words} | b |\n")
+    filler = "word " * 50
+    prose = check_prose.read_prose(f"# Head\n\n{filler}end. Short one.\n\n- An item\n  goes on.\n\n| {filler} | b |\n")
     assert [len(each) for each in prose.sentences] == [51, 2, 4]
     assert [len(each) for each in prose.cells] == [50, 1]
     assert check_prose.read_prose("```bash\nnot a text\n```\nOne `two three` [four five](x.md).").sentences == (
@@ -733,21 +715,28 @@ def missing_paths(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(each.relative_to(ROOT)) for each in PAGES])
-def test_files_named_in_a_page_exist(page: Path) -> None:
-    assert missing_paths(page.read_text()) == []
+def test_what_a_page_names_exists_and_its_text_is_easy_to_read(page: Path) -> None:
+    text = page.read_text()
+    problems = {
+        "settings": [key for key in sorted(keys_in(text)) if not is_key(key)],
+        "metrics": unknown_metrics(text),
+        "links": broken_links(page),
+        "files": missing_paths(text),
+        "prose": check_prose.problems(page),
+    }
+    assert {what: found for what, found in problems.items() if found} == {}
 
 
 def test_files_named_in_the_architecture_exist() -> None:
-    """They are relative to the package."""
+    """They are relative to the package that they belong to."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     files = re.findall(r"(?<![\w/])([a-z_]+(?:/[\w]+)*\.py)", text)
     assert len(files) > 15
-    assert [each for each in files if not (ROOT / "verl" / each.removeprefix("verl/")).exists()] == [
-        "tests/test_kit.py"
-    ]
+    places = (*OURS, ROOT)
+    assert [each for each in files if not any((place / each).exists() for place in places)] == []
 
 
-def test_a_file_that_is_not_there_is_found() -> None:
+def test_a_missing_file_named_in_a_text_is_found() -> None:
     assert missing_paths("`verl/types.py`, `verl/none.py`. docs/recipes/, scripts/x") == ["scripts/x", "verl/none.py"]
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, need_vllm
-from tests.kit.export.test_export import hub
-from tests.kit.openai_server.test_serve import make_run
 from tests.support.count_lines import count_lines
+from tests.toolrl.serve.export.test_export import hub
+from tests.toolrl.serve.openai_server.test_serve import make_run
+from toolrl.api.run import load_run
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSet
-from verl.kit.api.run import load_run
 from verl.scoring.rewards import build_rewards
 
 FOLDER = ROOT / "examples"
@@ -80,7 +80,7 @@ def test_an_example_resolves(script: Path, desk: Path, monkeypatch: pytest.Monke
         found[name] = load_config(arguments)
         raise Started
 
-    monkeypatch.setattr("verl.kit.api.api.run_command", run_command)
+    monkeypatch.setattr("toolrl.api.api.run_command", run_command)
     with pytest.raises(Started):
         runpy.run_path(script.name, run_name="__main__")
     config = found["train"]

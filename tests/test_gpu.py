@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT
-from tests.support.tiny import run_words, save_tiny_model
-from tests.workers.test_attention import HEADS, PACK, SIZE, random_inputs
+from tests.support.tiny import run_overrides, save_tiny_model
+from tests.verl.workers.test_attention import HEADS, PACK, SIZE, random_inputs
 from verl.tracking.jsonl import read_jsonl
 from verl.transfer.bucket import Receiver, digest, plan
 from verl.transfer.gpu import CudaIpc
@@ -95,15 +95,15 @@ def train(dtype: str, num_gpus: int, more: list[str], tmp_path: Path) -> None:
     """Three steps with vLLM; the canary holds on each."""
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
-    words = [
-        word for word in run_words(save_tiny_model(tmp_path / "model"), tmp_path, "vllm", 3) if "device" not in word
+    overrides = [
+        word for word in run_overrides(save_tiny_model(tmp_path / "model"), tmp_path, "vllm", 3) if "device" not in word
     ]
-    words += [
+    overrides += [
         f"model.compute_dtype={dtype}",
         "rollout.gpu_memory_utilization=0.3",
         *more,
     ]
-    subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *words], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "verl.trainer.main_ppo", *overrides], check=True, cwd=ROOT)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["engine/canary_logprob_diff"] < (0.25 if dtype == "bfloat16" else 1e-2) for row in rows)

@@ -25,16 +25,16 @@ pytestmark = pytest.mark.slow
 def run(*command: object, cwd: Path, **variables: str) -> str:
     """What a command prints; fails with it where the command does."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=kept | variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    arguments = [str(word) for word in command]
+    done = subprocess.run(arguments, cwd=cwd, env=kept | variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def tracked() -> set[str]:
     """The files under verl/ that git knows, the embedded ones at the place where the package has them."""
     need("git")
-    listed = run("git", "ls-files", "verl", "toolrl.py", "dataset/mini", cwd=ROOT).splitlines()
+    listed = run("git", "ls-files", "verl", "toolrl", "dataset/mini", cwd=ROOT).splitlines()
     return {name.replace("dataset/mini", "verl/mini") for name in listed} - {"verl/mini"}
 
 

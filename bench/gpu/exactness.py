@@ -21,8 +21,8 @@ from bench.gpu.measurements import Figures, UnexpectedError
 from bench.gpu.place import Place
 from bench.gpu.trainer import alone, build, is_fused, minibatch, packs_of
 from bench.local import PLAIN_GRPO
+from toolrl.check.plan.cost import pack_of_groups
 from verl.batch.token_batch import TokenBatch
-from verl.kit.plan.cost import pack_of_groups
 from verl.workers.attention import by_segments, packed_attention
 from verl.workers.logprobs import token_logprobs
 from verl.workers.policy_worker import policy_loss

@@ -8,33 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from bench.gpu.place import ROOT, Place
+from bench.shapes import QWEN2_5, qwen2
 
-GIB = 2**30
 SIZE = "1.5B"
-SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key heads, vocabulary
-    "tiny": (128, 128, 2, 4, 2, 8192),  # more than the tokenizer has, as the others
-    "1.5B": (1536, 8960, 28, 12, 2, 151936),
-}
+TINY = (128, 128, 2, 4, 2, 8192)  # more of a vocabulary than the tokenizer has, as the others
 
 
 def shape(place: Place, layers: int | None = None) -> PretrainedConfig:
     """The configuration of the measured model. layers: all of them, or this many"""
-    hidden, intermediate, own, heads, key_heads, vocabulary = SHAPES["tiny" if place.rehearse else SIZE]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers or own,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=32768,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    more = {"max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": 0}
+    hidden, intermediate, own, *rest = TINY if place.rehearse else QWEN2_5[SIZE]
+    config = qwen2(hidden, intermediate, layers or own, *rest, **more)
     config.architectures = ["Qwen2ForCausalLM"]
     return config
 

@@ -13,7 +13,7 @@ from bench.gpu.measurements import FAILED, OK, SKIPPED, Measurement, Row
 from bench.gpu.rows import read_rows
 from bench.gpu.table import latest, markdown
 from verl.errors import DataError
-from verl.system.files import replacing
+from verl.host.files import replacing
 from verl.tracking.jsonl import write_jsonl
 
 NAME, TABLE = "results.jsonl", "table.md"
@@ -60,9 +60,9 @@ class Ledger:
         try:
             write_jsonl(self.path, self.rows)
         except DataError as error:
-            say(f"{error} (the result is kept in memory)")
+            report(f"{error} (the result is kept in memory)")
         self.copy_out()
-        say(described(row))
+        report(described(row))
 
     def copy_out(self) -> None:
         """All lines, those of earlier calls included."""
@@ -90,12 +90,12 @@ class Ledger:
             there = {each.relative_to(self.out) for each in self.out.rglob("*") if each.is_file()}
             room = self._num_files - len(there - {Path(NAME), Path(TABLE), Path(name)})
             if room <= reserved:
-                say(f"{path} is left out: {len(there)} of {self._num_files} files are there already")
+                report(f"{path} is left out: {len(there)} of {self._num_files} files are there already")
                 return
             with replacing(path) as unfinished:
                 unfinished.write_text(text, encoding="utf-8")
         except (DataError, OSError) as error:
-            say(f"{error} (the results are in {self.path})")
+            report(f"{error} (the results are in {self.path})")
 
 
 def described(row: Row) -> str:
@@ -105,12 +105,12 @@ def described(row: Row) -> str:
     return f"{row['name']}: {row['state']}{seconds}{reason}"
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     _print(line, sys.stderr)
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """What nobody reads any more, and a full disk, cost the text and no measurement."""
+    """A closed output and a full disk cost the text and no measurement."""
     with suppress(OSError):
         print(text, file=stream, flush=True)
 

@@ -17,15 +17,16 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.inputs import GIB, once, seconds, shape
+from bench.gpu.inputs import once, seconds, shape
 from bench.gpu.measurements import Figures, UnexpectedError
 from bench.gpu.place import Place
 from bench.gpu.trainer import alone, build, is_fused, kept_bytes, minibatch, packs_of
 from bench.local import PLAIN_GRPO
+from toolrl.check.plan.cost import PassCost, pack_of_groups, policy_pass
 from verl.batch.packed import PackedBatch
-from verl.kit.plan.cost import PassCost, pack_of_groups, policy_pass
 from verl.tracking.flops import peak_flops
 from verl.transfer.bucket import digest
+from verl.units import GIB
 from verl.workers.fsdp_engine import Offload
 from verl.workers.policy_worker import policy_loss
 

@@ -72,8 +72,8 @@ class Runs:
         The median of all steps but the first; of those that are done when the time is over.
         """
         from bench.gpu.inputs import model_folder  # slow imports, torch among them, that `learns` does without
+        from toolrl.check.plan.plan import Lengths, build_plan, find_hardware
         from verl.config.load import load_config
-        from verl.kit.plan.plan import Lengths, build_plan, find_hardware
 
         started = time.perf_counter()
         model, rows = model_folder(self.place), write_rows(self.place)

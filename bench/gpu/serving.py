@@ -16,7 +16,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.gpu.inputs import GIB, model_folder, shape
+from bench.gpu.inputs import model_folder, shape
 from bench.gpu.measurements import Figures, UnexpectedError
 from bench.gpu.place import Place
 from tests.support.weight_sync import sync
@@ -30,9 +30,10 @@ from verl.transfer.bucket import BucketSender, plan
 from verl.transfer.gpu import CudaIpc
 from verl.transfer.shared_memory import SharedMemory
 from verl.types import Completion
+from verl.units import GIB, MIB
 from verl.workers.model import PackedPolicy, hf_named_parameters, load_causal_lm
 
-BUCKET_BYTES = 256 * 2**20
+BUCKET_BYTES = 256 * MIB
 NUM_SEQUENCES = (256, 512, 1024, 2048)
 COMPARED, TOKENS = 4, 32  # responses whose log-probs are compared, and their length
 GAP = {torch.bfloat16: 0.15, torch.float32: 1e-3}  # mean difference of log-probs, nats; at most
@@ -289,7 +290,7 @@ def used_gib() -> float:
         return psutil.virtual_memory().used / GIB
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     try:
-        return float(found.stdout) * 2**20 / GIB
+        return float(found.stdout) * MIB / GIB
     except ValueError:  # "[N/A]" in some virtual machines
         return math.nan
 

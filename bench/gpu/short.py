@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench.gpu.ledger import Ledger, say, seed
+from bench.gpu.ledger import Ledger, report, seed
 from bench.gpu.measurements import FAILED, SESSIONS, SKIPPED, Measurement, Session, measured
 from bench.gpu.process import DiedError, OverrunError, SessionProcess, adopt_orphans, kill_descendants
 from bench.gpu.tree import Tree, carried
 from verl.errors import DataError
-from verl.system.files import replacing
+from verl.host.files import replacing
 
 MARGIN_S = 10.0  # for the last processes to end and the table to be written
 PATIENCE = 4  # a CPU may take this many times as long as a GPU
@@ -102,7 +102,7 @@ class Driver:
                     self._running[1].kill()
                 kill_descendants()  # a signal may have come while packages were compiled
                 self.ledger.write_table([measurement for _, measurement in self._chosen()])
-                self._say_given_up()
+                self._report_given_up()
 
     def _round(self, to_do: Sequence[tuple[Session, Measurement]]) -> list[tuple[Session, Measurement]]:
         """Try each; returns those that were put off.
@@ -201,12 +201,14 @@ class Driver:
         log = self.options.work / "logs" / f"{name}.log"
         return SessionProcess(arguments, self._environment(), log)
 
-    def _say_given_up(self) -> None:
+    def _report_given_up(self) -> None:
         given_up = [
             each for _, each in self._chosen() if self._failures(each) > 1 and not self.ledger.is_done(each.name)
         ]
         if given_up:
-            say(f"not tried again by the next call, unless it names them: {' '.join(each.name for each in given_up)}")
+            report(
+                f"not tried again by the next call, unless it names them: {' '.join(each.name for each in given_up)}"
+            )
 
     def _end_session(self) -> None:
         if self._running:
@@ -233,12 +235,14 @@ class Driver:
         if stage is None:
             return
         if self.options.rehearse and (mib := carried(stage)) > self.options.mib_in:
-            say(f"{stage}: a call brings {self.options.mib_in:g} MiB, not {mib:.0f}: one archive a call (or --mib-in)")
+            report(
+                f"{stage}: a call brings {self.options.mib_in:g} MiB, not {mib:.0f}: one archive a call (or --mib-in)"
+            )
             return
         try:
             self.tree.take_in(stage)
         except DataError as error:
-            say(str(error))
+            report(str(error))
 
     def _environment(self) -> dict[str, str]:
         paths = [ROOT, *self.tree.paths(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -279,7 +283,7 @@ def _first_call(work: Path, started: float) -> float:
         with replacing(path) as unfinished:
             unfinished.write_text(f"{machine} {started}")
     except DataError as error:
-        say(f"{error} (the next call counts from its own start)")
+        report(f"{error} (the next call counts from its own start)")
     return started
 
 
@@ -291,7 +295,7 @@ def _lock(work: Path) -> IO[bytes]:
 
 
 def find_gpu() -> str | None:
-    """The name of the first GPU. Says so if another process uses it."""
+    """The name of the first GPU. Reports if another process uses it."""
     command = ["nvidia-smi", "--query-gpu=name,memory.used", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -299,7 +303,7 @@ def find_gpu() -> str | None:
         return None
     name, _, used = next(iter(found.stdout.splitlines()), "").partition(",")
     if used.strip().isdecimal() and int(used) > _USED_MIB:  # "[N/A]" in some virtual machines
-        say(f"{name}: {int(used):,} MiB are in use already; see nvidia-smi, and end what holds them")
+        report(f"{name}: {int(used):,} MiB are in use already; see nvidia-smi, and end what holds them")
     return name or None
 
 
@@ -356,10 +360,10 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
     options = read_options(argv, sessions)
     device = "cpu, a rehearsal" if options.rehearse else find_gpu()
     if device is None:
-        say("needs an NVIDIA GPU, and nvidia-smi shows none; --rehearse runs on a CPU")
+        report("needs an NVIDIA GPU, and nvidia-smi shows none; --rehearse runs on a CPU")
         return NO_GPU
     if not options.rehearse and (reason := unusable()):
-        say(f"{device} cannot be used by {sys.executable}: {reason}")
+        report(f"{device} cannot be used by {sys.executable}: {reason}")
         return NO_GPU
     try:
         options.work.mkdir(parents=True, exist_ok=True)
@@ -368,13 +372,15 @@ def main(argv: Sequence[str] | None = None, sessions: Sequence[Session] = SESSIO
             seed(options.work, options.done, options.rehearse)
         driver = Driver(options, sessions, device, started)
     except DataError as error:
-        say(str(error))
+        report(str(error))
         return 1
     except BlockingIOError:
-        say(f"{options.work}: another call is running there; wait for its end, or choose another with --work")
+        report(f"{options.work}: another call is running there; wait for its end, or choose another with --work")
         return 1
     except OSError as error:
-        say(f"{options.work}: the work folder cannot be used ({error.strerror or error}); choose another with --work")
+        report(
+            f"{options.work}: the work folder cannot be used ({error.strerror or error}); choose another with --work"
+        )
         return 1
     with lock:
         return _run(driver)
@@ -389,10 +395,10 @@ def _run(driver: Driver) -> int:
     try:
         driver.run()
     except Stopped as error:
-        say(f"ended by {error}; the next call goes on")
+        report(f"ended by {error}; the next call goes on")
         return 1
     if driver.time_left <= 0:
-        say("the time of the call or of the budget is used up")
+        report("the time of the call or of the budget is used up")
         return SPENT
     return 1 if driver.ledger.has_failures() else 0
 

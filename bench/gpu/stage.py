@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.gpu.fatbin import blank
-from verl.system.files import replacing
+from verl.host.files import replacing
 
 MIB = 2**20
 SUMS = "SUMS"

@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:
 from bench.gpu.measurements import OK, Row
 from bench.gpu.rows import read_rows
 from verl.errors import DataError
-from verl.system.files import replacing
+from verl.host.files import replacing
 
 ASSET = ROOT / "docs/assets/gpu.json"
 

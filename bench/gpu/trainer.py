@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from bench.gpu.place import Place
 from bench.local import PLAIN_GRPO, made_up_groups, minibatch_of
-from verl.batch.experience import with_loss_weights, with_metric_weights
+from verl.batch.experience import policy_minibatch
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import make_units, pack
 from verl.batch.token_batch import TokenBatch
@@ -73,7 +73,7 @@ def minibatch(place: Place, groups: int, vocabulary: int) -> TokenBatch:
     """Groups of random tokens with advantages and weights, and without old log-probs: they are the current ones."""
     prompt, response, responses = place.lengths
     batch = minibatch_of(made_up_groups([(prompt, response)] * groups, responses, vocabulary))
-    return with_metric_weights(with_loss_weights(batch, PLAIN_GRPO.aggregation))
+    return policy_minibatch(batch, PLAIN_GRPO)
 
 
 def packs_of(batch: TokenBatch, shared: bool = True) -> list[PackedBatch]:

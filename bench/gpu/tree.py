@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl.errors import DataError
-from verl.system.files import replacing
+from verl.host.files import replacing
 
 SUMS = "SUMS"
 MIB = 2**20

@@ -23,9 +23,9 @@ from rich.table import Table
 from verl.data.rows import RowStore, encoded, read_rows
 from verl.data.tasks import to_task
 from verl.errors import DataError, VerlError
-from verl.kit.sft.demonstrations import to_demonstration
-from verl.system.exits import write_error
-from verl.system.files import ending_in, replacing
+from verl.host.exits import write_error
+from verl.host.files import ending_in, replacing
+from verl.sft.demonstrations import to_demonstration
 
 Row = dict[str, Any]
 Convert = Callable[[Any, argparse.Namespace], Iterable[Row]]  # one published row -> the resulting rows

@@ -39,20 +39,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.mutants import COMPILED, Baseline, Trial, measure_baseline, try_mutations
 from scripts.data.mutations import InjectedBug, differs, mutations
 from scripts.data.validation import Journal, diff, validate_row
+from toolrl.swe.local import LocalRuntimes
+from toolrl.swe.runtime import Runtimes
+from toolrl.swe.tasks import Repository, SweTask
 from verl.errors import ConfigError, VerlError
-from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import Runtimes
-from verl.kit.swe.tasks import Repository, SweTask
-from verl.system.exits import write_error
-from verl.system.files import ending_in, replacing
+from verl.host.exits import write_error
+from verl.host.files import ending_in, replacing
 
 BATCH = 8  # mutations that a worker tries before it validates what it found
-DOCUMENTED = """`{function}` in `{path}` does not do what its documentation says:
+DOCUMENTED = """`{function}` in `{path}` does not do what its documentation states:
 
 {docstring}
 
 """
-SYMPTOM = """{count} that passed before {verb} now. One of them, `{test}`, says:
+SYMPTOM = """{count} that passed before {verb} now. One of them, `{test}`, prints:
 
     {error}
 
@@ -109,7 +109,7 @@ def fetch(package: str, folder: Path) -> Path:
 
 
 def row_of(base: Baseline, candidate: Candidate, trial: Trial, environment: str) -> dict[str, Any]:
-    """The row of a task (verl/kit/swe/tasks.py)."""
+    """The row of a task (toolrl/swe/tasks.py)."""
     mutation, path = candidate.mutation, candidate.path
     before, after = {path: candidate.before}, {path: mutation.source}
     others = [[test for test in tests if test not in trial.failing] for tests in (base.of_file(path), base.passing)]
@@ -129,7 +129,7 @@ def row_of(base: Baseline, candidate: Candidate, trial: Trial, environment: str)
 
 
 def statement(candidate: Candidate, trial: Trial) -> str:
-    """What the policy reads: the documentation, and what a test says."""
+    """What the policy reads: the documentation, and the error of a test."""
     mutation, text, failing = candidate.mutation, "", trial.failing
     if mutation.docstring:
         lines = mutation.docstring.split("\n\n")[0].splitlines()

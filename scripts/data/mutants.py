@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.data.mutations import InjectedBug
+from toolrl.swe.runtime import TESTBED, CommandFailedError, Runtime, checked
 from verl.errors import ConfigError
-from verl.kit.swe.runtime import TESTBED, CommandFailedError, Runtime, checked
 
 COMPILED = "/tmp/compiled"  # in every runtime
 START_S = 3.0  # of pytest, beyond the tests

@@ -27,8 +27,8 @@ from verl.data.tasks import to_task
 from verl.embedded import embedded_path
 from verl.errors import VerlError
 from verl.formats.toolrl_text import parse_calls
-from verl.system.exits import write_error
-from verl.system.files import ending_in, replacing
+from verl.host.exits import write_error
+from verl.host.files import ending_in, replacing
 from verl.types import Task
 
 _TOOL = re.compile(r"^\d+\. Name: (.*)\nDescription: (.*)\nParameters: (.*)$", re.MULTILINE)

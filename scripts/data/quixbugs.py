@@ -5,7 +5,7 @@
         --environment dataset/swe/environments/pytest --validate
 
 An input row has `task_id`, `files` (the faulty program), `fix`, `tests`, `fail_to_pass` and `pass_to_pass`. The output
-has a row of `verl.kit.swe.tasks` per program, and folders with the repositories beside it. --validate scores each
+has a row of `toolrl.swe.tasks` per program, and folders with the repositories beside it. --validate scores each
 task's gold patch (must be 1), a patch that leaves the bug, both twice, and an idle session (must be 0); a task
 that fails is dropped. Every model knows these programs: they are smoke data, not a benchmark.
 """
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 from scripts.data.validation import Journal, Validation, diff, validate_all, write_files
 from verl.data.rows import read_rows
 from verl.errors import DataError, VerlError
-from verl.system.exits import write_error
-from verl.system.files import ending_in, replacing
+from verl.host.exits import write_error
+from verl.host.files import ending_in, replacing
 
 STATEMENT = """`{path}` contains a bug on a single line: it gives wrong results, raises, or does not end. \
 The text at the end of the file describes what it should do. Find the bug and fix it. Do not change the signature."""

@@ -7,7 +7,7 @@ A calculation annotated as <<48/2=24>> is replaced by code and its Python output
     Natalia sold 48/2 = <code>print(48/2)</code> <interpreter>24.0</interpreter> 24 clips in May.
 
 (with the fence and the line breaks of ReTool's rollouts). Interpreter output is masked in training
-(verl/kit/sft/demonstrations.py).
+(verl/sft/demonstrations.py).
 Dropped are solutions without annotations, with annotations that differ from Python's result, or without a result equal
 to the answer. ReTool's own data was rewritten by a language model; this conversion is rule-based.
 
@@ -28,9 +28,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
 from scripts.data.common import DEMONSTRATIONS, Row, parser, run, text
+from toolrl.reward_score.math import math_correct
 from verl.errors import ConfigError, DataError
 from verl.formats.prompt import PromptTemplate, load_template
-from verl.utils.reward_score.math import math_correct
 
 _NOTE = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 _STEP = "\n<code>\n```python\nprint({code})\n```\n</code>\n<interpreter>\n{output}</interpreter>\n\n"

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that 
 
 from scripts.data.common import DEMONSTRATIONS, TASKS, Row, parser, run, task, text
 from scripts.data.tool_n1 import instruction
+from toolrl.papers.rewards.tool_n1 import json_value, read_calls
+from toolrl.reward_score.answers import last_block
 from verl.errors import DataError
 from verl.formats.toolrl_text import THINK, THINK_END, TOOL_CALL, TOOL_CALL_END
-from verl.kit.papers.rewards.tool_n1 import json_value, read_calls
-from verl.utils.reward_score.answers import last_block
 
 _TOOLS, _TOOLS_END = "<tools>", "</tools>"
 _NO_REASON = str(Path(__file__).with_name("tool_n1_no_reason.txt"))

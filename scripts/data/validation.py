@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import Runtimes, TaskFaultError
-from verl.kit.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
-from verl.kit.swe.tasks import SweTask, read_swe_task
+from toolrl.swe.local import LocalRuntimes
+from toolrl.swe.runtime import Runtimes, TaskFaultError
+from toolrl.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_patch
+from toolrl.swe.tasks import SweTask, read_swe_task
 
 RUNS = 2  # of each: a flaky test shows a difference
 REPORTED = (PatchOutcome.RESOLVED, PatchOutcome.UNRESOLVED)  # with an outcome for each test

@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.raw.decision import Instruction, to_response, to_tool
 from scripts.raw.rlla import ListedTool, dialogue, observation
-from verl.data.python_calls import looks_like_calls, parse_calls
+from toolrl.layouts.python_calls import looks_like_calls, parse_calls
 from verl.errors import DataError
 
 

@@ -2,7 +2,7 @@
 
     python scripts/swe/make_mini.py --out FOLDER --environment FOLDER [--seed 0]
 
-Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (rows of `verl.kit.swe.tasks`), and a repository
+Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (rows of `toolrl.swe.tasks`), and a repository
 of one file per task in `repositories`. Names and constants vary. No program of test.jsonl occurs elsewhere. A third of
 the demonstrations fix the bug; the others leave the line as it is, make another mistake, or edit another line.
 """
@@ -22,9 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
 from scripts.data.validation import diff, write_files
+from toolrl.envs.swe.env import PROMPTS, TOOLS
 from verl.formats.prompt import load_template
 from verl.formats.toolrl import ToolRlFormat
-from verl.kit.swe.env import PROMPTS, TOOLS
 from verl.types import Message, ToolCall
 
 COUNTS = {"test": 100, "train": 400, "demonstrations": 9600}

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
+from toolrl.swe.local import ENVIRONMENT
 from verl.errors import ConfigError, VerlError
-from verl.kit.swe.local import ENVIRONMENT
-from verl.system.exits import write_error
+from verl.host.exits import write_error
 
 # Runtimes cannot write into the environment. A file that cannot be compiled is of no interest.
 COMPILE = "import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=2)"

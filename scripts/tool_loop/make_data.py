@@ -13,7 +13,12 @@ import json
 import random
 from pathlib import Path
 
-FORMS = ("What is {a} times {b}?", "Compute {a} * {b}.", "I want to know {a} times {b}.", "Tell me {a} * {b}.")
+FORMS = (
+    "What is {a} times {b}?",
+    "Compute {a} * {b}.",
+    "I want to know {a} times {b}.",
+    "Tell me {a} * {b}.",  # words: allowed
+)
 LOWEST, HIGHEST = 100, 999
 COUNTS = {"demonstrations": 6400, "train": 2000, "test": 100}
 TOOL_SHARE = 0.3

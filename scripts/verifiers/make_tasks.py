@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
 
+from toolrl.envs.verifiers.env import FIELD, VerifiersFactory
+from toolrl.envs.verifiers.process import list_tasks
 from verl.errors import DataError, VerlError
-from verl.kit.verifiers.env import FIELD, VerifiersFactory
-from verl.kit.verifiers.process import list_tasks
 from verl.registry import option
 
 

@@ -1,7 +1,7 @@
 """The list of the chaos suite: which process gets which signal at which point of a run, and what has to come of it.
 
-A case breaks a run of three steps in its second one. What is expected is the same for every point unless the case says
-otherwise (`EXPECTED`); faults of the machine, which are no signals, are listed at the end and written out in faults.py.
+A case breaks a run of three steps in its second one. What is expected is the same for every point, with the
+exceptions in `EXPECTED`; faults of the machine, no signals, are listed at the end and written out in faults.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POINTS = (
     "tool call",  # an environment or a tool is answering
     "score",  # a response is being scored
     "update",  # the ranks are about to learn; engines, scorers and sandboxes are idle
-    "weight sync",  # the engines have begun to take new weights
+    "weight sync",  # the engines have started to take new weights
     "canary",  # they have them, and the probe is about to be generated
     "checkpoint write",  # the ranks have written their parts
     "manifest rename",  # all is written, nothing renamed yet
@@ -76,15 +76,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = (self.target, self.signal, self.point, self.setup)
-        return "-".join(word.replace(" ", "_") for word in words)
+        parts = (self.target, self.signal, self.point, self.setup)
+        return "-".join(word.replace(" ", "_") for word in parts)
 
     @property
     def expected(self) -> End:
         if self.end is not None:
             return self.end
         if self.target == "controller":
-            if self.signal == "STOP":  # it goes on where it was: nobody's deadline may count the time
+            if self.signal == "STOP":  # it goes on where it was: no deadline may count the time
                 return End.UNHARMED
             return End.KILLED if self.signal == "KILL" else End.TERMINATED
         return End.UNHARMED if self.point == "shutdown" else EXPECTED[self.target]
@@ -169,8 +169,13 @@ CASES = (
     Case("raylet", "STOP", "rollout", end=End.UNHARMED),  # not needed in three steps: the end alone waits for it
 )
 
+_FULL = "a line with the path, exit code 2; nothing is damaged, with space it goes on bit-equal"
+_WHOLE = "no output is damaged; the same command completes as if unbroken"
 FAULTS: Mapping[str, str] = {  # function of faults.py -> what has to come of it
     "disk_full": "reported with the hint, earlier checkpoints whole; with space it goes on",
+    "log_full": _FULL,
+    "crash_report_full": "exit code 1 with the cause and the path of the report that is missing; goes on bit-equal",
+    "network_before_a_server": "ends well; lost responses are counted, none is a zero; the server is named",
     "output_read_only": "refused in a line",
     "tmpdir_full": "goes on, or is reported with the folder; with space it goes on",
     "small_shm": "ends well, bit-equal",
@@ -191,4 +196,25 @@ FAULTS: Mapping[str, str] = {  # function of faults.py -> what has to come of it
     "two_runs_two_folders": "both end well, bit-equal",
     "interrupted_twice": "exit 130, nothing left; goes on bit-equal",
     "terminated_with_checkpoint": "exit 143 with a checkpoint of the step that was done; goes on bit-equal",
+    "parquet_damaged": "refused in a line with the file, within 3 s",
+    "metrics_full": _FULL,
+    "transcripts_full": _FULL,
+    "validation_full": _FULL,
+    "samples_full": _FULL,
+    "tensorboard_full": _FULL,
+    "checkpoints_full": _FULL,
+    "records_full": _FULL,
+    "export_killed": _WHOLE,
+    "report_killed": _WHOLE,
+    "generate_killed": _WHOLE,
+    "eval_killed": _WHOLE,
+    "sft_killed": _WHOLE,
+    "train_killed": _WHOLE,
+    "export_full": _FULL,
+    "report_full": _FULL,
+    "generate_full": _FULL,
+    "eval_full": _FULL,
+    "sft_full": _FULL,
+    "fewer_ranks": "goes on with one rank of two, every step once",
+    "more_ranks": "goes on with two ranks after one, every step once",
 }

@@ -28,7 +28,7 @@ from tests.chaos.parts import points
 from tests.chaos.place import GONE_S, Place
 from tests.conftest import ROOT
 from tests.support.service import free_port, wait_for
-from tests.support.tiny import run_words, save_tiny_model
+from tests.support.tiny import run_overrides, save_tiny_model
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 
 STEPS = 3
@@ -36,10 +36,10 @@ BROKEN_STEP = 2
 PROMPTS, RESPONSES = 4, 2  # of a step
 STOPPED_S = 60.0
 HEALTH_S = 30.0  # trainer.health_timeout_s
-REPORT_S = HEALTH_S + 10.0  # Ray takes some 5 s to tell of a process that was killed
+REPORT_S = HEALTH_S + 10.0  # Ray takes some 5 s to report a process that was killed
 MAX_LINES = 25
-START_S = 240.0  # until a run is where it is to be broken
-RUN_S = 300.0  # for a run from start to end
+START_S = 400.0  # until a run is where it is to be broken
+RUN_S = 500.0  # for a run from start to end
 TRACEBACK = "Traceback (most recent call last)"
 
 SETUPS: Mapping[str, Sequence[str]] = {
@@ -91,7 +91,7 @@ class Ended:
         return "\n".join(line for _, line in self.lines)
 
     @property
-    def said(self) -> list[str]:
+    def printed(self) -> list[str]:
         """Without empty lines."""
         return [line for _, line in self.lines if line.strip()]
 
@@ -157,12 +157,12 @@ class Running:
         """Until something is there. The run must not end before."""
         deadline = time.monotonic() + limit_s
         while not there():
-            assert self.process.poll() is None, f"the run ended with {self.process.returncode} before:\n{self.said}"
-            assert time.monotonic() < deadline, f"not there after {limit_s:g} s:\n{self.said}"
+            assert self.process.poll() is None, f"the run ended with {self.process.returncode} before:\n{self.printed}"
+            assert time.monotonic() < deadline, f"not there after {limit_s:g} s:\n{self.printed}"
             time.sleep(0.02)
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return "\n".join(line for _, line in self._lines[-40:])
 
     def strike(self, pids: Sequence[int], name: str) -> None:
@@ -224,12 +224,12 @@ class Lab:
                 write_jsonl(self.train, _rows(64))
                 write_jsonl(self.val, _rows(4))
 
-    def words(self, setup: str, out: Path, urls: Sequence[str] = (), *more: str) -> list[str]:
+    def overrides(self, setup: str, out: Path, urls: Sequence[str] = (), *more: str) -> list[str]:
         """Of the training command."""
         remote = [f"env.options={{urls: [{', '.join(urls)}]}}"] if urls else []
         turns = ["env.max_turn_tokens=16"] if setup in ("tools", "env") else []
         return [
-            *run_words(self.model, out, "hf", STEPS),
+            *run_overrides(self.model, out, "hf", STEPS),
             *SETUPS[setup],
             *remote,
             *turns,
@@ -253,11 +253,11 @@ class Lab:
             if not (folder / "console.txt").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 with place() as where, servers(setup) as urls:
-                    ended = self.start(where, self.words(setup, folder, urls)).ended()
+                    ended = self.start(where, self.overrides(setup, folder, urls)).ended()
                 assert ended.code == 0, f"the unbroken run failed:\n{ended.text}"
-                (folder / "console.txt").write_text("\n".join(ended.said))
-        said = (folder / "console.txt").read_text().splitlines()
-        return Baseline(folder, metrics(folder), weights(folder), len(said))
+                (folder / "console.txt").write_text("\n".join(ended.printed))
+        lines = (folder / "console.txt").read_text().splitlines()
+        return Baseline(folder, metrics(folder), weights(folder), len(lines))
 
     @contextmanager
     def _alone(self, setup: str = "inputs") -> Iterator[None]:
@@ -267,11 +267,18 @@ class Lab:
             yield
 
     def start(
-        self, where: Place, words: Sequence[str], point: str = "", environment: Mapping[str, str] | None = None
+        self,
+        where: Place,
+        overrides: Sequence[str],
+        point: str = "",
+        environment: Mapping[str, str] | None = None,
+        to: Path | None = None,
     ) -> Running:
-        """The training command, to stand still at `point` where one is named."""
+        """The training command, to stand still at `point` where one is named. to: a file for its standard output"""
         stop = {"CHAOS_POINT": point, "CHAOS_STEP": str(BROKEN_STEP)} if point else {}
-        command = [sys.executable, "-m", "tests.chaos.run", *words]
+        command = [sys.executable, "-m", "tests.chaos.run", *overrides]
+        if to is not None:
+            command = ["sh", "-c", 'exec "$@" >> "$0"', str(to), *command]
         return Running(where, command, {**stop, **(environment or {})}, where.tmp.with_suffix(".talk"))
 
 
@@ -305,7 +312,7 @@ def servers(setup: str) -> Iterator[list[str]]:
     try:
         for _ in range(2 if setup == "env" else 0):
             port = free_port()
-            command = [sys.executable, "-m", "verl.kit.openenv.server", "--env", "tests.chaos.parts:LookEnv"]
+            command = [sys.executable, "-m", "toolrl.envs.openenv.server", "--env", "tests.chaos.parts:LookEnv"]
             # no process of the run: it has neither the mark nor the temporary folder of the place
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             started.append(subprocess.Popen([*command, "--port", str(port)], cwd=ROOT, env=environment))
@@ -330,13 +337,13 @@ def server_pids(urls: Sequence[str]) -> list[int]:
 
 
 def run_case(lab: Lab, case: Case) -> Result:
-    """Break a run as the case says, and check everything."""
+    """Break a run as the case demands, and check everything."""
     result, unbroken = Result(), lab.baseline(case.setup)
     with place() as where, servers(case.setup) as urls:
         out = where.tmp.with_suffix(".out")
         try:
-            words = lab.words(case.setup, out, urls)
-            running = lab.start(where, words, case.point)
+            overrides = lab.overrides(case.setup, out, urls)
+            running = lab.start(where, overrides, case.point)
             pids = {**running.reached(), "environment server": server_pids(urls)}[case.target]
             assert pids, f"there is no {case.target} at this point"
             running.strike(pids, case.signal)
@@ -348,7 +355,7 @@ def run_case(lab: Lab, case: Case) -> Result:
             if case.expected in (End.KILLED, End.FAILED, End.TERMINATED) or ended.code != 0:
                 saved = newest(out)
                 result.facts["resumed_from"] = saved
-                check_resumed(result, lab, where, words, saved, out)
+                check_resumed(result, lab, where, overrides, saved, out)
             check_outcome(result, case, out, unbroken)
             if result.problems:
                 (lab.folder / f"{case.name}.txt").write_text(ended.text)
@@ -364,8 +371,8 @@ def check_end(result: Result, case: Case, ended: Ended, unbroken: Baseline) -> N
     result.facts["reported_s"] = None if reported is None else round(reported, 1)
     result.need(ended.code == case.exit_code, f"exit {ended.code}, not {case.exit_code}: {_tail(ended)}")
     result.need(TRACEBACK not in ended.text, "a traceback on the console")
-    if case.exit_code == 0:  # it also says what every run says
-        more = len(ended.said) - unbroken.lines
+    if case.exit_code == 0:  # it also prints what every run prints
+        more = len(ended.printed) - unbroken.lines
         result.need(more <= MAX_LINES, f"{more} lines more than a run that nothing breaks")
     else:
         result.need(len(ended.after) <= MAX_LINES, f"{len(ended.after)} lines after the crash")
@@ -376,11 +383,11 @@ def check_end(result: Result, case: Case, ended: Ended, unbroken: Baseline) -> N
     result.need(not late, f"reported after {reported} s, more than {REPORT_S:g} s")
 
 
-def check_resumed(result: Result, lab: Lab, where: Place, words: Sequence[str], saved: int, out: Path) -> None:
+def check_resumed(result: Result, lab: Lab, where: Place, overrides: Sequence[str], saved: int, out: Path) -> None:
     """The same command again ends well, from the newest whole checkpoint."""
     kept = out / "run" / "checkpoints" / f"step-{saved:06d}" / "manifest.json"
     before = kept.stat().st_mtime_ns if saved else 0
-    again = lab.start(where, words).ended()
+    again = lab.start(where, overrides).ended()
     result.need(again.code == 0, f"started again it ended with {again.code}: {_tail(again)}")
     result.need(not saved or kept.stat().st_mtime_ns == before, f"step {saved} was trained again")
     result.need(not (left := where.leftovers()), f"left when started again: {'; '.join(left[:6])}")
@@ -426,8 +433,11 @@ def uncounted(out: Path) -> list[str]:
 
 
 def _response(row: Mapping[str, Any]) -> str:
-    """What the policy wrote last."""
-    return str([message["content"] for message in row["responses"] if message["role"] == "assistant"][-1])
+    """What the reward reads: all messages up to the policy's last one."""
+    messages = list(row["responses"])
+    while messages[-1]["role"] != "assistant":
+        messages.pop()
+    return "\n".join(message["content"] for message in messages)
 
 
 def differing(rows: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> str:

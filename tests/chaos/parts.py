@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from verl.envs.base import Observation, StepResult
-from verl.formats.base import Calls, Parsed
+from verl.formats.base import Calls, Final, Parsed
 from verl.types import Message, Task, ToolCall, ToolSpec, ToolStatus, ToolUse
 
 SCORING_S = 0.05  # long enough to be met at it
@@ -43,6 +43,8 @@ class AlwaysCalls:
         return _PAUSES
 
     def parse(self, written: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+        if not tools:
+            return Final()
         (argument,) = list(tools[0].parameters["properties"])[:1]
         text = f"import time; time.sleep({self.call_s}); print({len(written)})" if argument == "code" else written
         return Calls((ToolCall(tools[0].name, {argument: text}),))

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from tests.chaos.cases import CASES, FAULTS, Case
-from verl.system.files import replacing
+from verl.host.files import replacing
 from verl.tracking.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "outputs" / "chaos"
 BEGIN, END = "<!-- chaos table: begin -->", "<!-- chaos table: end -->"
-_RUN = ("verl", "tests")  # what decides a result
-_HEAD = ("case", "expected", "result", "exit", "reported after", "lines", "resumed from", "bit-equal")
+_RUN = ("verl", "toolrl", "tests")  # what decides a result
+_HEAD = ("case", "expected", "result", "exit", "reported after", "lines", "resumed from", "bit-equal", "commit", "on")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,8 +54,8 @@ def commit() -> str:
 def described(checkout: Path) -> str:
     """The commit that is checked out, and a hash of what differs from it or is new in what the suite runs."""
 
-    def git(*words: str) -> bytes:
-        return subprocess.run(["git", *words], cwd=checkout, capture_output=True, check=True).stdout
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, check=True).stdout
 
     name = git("rev-parse", "--short=12", "HEAD").decode().strip()
     changed = git("diff", "--binary", "HEAD", "--", *_RUN)
@@ -91,28 +91,27 @@ def _rows(results: Path) -> list[dict[str, Any]]:
 
 
 def write_table(page: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace what is between the page's two marks."""
+    """Replace what is between the page's two marks. A case without a result keeps its row, with the commit of then."""
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    found, end, after = rest.partition(END)
     assert begin and end, page
     with replacing(page) as unfinished:
-        unfinished.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{END}{after}")
+        unfinished.write_text(f"{before}{BEGIN}\n\n{table(rows, found.splitlines())}\n{END}{after}")
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Every case with its last result, in the order of cases.py."""
+def table(rows: Iterable[Mapping[str, Any]], known: Iterable[str] = ()) -> str:
+    """Every case with its last result, in the order of cases.py. known: rows of a table, for cases without a result"""
     last = {row["case"]: row for row in rows}
-    lines = [_line(_HEAD), _line(["---"] * len(_HEAD))]
-    lines += [_line(_cells(title, expected, last.get(name))) for name, title, expected in _listed()]
-    done = [last[name] for name, *_ in _listed() if name in last]
-    good = sum(not row["problems"] for row in done)
-    total = len(CASES) + len(FAULTS)
-    commits = ", ".join(sorted({row["commit"] for row in done})) or "none"
-    summary = (
-        f"{good} of {total} cases passed, {len(done) - good} failed, {total - len(done)} not run. Commit {commits}."
-    )
-    return "\n".join([summary, "", *lines, ""])
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in known if line.count(" | ") + 1 >= len(_HEAD)}
+    lines = []
+    for name, title, expected in _listed():
+        row = last.get(name)
+        lines.append(kept[title] if row is None and title in kept else _line(_cells(title, expected, row)))
+    results = [line.split(" | ")[2] for line in lines]
+    good, missing = results.count("passed"), results.count("not run")
+    summary = f"{good} of {len(lines)} cases passed, {len(lines) - good - missing} failed, {missing} not run."
+    return "\n".join([summary, "", _line(_HEAD), _line(["---"] * len(_HEAD)), *lines, ""])
 
 
 def _listed() -> Iterator[tuple[str, str, str]]:
@@ -129,7 +128,7 @@ def _title(case: Case) -> str:
 
 def _cells(title: str, expected: str, row: Mapping[str, Any] | None) -> list[str]:
     if row is None:
-        return [title, expected, "not run", "", "", "", "", ""]
+        return [title, expected, "not run", *[""] * (len(_HEAD) - 3)]
     result = "passed" if not row["problems"] else "**failed**: " + row["problems"][0][:100].replace("|", "/")
     seconds = row.get("reported_s")
     from_step = row.get("resumed_from")
@@ -142,6 +141,8 @@ def _cells(title: str, expected: str, row: Mapping[str, Any] | None) -> list[str
         str(row.get("lines", "")),
         "" if from_step is None else f"step {from_step}",
         {True: "yes", False: "no", None: ""}[row.get("bit_equal")],
+        row["commit"],
+        row["time"][:10],
     ]
 
 

@@ -1,7 +1,7 @@
 """The training command, made to stand still at one point of its run: python -m tests.chaos.run [key=value ...]
 
-CHAOS_DIR names a folder; CHAOS_POINT and CHAOS_STEP say where to stop. There the process writes `reached.json`, the
-process ids of every target, and goes on once somebody has made the file `go`. The package knows nothing of this: the
+CHAOS_DIR names a folder; CHAOS_POINT and CHAOS_STEP set where to stop. There the process writes `reached.json`, the
+process ids of every target, and goes on once the file `go` exists. The package knows nothing of this: the
 functions where the points lie are wrapped here, in the controller alone.
 """
 
@@ -43,7 +43,7 @@ class Stop:
         return True
 
     def stand(self) -> None:
-        """Tell who is who, and wait."""
+        """Write the process ids of all targets, and wait."""
         unfinished = self._folder / "reached.part"
         unfinished.write_text(json.dumps(self._pids()))
         unfinished.rename(self._folder / "reached.json")
@@ -108,15 +108,15 @@ def keep(owner: Any, name: str, put: Callable[[Any], None]) -> None:
 
 def wrap(stop: Stop) -> None:
     """Find the points in the command."""
+    from toolrl.envs.agent.launcher import FunctionLauncher
+    from toolrl.envs.openenv.remote import RemoteEnv
+    from verl.build import run as build
+    from verl.build.workers import Workers
     from verl.checkpoint import checkpoint
     from verl.envs.tools.runner import ToolRunner
-    from verl.kit.agent.launcher import FunctionLauncher
-    from verl.kit.openenv.remote import RemoteEnv
     from verl.rollout.pool import EnginePool
     from verl.scoring.pool import ScoringPool
     from verl.trainer import loop
-    from verl.trainer.builders import run as build
-    from verl.trainer.builders.workers import Workers
     from verl.trainer.learner import Learner
     from verl.trainer.validate import Validator
     from verl.trainer.weight_sync import WeightSync
@@ -130,8 +130,8 @@ def wrap(stop: Stop) -> None:
             stop.fit = made
             yield made
 
-    built = build.built
-    build.built = building
+    built = build.start_run
+    build.start_run = building
     keep(build, "start_workers", started)
     before(stop, loop.TrainingRun, "run", "start")
     during(stop, EnginePool, "generate", "rollout", 0.05)

@@ -15,7 +15,7 @@ from tests.chaos.faults import NAMES
 from tests.chaos.harness import Baseline, Ended, Result, check_end, place
 from tests.chaos.place import possible
 from tests.support.programs import need
-from verl.system import watcher
+from verl.host import watcher
 
 
 def test_every_target_meets_every_signal_and_every_point_is_met() -> None:
@@ -44,13 +44,17 @@ def test_expectations_by_target_and_signal() -> None:
     assert ends["raylet-KILL-shutdown-hf"] == (End.UNHARMED, 0)
 
 
-def test_what_git_does_not_know_yet_is_a_part_of_the_commit(tmp_path: Path) -> None:
+def test_untracked_files_are_part_of_the_commit(tmp_path: Path) -> None:
     need("git")
-    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"]):
-        for folder in ("verl", "tests", "docs"):
+    for arguments in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
+    ):
+        for folder in ("verl", "toolrl", "tests", "docs"):
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / "known.py").write_text("1")
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
     (tmp_path / ".gitignore").write_text("*.pyc")
     (tmp_path / "verl" / "cache.pyc").write_bytes(b"\xff")
     (tmp_path / "docs" / "new.md").write_text("not run")
@@ -69,9 +73,9 @@ def test_what_git_does_not_know_yet_is_a_part_of_the_commit(tmp_path: Path) -> N
     assert results.described(tmp_path) == names[3]
 
 
-def problems_of(name: str, code: int, *said: tuple[float, str], unbroken_lines: int = 12) -> list[str]:
+def problems_of(name: str, code: int, *lines: tuple[float, str], unbroken_lines: int = 12) -> list[str]:
     result, case = Result(), next(case for case in CASES if case.name == name)
-    check_end(result, case, Ended(code, list(said), 100.0), Baseline(Path(), [], "", unbroken_lines))
+    check_end(result, case, Ended(code, list(lines), 100.0), Baseline(Path(), [], "", unbroken_lines))
     return result.problems
 
 
@@ -86,29 +90,29 @@ def test_a_report_comes_within_the_health_timeout_and_ten_seconds_of_slack() -> 
     assert "does not name the rank" in problem
 
 
-def test_of_a_controller_that_was_killed_the_watcher_tells() -> None:
-    told = watcher._KILLED.format(pid=7).splitlines()
-    assert not problems_of("controller-KILL-update-hf", -9, *((1.0, line) for line in told))
+def test_the_watcher_reports_a_killed_controller() -> None:
+    check_reported = watcher._KILLED.format(pid=7).splitlines()
+    assert not problems_of("controller-KILL-update-hf", -9, *((1.0, line) for line in check_reported))
     (problem,) = problems_of("controller-KILL-update-hf", -9, (1.0, "Killed"))
     assert "does not name the controller" in problem
 
 
-def test_a_report_has_25_lines_and_a_run_that_goes_on_as_many_more_than_an_unbroken_one() -> None:
-    def said(count: int) -> list[tuple[float, str]]:
+def test_a_report_adds_at_most_25_lines() -> None:
+    def lines(count: int) -> list[tuple[float, str]]:
         return [(1.0, f"rollout rank 0 died, trainer rank 0 died, {number}") for number in range(count)]
 
-    assert not problems_of("rank-KILL-update-hf", 1, *said(25))
-    assert problems_of("rank-KILL-update-hf", 1, *said(26)) == ["26 lines after the crash"]
+    assert not problems_of("rank-KILL-update-hf", 1, *lines(25))
+    assert problems_of("rank-KILL-update-hf", 1, *lines(26)) == ["26 lines after the crash"]
     for name in ("engine-KILL-rollout-hf", "controller-STOP-rollout-hf"):
-        assert not problems_of(name, 0, (-9.0, "start"), *said(36))
-        assert problems_of(name, 0, (-9.0, "start"), *said(37)) == ["26 lines more than a run that nothing breaks"]
+        assert not problems_of(name, 0, (-9.0, "start"), *lines(36))
+        assert problems_of(name, 0, (-9.0, "start"), *lines(37)) == ["26 lines more than a run that nothing breaks"]
 
 
 def test_every_fault_is_written_out() -> None:
     assert tuple(FAULTS) == NAMES
 
 
-def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last_result(tmp_path: Path) -> None:
+def test_cases_passed_at_this_commit_are_skipped_and_the_table_has_the_last_result(tmp_path: Path) -> None:
     need("git")
     file, page, name = tmp_path / "results.jsonl", tmp_path / "page.md", CASES[0].name
     assert not results.passed(file, name)
@@ -116,12 +120,15 @@ def test_a_case_that_passed_at_this_commit_is_known_and_the_table_shows_its_last
     assert not results.passed(file, name)
     results.note(file, name, [], {"exit": -9, "resumed_from": 1, "bit_equal": True})
     assert results.passed(file, name) and not results.passed(file, CASES[1].name)
-    page.write_text(f"above\n{results.BEGIN}\nstale row\n{results.END}\nbelow\n")
+    kept = "| controller, KILL, rollout (hf) | killed | passed | -9 |  | 3 | step 1 | yes | 0123456789ab | 2026-01-31 |"
+    page.write_text(f"above\n{results.BEGIN}\nstale row\n{kept}\n{results.END}\nbelow\n")
     results.write_table(page, results.read_jsonl(file))
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "stale row" not in text
-    assert f"1 of {len(CASES) + len(FAULTS)} cases passed, 0 failed" in text
-    assert "| controller, KILL, start (hf) | killed | passed | -9 |  |  | step 1 | yes |" in text
+    assert f"2 of {len(CASES) + len(FAULTS)} cases passed, 0 failed" in text and kept in text
+    today = results.read_jsonl(file)[-1]["time"][:10]
+    ended = f"| {results.commit()} | {today} |"
+    assert f"| controller, KILL, start (hf) | killed | passed | -9 |  |  | step 1 | yes {ended}" in text
     results.write_table(page, results.read_jsonl(file))
     assert page.read_text() == text
 

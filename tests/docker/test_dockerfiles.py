@@ -28,7 +28,7 @@ def reaches(path: str) -> bool:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_what_it_copies_exists_and_is_not_ignored(file: Path) -> None:
+def test_copied_files_exist_and_are_not_ignored(file: Path) -> None:
     copied = [word for name, arguments in instructions(file) if name == "COPY" for word in arguments.split()[:-1]]
     assert copied[-1] == "." and len(copied) > 1
     assert all((ROOT / word).exists() and reaches(word) for word in copied[:-1])
@@ -61,7 +61,7 @@ def test_the_build_gets_what_the_package_needs_and_no_more() -> None:
     )
     needed = [name for name in listed if name.startswith(("verl/", "dataset/mini/", "scripts/requirements/"))]
     assert len(needed) > 300 and all(map(reaches, needed))
-    assert all(map(reaches, ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "toolrl.py")))
+    assert all(map(reaches, ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "toolrl/__init__.py")))
     assert not any(map(reaches, (".git", ".venv", "outputs", "models", "tests")))
     assert not any(fnmatch(name, each) for name in needed for each in ("*.pyc", "*/__pycache__/*"))
 

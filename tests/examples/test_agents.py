@@ -5,31 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT, smollm2
-from tests.kit.agent.play import observations
-from tests.kit.agent.test_agent import TextEngine, episodes, runner
-from tests.kit.evaluation.eval_play import chat
-from tests.kit.sandbox.sandbox_host import need_bubblewrap
-from tests.kit.swe.test_harbor import folder_of
 from tests.support.local_run import local_trainer
 from tests.support.service import free_port, service
+from tests.toolrl.benchmarks.runner.eval_play import chat
+from tests.toolrl.envs.agent.play import observations
+from tests.toolrl.envs.agent.test_agent import TextEngine, episodes, runner
+from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
+from tests.toolrl.swe.test_harbor import folder_of
+from toolrl.envs.agent.agent import AgentFactory
+from verl.build.env import build_episode_runner
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import ConfigError
-from verl.kit.agent.agent import AgentFactory
 from verl.rollout.engine import Generator, Sampling
 from verl.scoring.pool import DirectScorer, Fault
-from verl.trainer.builders.env import build_episode_runner
 from verl.trainer.ppo import PPOTrainer
 from verl.types import Completion, Message, Score, Task, Trajectory
 from verl.utils.reward_score.base import build_reward
@@ -56,11 +58,19 @@ def node_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment(name: str) -> Path:
-    """The agent's environment, or a skip that says how to make it."""
+    """The agent's environment, or a skip that names how to make it."""
     folder = FOLDER / name
     if not folder.is_dir():
         pytest.skip(f"no {folder}; make it with scripts/agents/prepare.sh {name}, or set TOOLRL_TEST_AGENTS")
     return folder
+
+
+def python_of(name: str) -> str:
+    """The agent's interpreter: of its own environment, or ours, which has the SDKs of the loops as vLLM needs them."""
+    sdk = {"openai_loop": "openai", "anthropic_loop": "anthropic"}.get(name, "")
+    if sdk and not (FOLDER / name).is_dir() and find_spec(sdk):
+        return sys.executable
+    return str(environment(name) / "bin" / "python")
 
 
 def program(name: str) -> dict[str, str]:
@@ -69,12 +79,11 @@ def program(name: str) -> dict[str, str]:
         environment(name)
         return {"command": f"node {EXAMPLES / name}.cjs {{task_json}}"}
     file, _, function = name.partition(":")
-    python = str(environment(file) / "bin" / "python")
-    return {"agent": f"{EXAMPLES / file}.py:{function or 'run'}", "python": python}
+    return {"agent": f"{EXAMPLES / file}.py:{function or 'run'}", "python": python_of(file)}
 
 
 def in_ledger(found: Trajectory) -> list[Request]:
-    """What the policy saw and said by the ledger, request by request."""
+    """What the policy saw and wrote by the ledger, request by request."""
     before: dict[int, tuple[int, ...]] = defaultdict(tuple)
     requests = []
     for turn in found.turns:
@@ -127,6 +136,22 @@ def thoughtful(name: str) -> list[str]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["openai_loop", "node_loop"])
+def test_a_loop_is_the_same_in_the_sandbox(name: str) -> None:
+    need_bubblewrap()
+    given = program(name)
+    if "command" in given:  # no variable of the trainer is there
+        given["command"] = f"env NODE_PATH={FOLDER / name / 'node_modules'} {given['command']}"
+    readable = [str(EXAMPLES), str(FOLDER if FOLDER.is_dir() else Path(sys.prefix))]
+    found = [
+        *episodes(AgentFactory(**given), TextEngine(CALL, "It is 56."), PRODUCT),
+        *episodes(AgentFactory(**given, sandbox=True, readable=readable), TextEngine(CALL, "It is 56."), PRODUCT),
+    ]
+    outside, inside = (each for each in found if isinstance(each, Trajectory))
+    assert in_ledger(outside) == in_ledger(inside) and outside.score == inside.score is not None
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_one_segment_of_what_the_engine_saw(name: str) -> None:
     """Also with thoughts, parallel calls and wrong ones; a call of an unknown tool is the policy's failure."""
@@ -156,10 +181,16 @@ CODING = {  # its tool for commands, and the argument
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sandbox", [False, True])
 @pytest.mark.parametrize("name", CODING)
 def test_a_coding_agent_repairs_a_repository_in_one_segment(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, sandbox: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in the sandbox: node and native programs, their threads, the policy's command and the test."""
+    if sandbox:
+        need_bubblewrap()
+        tmp_path.chmod(0o755)  # for the sandbox's user
+    options: Any = {"sandbox": True, "readable": [str(FOLDER)]} if sandbox else {}
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"install it with: bash scripts/agents/prepare.sh {name}"):
         AgentFactory(agent=name)
@@ -169,10 +200,10 @@ def test_a_coding_agent_repairs_a_repository_in_one_segment(
     extra = {"files": {"f.py": "def f():\n    return 2\n"}, "tests": tests, "test": "python3 test_f.py"}
     task = Task("r#0", (Message("user", "Make f() return 3 in f.py."),), "", "repositories", extra=extra)
     tool, arguments = CODING[name]
-    scores = []
+    room, scores = {"max_tokens": 40_000, "max_prompt_length": 40_000}, []
     for texts in (("It is done.",), (f"<think>\nI look.\n</think>\n\n{call(tool, **arguments)}", "Done.")):
         engine = TextEngine(*texts)
-        (found,) = episodes(AgentFactory(agent=name), engine, task, max_tokens=40_000, max_prompt_length=40_000)
+        (found,) = episodes(AgentFactory(agent=name, **options), engine, task, **room)
         assert isinstance(found, Trajectory) and found.score is not None, found
         assert [shown for shown, _ in in_ledger(found)] == engine.asked
         assert {turn.segment for turn in found.turns} == {0}
@@ -184,7 +215,7 @@ def test_a_coding_agent_repairs_a_repository_in_one_segment(
 def sandbox_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     need_bubblewrap()
     port = free_port()
-    with service("-m", "verl.kit.sandbox.server", "--port", str(port), url=f"http://127.0.0.1:{port}/v1/ping"):
+    with service("-m", "toolrl.sandbox.server", "--port", str(port), url=f"http://127.0.0.1:{port}/v1/ping"):
         monkeypatch.setenv("SANDBOX_URL", f"http://127.0.0.1:{port}")
         yield
 
@@ -221,7 +252,7 @@ def test_mini_swe_agent_without_a_command_repairs_nothing(sandbox_server: None) 
 @pytest.mark.long
 def test_a_loop_solves_a_task_folder_and_its_own_tests_score_it(tmp_path: Path) -> None:
     """Nothing that it writes for the verifier counts."""
-    python = str(environment("openai_loop") / "bin" / "python")
+    python = python_of("openai_loop")
     need_bubblewrap()
     folder = folder_of(tmp_path)
     (task,) = TaskSet(str(folder))
@@ -243,12 +274,12 @@ def test_the_tool_loop_is_that_of_the_environment_tool(first: str, sandbox_serve
     own = ["env.name=agent", "env.tools=[]", "env.max_tool_calls=null"]
     own += [
         f"env.agent={EXAMPLES / 'tool_loop.py'}:run",
-        f"env.options.python={environment('openai_loop') / 'bin' / 'python'}",
+        f"env.options.python={python_of('openai_loop')}",
     ]
     length = ["data.max_prompt_length=1000", "data.max_response_length=1000"]
 
-    async def played(*words: str) -> tuple[list[Request], Score | Fault]:
-        runner = build_episode_runner(load_config(["recipe=tool_loop", *length, *words]), chat())
+    async def played(*overrides: str) -> tuple[list[Request], Score | Fault]:
+        runner = build_episode_runner(load_config(["recipe=tool_loop", *length, *overrides]), chat())
         try:
             engine = TextEngine(first, "\\boxed{56}")
             found = await runner.run(engine, Sampling(1000), PRODUCT, 0, None)
@@ -299,7 +330,7 @@ def test_three_steps_train_it_with_smollm2(
 
     monkeypatch.setattr(EpisodeRunner, "run", overheard)
     config = load_config(
-        [*train_words(name, tmp_path), *(f"env.{key}='{each}'" for key, each in program(name).items())]
+        [*train_overrides(name, tmp_path), *(f"env.{key}='{each}'" for key, each in program(name).items())]
     )
     started = time.monotonic()
     with local_trainer(config) as trainer:
@@ -329,7 +360,7 @@ def tool_calls(found: Trajectory) -> int:
     return sum(message.role == "tool" or "<returncode>" in message.content for message in answers)
 
 
-def train_words(name: str, folder: Path) -> list[str]:
+def train_overrides(name: str, folder: Path) -> list[str]:
     """Three short steps of SmolLM2 on the CPU."""
     data = EXAMPLES / ("quixbugs.jsonl" if name == "mini_swe" else "products.jsonl")
     prompts, n = (2, 4) if name == "mini_swe" else (1, 8)  # of a step

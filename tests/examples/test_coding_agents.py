@@ -11,9 +11,9 @@ import pytest
 from tests.conftest import need_vllm
 from tests.examples.test_agents import CODING, FOLDER, environment
 from tests.support.tiny import save_long_model
-from tests.trainer.test_run import rows, start_code
-from verl.kit.kept_samples.sample_files import read_samples, samples_path
-from verl.kit.report.loss import computed_loss, sum_check
+from tests.verl.trainer.test_run import rows, start_code
+from toolrl.analysis.report.loss import computed_loss, sum_check
+from toolrl.analysis.samples.sample_files import read_samples, samples_path
 
 pytestmark = pytest.mark.slow
 N = 2  # episodes
@@ -32,8 +32,8 @@ async def overheard(self, engine, *given, run=EpisodeRunner.run):
         tokens += [*turn.context_ids, *turn.completion.token_ids]
         mask += [*[False] * len(turn.context_ids), *[True] * len(turn.completion.token_ids)]
     with open(os.environ["OVERHEARD"], "a") as log:
-        told = {"ledger": in_ledger(found), "engine": engine.requests, "segments": [*segments.values()]}
-        log.write(json.dumps(told) + chr(10))
+        seen = {"ledger": in_ledger(found), "engine": engine.requests, "segments": [*segments.values()]}
+        log.write(json.dumps(seen) + chr(10))
     return found
 
 if __name__ == "__main__":
@@ -51,7 +51,7 @@ def test_a_coding_agent_trains_a_step_on_what_the_engine_sampled(name: str, tmp_
     extra = {"files": {"f.py": "def f():\n    return 2\n"}, "test": f"mkdir {tmp_path / 'first'}"}
     row = {"messages": [{"role": "user", "content": "Make f() return 3 in f.py."}], "extra_info": extra}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    words = [
+    overrides = [
         *(f"data={tmp_path / 'rows.jsonl'}", f"model={save_long_model(tmp_path / 'model')}", f"agent={name}"),
         *("env.tool_call_format=hermes", "env.max_turns=3", "rollout.num_engines=1", f"rollout.n={N}"),
         *("data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "actor.optim.lr=1e-3"),
@@ -60,9 +60,9 @@ def test_a_coding_agent_trains_a_step_on_what_the_engine_sampled(name: str, tmp_
         *("trainer.test_freq=0", "model.compute_dtype=float32", "trainer.device=cpu"),
     ]
     log = tmp_path / "overheard.jsonl"
-    process = start_code(OVERHEARD, *words, cwd=tmp_path, OVERHEARD=str(log))
-    said, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, said
+    process = start_code(OVERHEARD, *overrides, cwd=tmp_path, OVERHEARD=str(log))
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
     played = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(played) == N and all(sorted(each["ledger"]) == sorted(each["engine"]) for each in played)
     (step,) = (row for row in rows(tmp_path) if row["step"] == 1)
@@ -72,5 +72,5 @@ def test_a_coding_agent_trains_a_step_on_what_the_engine_sampled(name: str, tmp_
     assert updated == sorted(segment for each in played for segment in each["segments"])
     check = sum_check(kept, computed_loss(kept), step["actor/loss"])
     assert check.agrees, check.text
-    lengths = [(len(shown), len(said)) for each in played for shown, said in each["engine"]]
+    lengths = [(len(shown), len(output)) for each in played for shown, output in each["engine"]]
     print(f"{name}: (prompt, response) {lengths}, loss {step['actor/loss']:.4f}, norm {step['actor/grad_norm']:.4f}")

@@ -37,7 +37,7 @@ def test_every_field_is_defined() -> None:
         (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "gracePeriod"), 3),
     ],
 )
-def test_a_slip_would_be_found(path: tuple[str, ...], value: object) -> None:
+def test_a_wrong_field_is_found(path: tuple[str, ...], value: object) -> None:
     job = copy.deepcopy(JOB)
     place = job
     for name in path[:-1]:
@@ -48,8 +48,8 @@ def test_a_slip_would_be_found(path: tuple[str, ...], value: object) -> None:
 
 
 def test_the_command_fits_the_cluster() -> None:
-    program, command, *words = shlex.split(JOB["spec"]["entrypoint"])
-    trainer = load_config(words).trainer
+    program, command, *overrides = shlex.split(JOB["spec"]["entrypoint"])
+    trainer = load_config(overrides).trainer
     cluster = JOB["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     assert (program, command, trainer.save_on_signal) == ("toolrl", "train", True)

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.programs import need
 from tests.support.service import free_port
-from tests.support.tiny import run_words, save_tiny_model
+from tests.support.tiny import run_overrides, save_tiny_model
 from verl.tracking.jsonl import read_jsonl
 
 SCRIPT = ROOT / "examples" / "slurm" / "grpo.sbatch"
@@ -97,14 +97,14 @@ def test_two_nodes_train_are_stopped_and_go_on_where_they_were(tmp_path: Path) -
     environment = prepared(tmp_path, "127.0.0.1,localhost", srun=SRUN)
     binaries = Path(sys.executable).parent
     environment |= {"PATH": f"{binaries}:{environment['PATH']}", "RAY_PORT": str(free_port()), "NAME": "run"}
-    words = [
-        *run_words(save_tiny_model(tmp_path / "model"), tmp_path / "out", "hf", steps=200),
+    overrides = [
+        *run_overrides(save_tiny_model(tmp_path / "model"), tmp_path / "out", "hf", steps=200),
         "trainer.n_gpus_per_node=1", "rollout.placement=separate", "rollout.num_engines=1",
     ]  # fmt: skip
     metrics = tmp_path / "out" / "run" / "metrics.jsonl"
 
     def job(steps: int, until: int) -> int:
-        command = ["bash", SCRIPT, *words, f"trainer.total_training_steps={steps}"]
+        command = ["bash", SCRIPT, *overrides, f"trainer.total_training_steps={steps}"]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment)
         deadline = time.monotonic() + 240
         while process.poll() is None and time.monotonic() < deadline:

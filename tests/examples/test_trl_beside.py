@@ -1,6 +1,6 @@
 """TRL's own trainer beside ours, whole: two steps on the same rows, with the same model and the same reward function.
 
-A tiny model has learned what to say by heart, and samples at a temperature near 0, so that both trainers draw the same
+A tiny model knows its responses by heart, and samples at a temperature near 0, so that both trainers draw the same
 responses. The reward writes down everything that it is given and what it returns; the lines are compared.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,18 @@ from transformers.utils import get_json_schema
 
 from tests.conftest import ROOT
 from tests.support.tiny import MINI
-from tests.utils.reward_score.peers.tools import Counter, weather
+from tests.verl.utils.reward_score.peers.tools import Counter, weather
 from verl.envs.tools.function import FunctionTool
 from verl.formats.prompt import function_schema
 
-pytest.importorskip("trl")
-pytestmark = pytest.mark.slow  # two trainers and a model that is taught: minutes
+pytestmark = [
+    pytest.mark.slow,  # two trainers and a model that is taught: minutes
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
+]
 
-TEMPLATE = json.loads((ROOT / "tests/utils/reward_score/peers/cases.json").read_text())["template"]
+TEMPLATE = json.loads((ROOT / "tests/verl/utils/reward_score/peers/cases.json").read_text())["template"]
 GROUP, STEPS = 2, 2
-TOOLS = "tests/utils/reward_score/peers/tools.py"
+TOOLS = "tests/verl/utils/reward_score/peers/tools.py"
 MINE = """
 import json
 
@@ -41,7 +44,7 @@ def plain(value):
 
 
 def right(completions, answer, prompts, completion_ids, trainer_state, **columns):
-    scores = [float(text in str(said)) + len(ids) / 100 for text, said, ids in zip(answer, completions, completion_ids)]
+    scores = [float(text in str(made)) + len(ids) / 100 for text, made, ids in zip(answer, completions, completion_ids)]
     columns = {{name: values for name, values in columns.items() if not callable(values)}}
     columns |= dict(answer=answer, prompts=prompts, completions=completions, completion_ids=completion_ids)
     with open(OUT, "a") as file:
@@ -60,7 +63,7 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# {case: (rows, [what the policy says and the tool answers, in turns], the tool's functions)}
+# {case: (rows, [what the policy writes and the tool answers, in turns], the tool's functions)}
 CASES: dict[str, tuple[list[dict[str, Any]], list[list[str]]]] = {
     "a conversation": (
         [
@@ -87,7 +90,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[list[str]]]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows every case by heart: its prompt as both trainers render it, and what it says there."""
+    """Knows every case by heart: its prompt as both trainers render it, and its response."""
     folder = tmp_path_factory.mktemp("by_heart")
     tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer", padding_side="left")
     tokenizer.chat_template = TEMPLATE
@@ -126,13 +129,13 @@ def written(name: str, tokenizer: Any) -> list[tuple[list[int], list[bool]]]:
     ours = [function_schema(FunctionTool(each).spec) for each in functions(name)]
     made = []
     for tools in (theirs, ours) if theirs else (None,):
-        for row, said in zip(rows, episodes, strict=True):
+        for row, texts in zip(rows, episodes, strict=True):
             messages = [dict(each) for each in row["prompt"]]
             if name == "an environment":
                 messages[-1]["content"] += " It is at 0."
             ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
             own = [False] * len(ids)
-            for number, text in enumerate(said):
+            for number, text in enumerate(texts):
                 if number % 2:
                     new = tokenizer(f"\n<|im_start|>tool\n{text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
                 else:
@@ -169,7 +172,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 from mine import right
-from tests.utils.reward_score.peers.tools import Counter, weather
+from tests.verl.utils.reward_score.peers.tools import Counter, weather
 from verl.envs.tools.function import FunctionTool
 from verl.formats.prompt import function_schema
 
@@ -215,9 +218,9 @@ def test_both_trainers_give_a_reward_the_same_and_get_the_same(name: str, model:
         "a tool": ["env.name=tool", f"env.tools=[{TOOLS}:weather]"],
         "an environment": [f"env.name={TOOLS}:Counter"],
     }
-    words = [
+    overrides = [
         f"data={data}",
-        "data.map=verl.kit.class_env.class_env:as_task_row",
+        "data.map=toolrl.envs.class_env.class_env:as_task_row",
         f"model={model}",
         f"reward.name={tmp_path / 'mine.py'}:right",
         *([*tools[name], "env.tool_call_format=hermes"] if name in tools else []),
@@ -226,7 +229,7 @@ def test_both_trainers_give_a_reward_the_same_and_get_the_same(name: str, model:
         "data.max_prompt_length=256",
         *(f"trainer.total_training_steps={STEPS}", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}"),
     ]
-    ours = recorded(tmp_path, "ours", [sys.executable, "-m", "toolrl", "train", *words])
+    ours = recorded(tmp_path, "ours", [sys.executable, "-m", "toolrl", "train", *overrides])
     assert len(theirs) == len(ours) == STEPS * GROUP * len(rows)
     for line in ours:
         assert line["given"].pop("data_source")  # the one column that all of our rows have

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gpuset.cards import H200, pretend
-from verl.kit.doctor.versions import find_installed
+from toolrl.check.doctor.versions import find_installed
 
 HOW = "run bash scripts/gpuset.sh"
 

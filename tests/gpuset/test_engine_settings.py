@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tests.kit.plan.test_plan import plan_of
+from tests.toolrl.check.plan.test_plan import plan_of
+from toolrl.check.head_sizes import FLASH
 from verl.errors import ConfigError
 from verl.rollout.engine_options import engine_arguments_of_vllm
 from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
-from verl.rollout.head_sizes import FLASH
 from verl.rollout.speculation import MAX_DRAFT, DraftCounter
 from verl.rollout.vllm_engine import VLLMSettings, _start_vllm
 from verl.rollout.vllm_extension import WeightReceiver

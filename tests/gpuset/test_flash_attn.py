@@ -19,8 +19,8 @@ FOLDER = Path(sys.prefix) / "flash-attn"
 COUNT = """
 import json, sys
 from dataclasses import asdict
-from tests.kit.plan.test_cost import PACK, SMALL
-from verl.kit.plan.cost import policy_pass
+from tests.toolrl.check.plan.test_cost import PACK, SMALL
+from toolrl.check.plan.cost import policy_pass
 print(json.dumps(asdict(policy_pass(SMALL, PACK)) | {"package": "flash_attn" in sys.modules}))
 """
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 pytestmark = [
@@ -104,7 +103,7 @@ def sampled(table: Tensor, asked: Sequence[Draft], temperatures: Tensor) -> tupl
         repetition_penalties=none,
         output_token_ids=[[] for _ in asked],
         allowed_token_ids_mask=None,
-        bad_words_token_ids={},
+        bad_words_token_ids={},  # words: allowed
         logitsprocs=LogitsProcessors(),
     )
     with torch.compiler.set_stance("force_eager"):
@@ -118,6 +117,8 @@ def sampled(table: Tensor, asked: Sequence[Draft], temperatures: Tensor) -> tupl
 
 def p_value(found: Mapping[Left, int], table: Tensor, temperature: float) -> float:
     """Of a chi-square test over all drafts, given how often each was asked; rare ways are one class."""
+    from scipy.stats import chi2  # takes a second, which every collection would
+
     statistic, freedom = 0.0, 0
     for draft in {each.draft for each in found}:
         total = sum(count for left, count in found.items() if left.draft == draft)
@@ -144,4 +145,4 @@ def test_drafts_leave_the_distribution_and_the_logprobs_as_they_are(temperature:
         torch.testing.assert_close(torch.tensor(returned).double(), exact[before, tokens], rtol=0, atol=1e-5)
     found = Counter(Left(draft, len(tokens) - 1, tokens[-1]) for draft, tokens in zip(asked, responses, strict=True))
     assert p_value(found, table, temperature) > 1e-3
-    assert p_value(found, table, 1.5 * temperature) < 1e-3  # another temperature is told apart
+    assert p_value(found, table, 1.5 * temperature) < 1e-3  # another temperature is distinguished

@@ -26,7 +26,7 @@ PIECE_MIB = 50
 # Modules that a training run, the measurements and vLLM's processes import, here or later.
 WITHOUT_VLLM = """
 ray hydra omegaconf jsonschema docstring_parser math_verify liger_kernel.transformers trl datasets
-verl.trainer.main_ppo verl.trainer.builders.run verl.kit.plan.plan verl.workers.rank verl.workers.fused
+verl.trainer.main_ppo verl.build.run toolrl.check.plan.plan verl.workers.rank verl.workers.fused
 verl.workers.loss_kernels verl.workers.logprobs verl.transfer.gpu verl.single_controller.ray verl.rollout.hf_engine
 """
 WITH_VLLM = """

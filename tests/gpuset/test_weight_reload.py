@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.kit.plan.test_parity import FULL, SLIDING, tiny_config
+from tests.verl.workers.test_parity import FULL, SLIDING, tiny_config
 from verl.errors import EngineError
 from verl.rollout.vllm_engine import VLLMSettings, _compare, _known_names, engine_arguments
 from verl.rollout.vllm_extension import WeightReceiver

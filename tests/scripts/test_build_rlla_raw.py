@@ -76,8 +76,8 @@ def test_a_toolace_dialogue_is_split_into_single_decisions() -> None:
         to_task(to_row(example, "train", 0), "x")  # passes the checks at the door
 
 
-def test_what_looks_like_a_call_is_never_taken_for_an_answer() -> None:
-    assert toolace.read_calls("Plain words (with brackets).", ["f"]) is None
+def test_text_that_looks_like_a_call_is_never_an_answer() -> None:
+    assert toolace.read_calls("Plain text (with brackets).", ["f"]) is None
     assert toolace.read_calls("[1] and [2]", ["f"]) is None
     assert toolace.read_calls("[f(a=1)]", ["f"]) == [{"name": "f", "parameters": {"a": 1}}]
     for text in ("[f(1)]", "[g(a=1)]", "[note: see f(x=1)]"):
@@ -105,7 +105,7 @@ def test_masking_renames_tools_and_parameters_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decisions", "bad", "said"),
+    ("decisions", "bad", "message"),
     [
         (toolace.decisions, {"system": "none", "conversations": []}, "lists no functions"),
         (toolace.decisions, {"system": "[{"}, "field 'conversations': is missing"),
@@ -121,8 +121,8 @@ def test_masking_renames_tools_and_parameters_alike() -> None:
         (xlam.decisions, XLAM_ROW | {"answers": [{"name": "giveaways", "arguments": "x"}]}, "that are not an object"),
     ],
 )
-def test_rows_of_another_form_are_refused(decisions: Any, bad: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_rows_of_another_form_are_refused(decisions: Any, bad: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         list(decisions(bad, own_instruction))
 
 
@@ -204,8 +204,8 @@ def test_the_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     queries = [example["input"] for example in examples if "Query" in example["input"]]
     assert len(examples) == 13 and len(set(queries)) == len(queries) == 7  # no query both masked and plain
     assert sum("Query" in example["input"] and "giveaways" not in example["output"] for example in examples) == 3
-    said = capsys.readouterr().err
-    assert "no call" in said and "tools is missing" in said
+    output = capsys.readouterr().err
+    assert "no call" in output and "tools is missing" in output
 
 
 def test_hammers_own_file_is_masked_whole_and_the_mix_is_shuffled(tmp_path: Path) -> None:
@@ -222,6 +222,6 @@ def test_hammers_own_file_is_masked_whole_and_the_mix_is_shuffled(tmp_path: Path
 
 def test_too_few_rows_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*sources(tmp_path, 2), "--out", str(tmp_path / "raw.json")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "xlam.jsonl: yields 2 usable rows; expected at least 2000" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "xlam.jsonl: yields 2 usable rows; expected at least 2000" in output
     assert not (tmp_path / "raw.json").exists()

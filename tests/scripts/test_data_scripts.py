@@ -24,24 +24,24 @@ from scripts.data import (
     tool_n1_sft,
 )
 from tests.conftest import real_data
-from tests.kit.lab.lab import try_reward
-from tests.kit.papers.test_recipe_rewards import episode
+from tests.toolrl.check.lab.lab import try_reward
+from tests.toolrl.papers.test_recipe_rewards import episode
 from verl.data.rows import read_rows
 from verl.data.tasks import TaskSet
 from verl.errors import DataError
 from verl.formats.prompt import load_template
-from verl.kit.sft.demonstrations import _QUOTED_OUTPUT, read_demonstrations
+from verl.sft.demonstrations import _QUOTED_OUTPUT, read_demonstrations
 from verl.types import Task
 from verl.utils.reward_score import LabReward, build_reward
 
 Main = Callable[[Sequence[str]], int]
 
 
-def made_by(main: Main, tmp_path: Path, rows: list[Any], *words: str) -> list[Task]:
+def made_by(main: Main, tmp_path: Path, rows: list[Any], *argv: str) -> list[Task]:
     """The tasks that a script makes of these rows."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     source.write_text("\n".join(map(json.dumps, rows)))
-    assert main(["--input", str(source), "--output", str(output), *words]) == 0
+    assert main(["--input", str(source), "--output", str(output), *argv]) == 0
     return list(TaskSet(str(output)))
 
 
@@ -68,20 +68,23 @@ def test_math_in_both_forms(tmp_path: Path) -> None:
     assert [[message.role for message in each.prompt] for each in tasks] == [["user"]] * 3
     assert [each.extra["id"] for each in tasks] == ["a", "7", "b"]
     assert violations("torl", tasks) == []
-    (told, *_) = made_by(math_problems.main, tmp_path, rows, "--instruction", "Box it.")
-    assert [(message.role, message.content) for message in told.prompt] == [("system", "Box it."), ("user", "1 + 1?")]
+    (instructed, *_) = made_by(math_problems.main, tmp_path, rows, "--instruction", "Box it.")
+    assert [(message.role, message.content) for message in instructed.prompt] == [
+        ("system", "Box it."),
+        ("user", "1 + 1?"),
+    ]
 
 
 def test_a_bad_row_stops_or_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"id": "a", "problem": "1 + 1?", "answer": ""}, {"id": "b", "problem": "1 + 2?", "answer": "3"}, 5]
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
-    words = ["--input", str(source), "--output", str(tmp_path / "out.parquet")]
-    assert math_problems.main(words) == 2
-    said = capsys.readouterr().err
-    assert "row 0, field 'answer': is empty or no text" in said and "--skip-bad-rows" in said
+    argv = ["--input", str(source), "--output", str(tmp_path / "out.parquet")]
+    assert math_problems.main(argv) == 2
+    output = capsys.readouterr().err
+    assert "row 0, field 'answer': is empty or no text" in output and "--skip-bad-rows" in output
     assert not (tmp_path / "out.parquet").exists()
-    assert math_problems.main([*words, "--skip-bad-rows"]) == 0
+    assert math_problems.main([*argv, "--skip-bad-rows"]) == 0
     assert "not of the expected form" in capsys.readouterr().err
     assert [row["extra_info"]["id"] for row in read_rows(str(tmp_path / "out.parquet"))] == ["b"]
 
@@ -187,27 +190,27 @@ TRACE = {  # in the published form, whose prompt names the tags before it uses t
 }
 
 
-def mixed(tmp_path: Path, rows: list[Any], *words: str) -> list[Any]:
+def mixed(tmp_path: Path, rows: list[Any], *argv: str) -> list[Any]:
     source, output = tmp_path / "traces.json", tmp_path / "out.parquet"
     source.write_text(json.dumps(rows))
-    assert tool_n1_sft.main(["--input", str(source), "--output", str(output), *words]) == 0
+    assert tool_n1_sft.main(["--input", str(source), "--output", str(output), *argv]) == 0
     return list(read_rows(str(output)))
 
 
 def test_tool_n1s_traces_become_demonstrations_with_or_without_thoughts(tmp_path: Path) -> None:
-    def said(*words: str) -> list[str]:
-        (row,) = mixed(tmp_path, [TRACE], *words)
+    def contents(*argv: str) -> list[str]:
+        (row,) = mixed(tmp_path, [TRACE], *argv)
         shown = read_demonstrations(str(tmp_path / "out.parquet"))[0].messages
         assert [message.role for message in shown] == ["system", "user", "assistant"]
         return [message["content"] for message in row["messages"]]
 
-    system, query, response = said()
+    system, query, response = contents()
     assert (query, response) == ("hi", f"<think>It is about weather.</think>\n{CALLED}")  # up to the first calls
     (only,) = made_by(tool_n1.main, tmp_path, [FORMS["xLAM"]])
-    assert system == only.prompt[0].content  # the words of the rows that RL sees
-    system, _, response = said("--form", "no-reason")
+    assert system == only.prompt[0].content  # the text of the rows that RL sees
+    system, _, response = contents("--form", "no-reason")
     assert response == CALLED and "think" not in system and '"name": "Get Weather"' in system
-    assert said("--keep-system")[0] == TRACE["system_prompt"]
+    assert contents("--keep-system")[0] == TRACE["system_prompt"]
 
 
 def test_tool_n1s_mix_has_no_query_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,14 +222,14 @@ def test_tool_n1s_mix_has_no_query_in_common(tmp_path: Path, capsys: pytest.Capt
     tasks = list(TaskSet(str(tmp_path / "out.parquet")))
     assert {task.answer for task in tasks} == {json.dumps([CALL])} and violations("tool_n1", tasks) == []
     assert mixed(tmp_path, rows, "--part", "0:0.5", "--seed", "1") != mixed(tmp_path, rows, "--part", "0:0.5")
-    for words in (["--part", "0.5"], ["--part", "0.6:0.5"], ["--form", "no-reason", "--keep-system"]):
+    for argv in (["--part", "0.5"], ["--part", "0.6:0.5"], ["--form", "no-reason", "--keep-system"]):
         with pytest.raises(SystemExit):
-            mixed(tmp_path, rows, *words)
+            mixed(tmp_path, rows, *argv)
     capsys.readouterr()
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"output": CALLED}, "field 'output': has no thought"),
         ({"output": "<think>t</think> <tool_call>weather()</tool_call>"}, "has no calls that can be read"),
@@ -236,20 +239,20 @@ def test_tool_n1s_mix_has_no_query_in_common(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_traces_that_are_not_verified_are_refused(
-    changed: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changed: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "traces.jsonl"
     source.write_text(json.dumps(TRACE | changed) + "\n" + json.dumps(TRACE) + "\n")
-    words = ["--input", str(source), "--output", str(tmp_path / "out.parquet")]
-    assert tool_n1_sft.main(words) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert tool_n1_sft.main([*words, "--skip-bad-rows"]) == 0
+    argv = ["--input", str(source), "--output", str(tmp_path / "out.parquet")]
+    assert tool_n1_sft.main(argv) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert tool_n1_sft.main([*argv, "--skip-bad-rows"]) == 0
 
 
 SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nThat is $<<24*0.35=8.4>>8.40 and 24+1=<<24+1=25>>25 in all.\n#### 25"
 
 
-def test_a_solution_becomes_code_and_what_python_says_is_not_learned(tmp_path: Path) -> None:
+def test_a_solution_becomes_code_and_python_output_is_not_trained(tmp_path: Path) -> None:
     response = retool_sft.demonstration(SOLUTION, "25")
     assert response.startswith(
         "He sold 48/2 =\n<code>\n```python\nprint(48/2)\n```\n</code>\n<interpreter>\n24.0</interpreter>\n\n24 clips."
@@ -289,11 +292,11 @@ def test_solutions_that_cannot_be_demonstrated(solution: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("expression", ["48/2", "0.1+0.2", "(3-1)*4.5", "-7/2+10", "80/100*10"])
-def test_what_is_calculated_is_what_python_prints(expression: str) -> None:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+def test_the_calculator_agrees_with_python(expression: str) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         exec(f"print({expression})")
-    assert f"{retool_sft.calculated(expression)}\n" == said.getvalue()
+    assert f"{retool_sft.calculated(expression)}\n" == printed.getvalue()
 
 
 @pytest.mark.long
@@ -314,9 +317,9 @@ def test_real_files(tmp_path: Path) -> None:
 
 
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--input", "x.jsonl", "--output", str(tmp_path / "x.parquet"), "--test-fraction", "2"]
+    argv = ["--input", "x.jsonl", "--output", str(tmp_path / "x.parquet"), "--test-fraction", "2"]
     with pytest.raises(SystemExit):
-        math_problems.main(words)
+        math_problems.main(argv)
     assert "2 is not a share in [0, 1)" in capsys.readouterr().err
 
 
@@ -325,8 +328,8 @@ def test_the_ending_of_an_output_is_its_form(tmp_path: Path, capsys: pytest.Capt
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
     for name in ("out.parquet", "out.jsonl"):
-        words = ["--input", str(source), "--output", str(tmp_path / name), "--test-fraction", "0.25"]
-        assert math_problems.main(words) == 0
+        argv = ["--input", str(source), "--output", str(tmp_path / name), "--test-fraction", "0.25"]
+        assert math_problems.main(argv) == 0
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 6
     for name in ("out", "out_test"):
         lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
@@ -334,7 +337,7 @@ def test_the_ending_of_an_output_is_its_form(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("main", "words", "wrong", "endings"),
+    ("main", "argv", "wrong", "endings"),
     [
         (math_problems.main, ["--input", "x.jsonl", "--output"], "x.json", ".parquet or .jsonl"),
         (search_qa.main, ["--input", "x.jsonl", "--output"], "x", ".parquet or .jsonl"),
@@ -346,10 +349,10 @@ def test_the_ending_of_an_output_is_its_form(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_another_ending_is_refused_before_anything_is_read(
-    main: Main, words: list[str], wrong: str, endings: str, capsys: pytest.CaptureFixture[str]
+    main: Main, argv: list[str], wrong: str, endings: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*words, wrong])
+        main([*argv, wrong])
     assert ended.value.code == 2 and f"{wrong!r} does not end in {endings}\n" in capsys.readouterr().err
 
 

@@ -15,8 +15,8 @@ import pytest
 from scripts import get_toolrl_data
 from scripts.get_toolrl_data import RAW_FILES, TEST_FILES, Published, main
 from scripts.raw.rlla import SCHEMA, to_row
-from tests.data.test_tasks import example
 from tests.support.programs import need
+from tests.verl.data.test_tasks import example
 
 REWARD = """
 import os

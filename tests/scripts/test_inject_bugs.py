@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scripts.data.inject_bugs import main
-from tests.kit.sandbox.sandbox_host import need_bubblewrap
-from tests.kit.swe.repositories import pytest_environment, write
+from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
+from tests.toolrl.swe.repositories import pytest_environment, write
 
 FILES = {
     "calc/__init__.py": "",
@@ -59,9 +59,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
     return pytest_environment(tmp_path_factory.mktemp("environment"))
 
 
-def run(folder: Path, environment: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
+def run(folder: Path, environment: str, *argv: str) -> tuple[int, list[dict[str, Any]]]:
     output = folder / "bugs.jsonl"
-    options = ["--environment", environment, "--output", str(output), "--concurrent", "1", *words]
+    options = ["--environment", environment, "--output", str(output), "--concurrent", "1", *argv]
     code = main(["--repo", str(folder / "calc-1"), *options])
     return code, [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
@@ -74,7 +74,7 @@ def test_a_bug_that_some_tests_notice_is_a_task(
     code, rows = run(tmp_path, environment, "--validate")
     assert code == 0
     kinds = {row["kind"]: row for row in rows}
-    # Swapped variables notice nothing but the order of a text; what nobody tests is no task.
+    # Swapped variables notice nothing but the order of a text; what no test covers is no task.
     row = kinds["swapped_operator"]
     assert row["FAIL_TO_PASS"] == [
         "tests/test_add.py::test_add", "tests/test_add.py::test_text[a b - c]", "tests/test_add.py::test_text[d]"
@@ -87,9 +87,11 @@ def test_a_bug_that_some_tests_notice_is_a_task(
     assert "assert -1 == 5" in row["problem_statement"] and "3 tests that passed" in row["problem_statement"]
     for secret in ("assert add", "a + b", *FILES["tests/test_add.py"].split("\n\n")):
         assert secret not in row["problem_statement"]
-    said = capsys.readouterr().err
-    assert "no test notices" in said and "calc-1: flaky and dropped: tests/test_add.py::test_that_passes_once" in said
-    assert (tmp_path / "bugs.jsonl.report").read_text() in said
+    output = capsys.readouterr().err
+    assert (
+        "no test notices" in output and "calc-1: flaky and dropped: tests/test_add.py::test_that_passes_once" in output
+    )
+    assert (tmp_path / "bugs.jsonl.report").read_text() in output
 
     tried = (tmp_path / "bugs.jsonl.tried").read_text()
     half = tried.splitlines()[0] + '\n{"key": "writ'
@@ -108,11 +110,11 @@ def test_a_repository_without_a_test_that_passes_is_refused(
 ) -> None:
     write(tmp_path / "calc-1", {"calc.py": "", "test_calc.py": "import missing\n\ndef test_a():\n    pass\n"})
     assert run(tmp_path, environment) == (2, [])
-    said = capsys.readouterr().err
-    assert "calc-1: no test passes" in said and "No module named 'missing'" in said
+    output = capsys.readouterr().err
+    assert "calc-1: no test passes" in output and "No module named 'missing'" in output
 
 
-def test_a_package_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = ["--package", "no-such-package-of-anybody==1", "--output", str(tmp_path / "a.jsonl")]
     assert main(missing) == 2
     assert "--package no-such-package-of-anybody==1" in capsys.readouterr().err

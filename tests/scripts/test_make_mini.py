@@ -10,8 +10,8 @@ import pytest
 
 from scripts.swe import make_mini
 from scripts.swe.make_mini import FAMILIES, demonstration, draw_bug, make_bugs, task_row
+from toolrl.swe.tasks import read_swe_task
 from verl.formats.toolrl import ToolRlFormat
-from verl.kit.swe.tasks import read_swe_task
 
 
 def test_every_bug_of_every_family_is_noticed_and_its_line_is_the_only_difference(tmp_path: Path) -> None:

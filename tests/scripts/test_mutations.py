@@ -74,7 +74,7 @@ def test_a_truth_value_is_inverted() -> None:
     assert found.source.endswith("return False\n")
 
 
-def test_the_documentation_is_kept_and_told() -> None:
+def test_mutations_keep_the_documentation() -> None:
     found = list(mutations(BEFORE))
     assert {each.kind for each in found} == KINDS.keys() - {"wrong_result"}
     assert {each.docstring for each in found} == {"The first items."}

@@ -14,8 +14,8 @@ import pytest
 from scripts.make_env_tasks import main as make_env_tasks
 from scripts.play import main, read_message
 from tests.conftest import ROOT
-from tests.kit.openenv.test_remote import buy
-from tests.support.episodes import call, run, say
+from tests.support.episodes import call, respond, run
+from tests.toolrl.envs.openenv.test_remote import buy
 from verl.data.tasks import TaskSet
 from verl.envs.registry import build_env_factory, build_tasks
 from verl.types import Message, Score, Task, ToolCall
@@ -36,7 +36,7 @@ def test_an_episode_is_played_from_a_pipe() -> None:
     assert "cannot read the arguments" in found.stdout and "Please buy" in found.stdout
 
 
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, *arguments: str) -> str:
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, *arguments: str) -> str:
     """What is shown for one line of input."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
     main(arguments)
@@ -47,7 +47,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
     ("line", "arguments", "shown"),
     [
         ("steal {}", ["shop"], "Error: there is no function 'steal'"),
-        ("steal it", ["shop"], "done: score 0 (bought 0)"),  # these are words
+        ("steal it", ["shop"], "done: score 0 (bought 0)"),  # this is text
         ("list_products", ["shop"], "quit before the end"),
         ("hello", ["single_turn", "--data", "dataset/mini/test.parquet"], "this environment does not judge"),
         ("", ["shop", "--data", "dataset/mini/test.parquet"], "is not a task of env.name=shop: Field required"),
@@ -61,7 +61,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
         ("", ["shopp", "--tasks-of", "shop"], "did you mean 'shop'"),
     ],
 )
-def test_ends_and_errors_are_told(
+def test_ends_and_errors_are_printed(
     line: str,
     arguments: list[str],
     shown: str,
@@ -69,15 +69,15 @@ def test_ends_and_errors_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert shown in told(monkeypatch, capsys, line, *arguments)
+    assert shown in printed(monkeypatch, capsys, line, *arguments)
 
 
 def test_lines_become_messages() -> None:
     assert read_message("pay", ["pay"]) == Message("assistant", "pay", (ToolCall("pay", {}),))
     assert read_message('pay {"a": [1]}', ["pay"]).tool_calls == (ToolCall("pay", {"a": [1]}),)
     assert read_message('steal {"a": 1}', ["pay"]).tool_calls == (ToolCall("steal", {"a": 1}),)
-    for words in ("paying is fine", "steal", "I pay: {1}"):
-        assert read_message(words, ["pay"]).tool_calls == ()
+    for line in ("paying is fine", "steal", "I pay: {1}"):
+        assert read_message(line, ["pay"]).tool_calls == ()
     for wrong in ("pay now", "pay [1]", "steal {1}"):
         with pytest.raises(ValueError):
             read_message(wrong, ["pay"])
@@ -99,7 +99,7 @@ def test_the_environment_of_the_documentation_works(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(text.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
     task = Task("t", (Message("user", "Find it."),), "42", "guess")
     factory = build_env_factory(f"{tmp_path}/guess.py:GuessEnv")
-    results = run(factory, task, call("guess", number=50), call("guess"), call("guess", number=42), say())
+    results = run(factory, task, call("guess", number=50), call("guess"), call("guess", number=42), respond())
     assert [result.messages[0].content for result in results[:3]] == [
         "lower",
         "Error: number must be an integer",

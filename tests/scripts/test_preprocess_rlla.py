@@ -13,7 +13,7 @@ import pytest
 from scripts.preprocess_rlla import main
 from scripts.raw.rlla import CALL_THOUGHT, SCHEMA, strip_thought
 from tests.conftest import ROOT, real_data
-from tests.data.test_tasks import example
+from tests.verl.data.test_tasks import example
 from verl.data.rows import read_rows
 from verl.formats.toolrl_text import render_response
 
@@ -63,7 +63,7 @@ def published_split(examples: list[Any]) -> dict[str, list[tuple[int, str]]]:
 def test_dropped_rows_leave_the_split_order_and_index_of_the_others(why: str, tmp_path: Path) -> None:
     examples = [example(f"city {number}") for number in range(300)]
     dropped = {4, 77, 150, 199, 298}
-    words = {
+    options = {
         "bad output": [],
         "occurs elsewhere": ["--drop-in", raw_file(tmp_path / "o.json", [examples[each] for each in sorted(dropped)])],
         "too long": ["--tokenizer", str(ROOT / "dataset/mini/tokenizer"), "--max-prompt-tokens", "500"],
@@ -73,7 +73,7 @@ def test_dropped_rows_leave_the_split_order_and_index_of_the_others(why: str, tm
     if why == "too long":
         examples = [example(f"city {n} " * 300) if n in dropped else row for n, row in enumerate(examples)]
     source = raw_file(tmp_path / "r.json", examples)
-    assert main(["--input", source, "--local_dir", str(tmp_path), *words]) == 0
+    assert main(["--input", source, "--local_dir", str(tmp_path), *options]) == 0
     lost = {examples[each]["input"] for each in dropped}
     for split, rows in published_split(examples).items():
         found = [(row["extra_info"]["index"], row["extra_info"]["input"]) for row in split_rows(tmp_path, split)]
@@ -119,12 +119,12 @@ def test_every_published_row_is_used_or_counted(tmp_path: Path, capsys: pytest.C
     rows = [row["extra_info"] for row in read_rows(str(real_data("toolrl", "rlla_test.parquet")))]
     raw = raw_file(tmp_path / "rlla_rl.json", [{name: row[name] for name in example()} for row in rows])
     sft = str(real_data("toolrl", "rlla_sft.json"))
-    told = {
+    reports = {
         raw: "rlla_rl.json: 80 rows, 80 used (1 with gold calls of unlisted tools, row 9), 0 dropped",
         sft: "rlla_sft.json: 400 rows, 383 used (1 with gold calls of unlisted tools, row 130), "
         "17 dropped (17 with a bad output, rows 10, 44, 73, ..: line 1 of the gold calls is not JSON",
     }
-    for source, line in told.items():
+    for source, line in reports.items():
         assert main(["--input", source, "--local_dir", str(tmp_path)]) == 0
         assert line in " ".join(capsys.readouterr().out.split())
         numbers = [sum(1 for _ in split_rows(tmp_path, split)) for split in ("train", "test")]
@@ -141,17 +141,17 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
     source = raw_file(tmp_path / "r.json", [example("Rome"), example("Rome " * 300)])
     arguments = ["--input", source, "--local_dir", str(tmp_path), "--tokenizer", str(tokenizer)]
     assert main([*arguments, "--max-prompt-tokens", "500"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert len(split_rows(tmp_path, "train")) == 1
     assert (
-        "1 dropped (1 longer than 500 tokens)" in said
-        and "prompt tokens: p50" in said
-        and "prompt characters: p50" in said
+        "1 dropped (1 longer than 500 tokens)" in output
+        and "prompt tokens: p50" in output
+        and "prompt characters: p50" in output
     )
 
 
 @pytest.mark.parametrize(
-    ("examples", "said"),
+    ("examples", "message"),
     [
         ([{"instruction": "a", "input": "b"}], "row 0, field 'output': is missing; expected a text"),
         ([example(), {**example(), "input": 3}], "row 1, field 'input': is of type int; expected a text"),
@@ -166,11 +166,11 @@ def test_long_prompts_are_dropped_under_the_tokenizers_template(
     ],
 )
 def test_bad_raw_rows_stop_with_their_place(
-    examples: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    examples: list[Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = raw_file(tmp_path / "r.json", examples)
     assert main(["--input", source, "--local_dir", str(tmp_path / "out")]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -205,30 +205,30 @@ def test_the_summary_counts_kinds_calls_and_brackets_in_paths(
     examples = [example() | {"output": output} for output in outputs for _ in range(len(output) % 3 + 1)]
     source, folder = raw_file(tmp_path / "r.json", examples), tmp_path / "o[/red]ut"
     assert main(["--input", source, "--local_dir", str(folder), "--test-fraction", "0.3"]) == 0
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for output, kind, number in zip(
         outputs, ("call only", "both", "response only"), ("2 calls", "1 call", "0 calls"), strict=True
     ):
         count = len(output) % 3 + 1
-        assert f" {kind} {count} " in said and f" {number} {count} " in said
+        assert f" {kind} {count} " in printed and f" {number} {count} " in printed
     assert len(split_rows(folder, "test")) == int(len(examples) * 0.3)
 
 
 def test_bad_raw_rows_can_be_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = raw_file(tmp_path / "r.json", [example(), {"input": "b"}])
     assert main(["--input", source, "--local_dir", str(tmp_path), "--max-bad-share", "0.5"]) == 0
-    told = "r.json: 2 rows, 1 used, 1 dropped (1 with a bad instruction, row 1: is missing)"
-    assert told in " ".join(capsys.readouterr().out.split())
+    message = "r.json: 2 rows, 1 used, 1 dropped (1 with a bad instruction, row 1: is missing)"
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_missing_input_says_how_to_get_one(
+def test_a_missing_input_names_the_scripts_that_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "rlla_rl.json: there is no such file" in said
-    assert "scripts/get_toolrl_data.py" in said and "scripts/build_rlla_raw.py" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "rlla_rl.json: there is no such file" in output
+    assert "scripts/get_toolrl_data.py" in output and "scripts/build_rlla_raw.py" in output
 
 
 def test_an_unwritable_folder_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,13 +15,13 @@ import pytest
 from tests.support.every import every
 
 ROOT = Path(__file__).parents[2]
-# Answers as python, `python -m venv`, `python -m pip` and `python -m verl.kit.doctor`; writes each call to $CALLS.
+# Answers as python, `python -m venv`, `python -m pip` and `python -m toolrl.check.doctor`; writes each call to $CALLS.
 # FIT: whether the python on PATH has all that is needed; the one in .venv is fit unless SPOILT is set.
 FAKE_PYTHON = r"""#!/bin/bash
 echo "$*" >> "$CALLS"
 here="$(cd "$(dirname "$0")" && pwd)"
 case "$*" in
-    "-m verl.kit.doctor"*)
+    "-m toolrl.check.doctor"*)
         if [[ "$here" == */.venv/bin ]]; then
             [[ -z "$SPOILT" ]] || { echo "torchvision: spoilt"; exit 1; }
         else
@@ -34,7 +34,7 @@ case "$*" in
         echo "export VIRTUAL_ENV='$3'" > "$3/bin/activate"
         ;;
     *"-m pip install"*)
-        if [[ -n "$PIP_SAYS" ]]; then echo "Collecting x"; echo "$PIP_SAYS"; echo "WARNING: noise"; exit 1; fi
+        if [[ -n "$PIP_PRINTS" ]]; then echo "Collecting x"; echo "$PIP_PRINTS"; echo "WARNING: noise"; exit 1; fi
         [[ -z "$PIP_SLEEPS" ]] || exec sleep "$PIP_SLEEPS"
         echo "cuda: Optional[str] = $CUDA" > "$here/../site/torch/version.py"
         ;;
@@ -78,7 +78,7 @@ class Checkout:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=_default_signals,
         )
 
     def run(self, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -175,7 +175,7 @@ def move_checkout(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("spoil", [make_incomplete, change_requirements, break_python, move_checkout])
-def test_what_is_half_made_or_outdated_is_built_again(built: Checkout, spoil: Callable[[Checkout], None]) -> None:
+def test_partial_or_outdated_builds_are_rebuilt(built: Checkout, spoil: Callable[[Checkout], None]) -> None:
     (built.venv / "leftover").touch()
     spoil(built)
     assert built.run().returncode == 0
@@ -248,13 +248,13 @@ def test_an_exported_cdpath_does_no_harm(checkout: Checkout) -> None:
     assert result.returncode == 0 and result.stdout.strip() == str(checkout.venv / "bin" / "python")
 
 
-def test_another_shell_is_told_so(checkout: Checkout) -> None:
+def test_another_shell_is_refused_with_a_message(checkout: Checkout) -> None:
     script = str(checkout.root / "scripts" / "setup_env.sh")
     result = subprocess.run(["dash", script], capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "needs bash" in result.stderr
 
 
-def test_an_environment_made_by_somebody_else_is_left_alone(checkout: Checkout) -> None:
+def test_an_environment_of_another_tool_is_left_alone(checkout: Checkout) -> None:
     checkout.venv.mkdir()
     (checkout.venv / "precious").touch()
     result = checkout.run()
@@ -271,7 +271,7 @@ def test_an_environment_changed_by_hand_is_named_and_kept(built: Checkout) -> No
 
 
 @pytest.mark.parametrize(
-    ("says", "advice"),
+    ("printed", "advice"),
     [
         ("ERROR: Could not install: [Errno 28] No space left on device", "the disk is full"),
         (
@@ -283,11 +283,11 @@ def test_an_environment_changed_by_hand_is_named_and_kept(built: Checkout) -> No
         ("ERROR: something else", "fix the error above"),
     ],
 )
-def test_a_failing_pip_is_told_and_the_next_run_repairs(checkout: Checkout, says: str, advice: str) -> None:
-    result = checkout.run(PIP_SAYS=says)
+def test_a_failing_pip_is_reported_and_the_next_run_repairs_it(checkout: Checkout, printed: str, advice: str) -> None:
+    result = checkout.run(PIP_PRINTS=printed)
     assert result.returncode != 0
     assert result.stdout == ""
-    assert says.splitlines()[-1] in result.stderr
+    assert printed.splitlines()[-1] in result.stderr
     assert "noise" not in result.stderr
     assert advice in result.stderr
     assert str(checkout.venv / "setup.log") in result.stderr
@@ -296,7 +296,7 @@ def test_a_failing_pip_is_told_and_the_next_run_repairs(checkout: Checkout, says
     assert_complete(checkout)
 
 
-def _heed_interrupts() -> None:
+def _default_signals() -> None:
     """A test run in the background ignores Ctrl-C, and so would what it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -325,7 +325,7 @@ def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, si
 
 
 @pytest.mark.long
-def test_of_two_runs_at_once_one_builds_and_the_other_waits(checkout: Checkout) -> None:
+def test_two_concurrent_runs_build_the_environment_once(checkout: Checkout) -> None:
     first = checkout.start(PIP_SLEEPS="2")  # time for the second to come to the lock, on a busy machine too
     wait_for_pip(checkout)
     second = checkout.run()
@@ -335,12 +335,12 @@ def test_of_two_runs_at_once_one_builds_and_the_other_waits(checkout: Checkout) 
     assert checkout.calls_file.read_text().count("-m venv") == 0  # noted since the second run began
 
 
-@pytest.mark.parametrize(("cuda", "told"), [("'13.0'", True), ("None", False)])
-def test_a_cuda_build_on_a_cpu_machine_is_told(checkout: Checkout, cuda: str, told: bool) -> None:
+@pytest.mark.parametrize(("cuda", "reported"), [("'13.0'", True), ("None", False)])
+def test_a_cuda_build_on_a_cpu_machine_is_reported(checkout: Checkout, cuda: str, reported: bool) -> None:
     result = checkout.run(CUDA=cuda)
     assert result.returncode == 0
-    assert ("set TORCH_INDEX" in result.stderr) == told
-    assert ("MB on disk" in result.stderr) == told
+    assert ("set TORCH_INDEX" in result.stderr) == reported
+    assert ("MB on disk" in result.stderr) == reported
 
 
 def test_sourcing_leaves_the_callers_shell_as_it_was(built: Checkout, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_sourcing_reports_failure(checkout: Checkout, tmp_path: Path) -> None:
     code = 'source "$1" 2>/dev/null; echo "$? ${VERL_PYTHON:-unset}"'
     result = subprocess.run(
         ["bash", "-c", code, "bash", str(checkout.root / "scripts" / "setup_env.sh")],
-        env=checkout.environment | {"PIP_SAYS": "ERROR: no"},
+        env=checkout.environment | {"PIP_PRINTS": "ERROR: no"},
         capture_output=True,
         text=True,
         check=True,
@@ -374,5 +374,5 @@ def test_a_real_environment_trains(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "outputs"))
     environment = os.environ | {"VERL_DEVICE": "cpu", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    command = "source scripts/setup_env.sh && cd / && python -m verl.kit.doctor"
+    command = "source scripts/setup_env.sh && cd / && python -m toolrl.check.doctor"
     subprocess.run(["bash", "-c", command], cwd=copy, env=environment, check=True, timeout=3600)

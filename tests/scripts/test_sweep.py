@@ -1,4 +1,4 @@
-"""Scaling studies: what is a point, what is run again, and what the table says."""
+"""Scaling studies: what is a point, what is run again, and what the table shows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STUDY = ["recipe=zerotir", "env.max_tool_calls=0,2", "env.max_turns=5", "trainer
 
 
 class Runs:
-    """Stands for main_ppo: writes what a run writes, or fails as told."""
+    """Stands for main_ppo: writes what a run writes, or fails on request."""
 
     def __init__(self, **codes: int) -> None:
         self.codes, self.began = codes, list[str]()
 
-    def __call__(self, words: list[str]) -> int:
-        config = load_config(words)
+    def __call__(self, overrides: list[str]) -> int:
+        config = load_config(overrides)
         name = config.trainer.experiment_name
         self.began.append(name)
         folder = Path(config.trainer.default_local_dir) / name
@@ -41,11 +41,11 @@ class Runs:
         return self.codes.get(name.replace("-", "_"), 0)
 
 
-def study(tmp_path: Path, *words: str) -> sweep.Study:
-    return sweep.plan([*STUDY, f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=study", *words])
+def study(tmp_path: Path, *overrides: str) -> sweep.Study:
+    return sweep.plan([*STUDY, f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=study", *overrides])
 
 
-def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> None:
+def test_every_combination_is_a_point_with_its_own_overrides(tmp_path: Path) -> None:
     both = study(tmp_path, "model.path=Qwen/A,Qwen/B")
     assert both.folder == tmp_path / "study"
     assert [point.name for point in both.points] == [
@@ -65,7 +65,7 @@ def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["recipe=zerotir"], "nothing to sweep"),
         (["recipe=zerotirr", "env.max_tool_calls=0,2"], r"max_tool_calls-0: unknown recipe 'zerotirr'"),
@@ -76,13 +76,17 @@ def test_every_combination_is_a_point_with_words_of_its_own(tmp_path: Path) -> N
         (["recipe=zerotir", "model.path=a/m,a/m"], "two points would share the folder 'model-a_m'"),
     ],
 )
-def test_bad_words_are_one_error_before_anything_runs(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_bad_arguments_are_one_error_before_anything_runs(
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
-        sweep.plan(words)
-    assert sweep.main(words) == 2 and capsys.readouterr().err.startswith("ConfigError: ")
+    with pytest.raises(ConfigError, match=message):
+        sweep.plan(overrides)
+    assert sweep.main(overrides) == 2 and capsys.readouterr().err.startswith("ConfigError: ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,14 +96,14 @@ def test_finished_points_are_skipped_and_others_go_on(tmp_path: Path) -> None:
     assert sweep.sweep(study(tmp_path), second := Runs()) == 0
     assert second.began == ["max_tool_calls-0"]
     assert sweep.sweep(study(tmp_path), third := Runs()) == 0 and third.began == []
-    more = sweep.plan([word.replace("=0,2", "=0,2,4") for word in study_words(tmp_path)])
+    more = sweep.plan([word.replace("=0,2", "=0,2,4") for word in study_overrides(tmp_path)])
     assert sweep.sweep(more, fourth := Runs()) == 0 and fourth.began == ["max_tool_calls-4"]
-    longer = study(tmp_path, "actor.optim.lr=1e-5")  # another run: main_ppo is to say what it makes of that
+    longer = study(tmp_path, "actor.optim.lr=1e-5")  # another run: main_ppo is to report that
     assert sweep.sweep(longer, fifth := Runs(max_tool_calls_0=2)) == 2
     assert fifth.began == ["max_tool_calls-0"]  # what the user has to correct ends it, as Ctrl-C does
 
 
-def study_words(tmp_path: Path) -> list[str]:
+def study_overrides(tmp_path: Path) -> list[str]:
     return [*STUDY, f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=study"]
 
 
@@ -148,7 +152,7 @@ def test_the_runs_exit_code_is_returned(tmp_path: Path, capfd: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_two_points_of_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [
+    overrides = [
         "recipe=mini_grpo",
         "rollout.temperature=0.8,1.0",
         f"model.path={MINI / 'model'}",
@@ -165,7 +169,7 @@ def test_two_points_of_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureF
         f"trainer.default_local_dir={tmp_path}",
         "trainer.experiment_name=study",
     ]
-    assert sweep.main(words) == 0
+    assert sweep.main(overrides) == 0
     for name in ("temperature-0.8", "temperature-1.0"):
         assert [row["step"] for row in read_jsonl(tmp_path / "study" / name / "metrics.jsonl")] == [1]
         exported = tmp_path / "study" / name / "checkpoints" / "step-000001" / "hf"
@@ -174,5 +178,5 @@ def test_two_points_of_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureF
     found = json.loads((tmp_path / "study" / "sweep.json").read_text())
     assert [(row["status"], row["steps"]) for row in found] == [("finished", 1)] * 2
     capfd.readouterr()
-    assert sweep.main(words) == 0  # nothing is left to do
+    assert sweep.main(overrides) == 0  # nothing is left to do
     assert capfd.readouterr().out.count("already finished") == 2

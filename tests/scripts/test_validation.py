@@ -11,12 +11,12 @@ import pytest
 
 from scripts.data import validation
 from scripts.data.validation import Journal, Validation, validate, validate_all, validate_row
-from tests.kit.sandbox.sandbox_host import need_bubblewrap
-from tests.kit.swe.repositories import calc_task, pytest_environment, run
-from verl.kit.swe.local import LocalRuntimes
-from verl.kit.swe.runtime import RuntimeLostError, TaskFaultError
-from verl.kit.swe.scoring import PatchOutcome, PatchVerdict
-from verl.kit.swe.tasks import SweTask
+from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
+from tests.toolrl.swe.repositories import calc_task, pytest_environment, run
+from toolrl.swe.local import LocalRuntimes
+from toolrl.swe.runtime import RuntimeLostError, TaskFaultError
+from toolrl.swe.scoring import PatchOutcome, PatchVerdict
+from toolrl.swe.tasks import SweTask
 
 ROW = {
     "instance_id": "calc",
@@ -79,7 +79,7 @@ def test_a_task_whose_fix_heals_what_the_bug_breaks_has_no_problem(monkeypatch: 
         ("abc", "", "with the bug t.py::c of PASS_TO_PASS fails"),
     ],
 )
-def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, fixed: str, broken: str, problem: str) -> None:
+def test_problems_of_a_task_are_named(monkeypatch: pytest.MonkeyPatch, fixed: str, broken: str, problem: str) -> None:
     _, found = validated(monkeypatch, *[verdict(fixed)] * 2, *[verdict(broken)] * 2)
     assert found.flaky == () and [each.partition(":")[0] for each in found.problems] == [problem.partition(":")[0]]
     assert found.problems[0].startswith(problem)
@@ -160,7 +160,7 @@ def test_flaky_tests_are_dropped_and_listed(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.problems[-1] == "other tests are flaky, too: t.py::a"
 
 
-def test_what_was_validated_is_not_validated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validated_step_is_not_validated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     async def check(_: object, row: dict[str, Any]) -> tuple[dict[str, Any], Validation]:

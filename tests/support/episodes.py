@@ -20,7 +20,7 @@ def calls(*made: ToolCall) -> Message:
     return Message("assistant", "", made)
 
 
-def say(text: str = "Done.") -> Message:
+def respond(text: str = "Done.") -> Message:
     """A message of the policy without calls."""
     return Message("assistant", text)
 

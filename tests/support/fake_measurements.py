@@ -32,9 +32,9 @@ class Quick:
     def wrong(self) -> Figures:
         raise UnexpectedError("2 is not 3", self._counted("wrong"))
 
-    def mended(self) -> Figures:
+    def recovers(self) -> Figures:
         """Fails in the first process of its session, and leaves it unusable."""
-        figures = self._counted("mended")
+        figures = self._counted("recovers")
         if not self.place.again:
             raise OSError("no such device")
         return figures
@@ -63,7 +63,7 @@ class Slow(Quick):
 
     def dies(self) -> Figures:
         self._counted("dies")
-        print("the last words", flush=True)
+        print("the last line", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
@@ -109,7 +109,7 @@ SESSIONS = (
         (
             Measurement("one", "the first", 1, 10),
             Measurement("wrong", "a bound", 1, 10),
-            Measurement("mended", "a second try", 1, 10),
+            Measurement("recovers", "a second try", 1, 10),
             Measurement("two", "the second", 1, 10),
         ),
     ),

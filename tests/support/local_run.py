@@ -16,13 +16,15 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from toolrl.analysis.collapse.collapse import CollapseWatch
+from toolrl.analysis.replay.record import Recorder
+from toolrl.analysis.samples.keeper import build_keeper
+from toolrl.check.preflight.local_group import LocalGroup
+from verl.build.run import build_trainer, load_inputs
+from verl.build.workers import start_workers
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.schema import Config
 from verl.data.tasks import TaskStream
-from verl.kit.collapse.collapse import CollapseWatch
-from verl.kit.kept_samples.keeper import build_keeper
-from verl.kit.preflight.local_group import LocalGroup
-from verl.kit.replay.record import Recorder
 from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import build_rewards
 from verl.single_controller.group import WorkerContext, WorkerView
@@ -30,9 +32,10 @@ from verl.tracking.console import Display
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, build_trackers
 from verl.tracking.transcripts import Transcripts
-from verl.trainer.builders.run import build_trainer, load_inputs
-from verl.trainer.builders.workers import start_workers
-from verl.trainer.loop import TrainingRun
+from verl.trainer.callbacks import Callbacks
+from verl.trainer.checkpointing import Checkpointing
+from verl.trainer.collapse_policy import CollapsePolicy
+from verl.trainer.loop import COMMAND, TrainingRun
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.validate import Validator
 
@@ -67,22 +70,31 @@ def local_fit(
     decode = trainer.rollouts.rollout.episode_runner.chat.tokenizer.decode
     trainer.keeper = build_keeper(config, trainer.learner.algorithm, folder, decode)
     assert total_steps is not None and isinstance(trainer.learner.policy.workers, WorkerView)
+    workers, transcripts = trainer.learner.policy.workers.group, Transcripts(folder)
+    store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0)
+    trackers, callbacks = build_trackers(config.trainer.logger, RunInfo(folder)), Callbacks()
+    collapse = CollapsePolicy(
+        action=config.trainer.on_collapse, store=store, file=folder / "collapses.jsonl", watch=watch
+    )
+    checkpointing = Checkpointing(
+        store=store,
+        folder=folder,
+        header={"command": COMMAND, "resume_config": {}, "contents": {}, "rewards": []},
+        workers=workers,
+        trainer=trainer,
+        trackers=trackers,
+        collapse=collapse,
+        callbacks=callbacks,
+        transcripts=transcripts,
+        recorder=recorder,
+    )
     return TrainingRun(
         settings=replace(config.trainer, test_freq=0, record=recorder is not None),
         total_steps=total_steps,
-        trainer=trainer,
         validator=Validator({}, trainer.rollouts.rollout, build_rewards(config.reward.name, config.reward.options)),
         online_eval=None,
-        workers=trainer.learner.policy.workers.group,
-        store=CheckpointStore(folder / "checkpoints", config.trainer.keep_last, 0),
-        trackers=build_trackers(config.trainer.logger, RunInfo(folder)),
-        transcripts=Transcripts(folder),
+        checkpointing=checkpointing,
         display=Display(total_steps, Console(file=io.StringIO())),
-        resume_config={},
-        contents={},
-        folder=folder,
-        watch=watch,
-        recorder=recorder,
     )
 
 

@@ -41,7 +41,7 @@ class PlainSession:
         self.process: asyncio.subprocess.Process | None = None
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
-        wall_s, begun = (limits or Limits()).wall_s, time.monotonic()
+        wall_s, started = (limits or Limits()).wall_s, time.monotonic()
         if self.process is None:
             pipe = asyncio.subprocess.PIPE
             self.process = await asyncio.create_subprocess_exec(
@@ -53,10 +53,10 @@ class PlainSession:
             line = await asyncio.wait_for(self.process.stdout.readline(), wall_s)
         except TimeoutError:
             await self.close()
-            return Execution(Status.TIMEOUT, "", "", None, time.monotonic() - begun)
+            return Execution(Status.TIMEOUT, "", "", None, time.monotonic() - started)
         out, err, code_ended = json.loads(line)
         status = Status.ERROR if code_ended else Status.FINISHED
-        return Execution(status, out, err, code_ended, time.monotonic() - begun)
+        return Execution(status, out, err, code_ended, time.monotonic() - started)
 
     async def close(self) -> None:
         if self.process is not None:
@@ -77,7 +77,7 @@ class PlainSandbox:
         fetch: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> Execution:
-        wall_s, begun = (limits or Limits()).wall_s, time.monotonic()
+        wall_s, started = (limits or Limits()).wall_s, time.monotonic()
         pipe = asyncio.subprocess.PIPE
         command = [sys.executable, "-I", "-c", code] if language == "python" else ["bash", "-c", code]
         with tempfile.TemporaryDirectory() as name:
@@ -90,12 +90,12 @@ class PlainSandbox:
             try:
                 out, err = await asyncio.wait_for(process.communicate(stdin.encode()), wall_s)
             except TimeoutError:
-                return Execution(Status.TIMEOUT, "", "", None, time.monotonic() - begun)
+                return Execution(Status.TIMEOUT, "", "", None, time.monotonic() - started)
             finally:
                 await _ended(process)
             status = Status.ERROR if process.returncode else Status.FINISHED
             found = {path: (folder / path).read_bytes() for path in fetch if (folder / path).is_file()}
-        return Execution(status, out.decode(), err.decode(), process.returncode, time.monotonic() - begun, found)
+        return Execution(status, out.decode(), err.decode(), process.returncode, time.monotonic() - started, found)
 
     async def session(self) -> PlainSession:
         self.sessions.append(PlainSession())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.kit.kept_samples.sample_files import KeptSample, LossScale, SampleFiles, StepSamples
+from toolrl.analysis.samples.sample_files import KeptSample, LossScale, SampleFiles, StepSamples
 from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import Transcripts
 from verl.types import (

@@ -34,7 +34,7 @@ def service(*command: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def listeners(port: int) -> set[tuple[str, int]]:
-    """(address, process) of whoever listens to the port."""
+    """(address, process) of the listener at the port."""
     found = psutil.net_connections("tcp")
     return {
         (each.laddr.ip, each.pid) for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port

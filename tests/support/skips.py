@@ -13,13 +13,13 @@ def summary(reasons: Iterable[str]) -> list[str]:
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
     for reason in reasons:
-        what, _, mend = reason.removeprefix("Skipped: ").rpartition("; ")
-        counts[mend] += 1
-        if first.setdefault(mend, what) != what:
-            first[mend] = f"{first[mend].removesuffix(' ..')} .."
+        what, _, hint = reason.removeprefix("Skipped: ").rpartition("; ")
+        counts[hint] += 1
+        if first.setdefault(hint, what) != what:
+            first[hint] = f"{first[hint].removesuffix(' ..')} .."
     if not counts:
         return []
-    lines = [f"{count:5}  {f'{first[mend]}; ' if first[mend] else ''}{mend}" for mend, count in counts.most_common()]
+    lines = [f"{count:5}  {f'{first[hint]}; ' if first[hint] else ''}{hint}" for hint, count in counts.most_common()]
     shown = lines if len(lines) < _MAX_LINES else lines[: _MAX_LINES - 2]
     rest = sum(counts.values()) - sum(count for _, count in counts.most_common(len(shown)))
     more = [f"{rest:5}  for {len(lines) - len(shown)} other reasons; pytest -rs lists them all"] if rest else []

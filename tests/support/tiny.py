@@ -1,4 +1,4 @@
-"""A model that loads anywhere in no time, with the tokenizer of dataset/mini, and the words of a run on it."""
+"""A model that loads anywhere in no time, with the tokenizer of dataset/mini, and the overrides of a run on it."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def save_long_model(folder: Path, seed: int = 0) -> Path:
 
 
 def save_untrained(folder: Path, vocabulary: int, eos: int, **more: Any) -> None:
-    """A Qwen2 of two thin layers with a tied head, without a tokenizer. `more`: further words of its configuration"""
+    """A Qwen2 of two thin layers with a tied head, without a tokenizer. `more`: further values of its configuration"""
     _untrained(vocabulary, eos, **more).save_pretrained(folder)
 
 
 def _untrained(vocabulary: int, eos: int, **more: Any) -> Qwen2ForCausalLM:
-    words = {
+    values = {
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
@@ -63,7 +63,7 @@ def _untrained(vocabulary: int, eos: int, **more: Any) -> Qwen2ForCausalLM:
         "bos_token_id": None,
         **more,
     }
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, eos_token_id=eos, **words))
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, eos_token_id=eos, **values))
 
 
 def first_rows(path: Path, count: int, folder: Path) -> Path:
@@ -82,8 +82,8 @@ def with_heads(model: Path, size: int, folder: Path) -> Path:
     return folder
 
 
-def run_words(model: Path, out: Path, engine: str, steps: int) -> list[str]:
-    """Words for main_ppo: a few prompts, short responses, nothing but what the test asks for."""
+def run_overrides(model: Path, out: Path, engine: str, steps: int) -> list[str]:
+    """Overrides for main_ppo: a few prompts, short responses, nothing but what the test asks for."""
     return [
         f"model.path={model}",
         "model.compute_dtype=float32",

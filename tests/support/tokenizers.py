@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 KINDS = ("bytes", "first", "always", "prepend")  # the last three put a space before a text, or before every part of it
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<search>", "</search>", "<answer>", "</answer>")
 MARKS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]")
-_WORDS = "The answer is yes and no in this text, so a function with name and arguments runs: Paris Rome 21 degrees"
+_TEXT = "The answer is yes and no in this text, so a function with name and arguments runs: Paris Rome 21 degrees"
 _CHARS = [chr(code) for code in range(32, 127)]
 
 _HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -62,7 +62,7 @@ def _trained(kind: str) -> str:
             )
     bytes_ = [] if kind == "bytes" else ["<unk>", *(f"<0x{code:02X}>" for code in range(256))]
     trainer = BpeTrainer(vocab_size=600, special_tokens=bytes_, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([_WORDS] * 4, trainer)
+    made.train_from_iterator([_TEXT] * 4, trainer)
     return str(made.to_str())
 
 

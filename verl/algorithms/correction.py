@@ -6,7 +6,7 @@ arXiv 2110.00641), a token's policy loss is multiplied by a weight that carries 
 
     ratio      = p_old / p_engine
     level      token: the token's own ratio; sequence: the product over its sample; geometric: the geometric mean
-    is_level   weight min(ratio, is_cap): truncated importance sampling (Ionides 2008)
+    is_level   weight min(ratio, is_cap): truncated importance sampling, TIS (Ionides 2008)
     rejection  weight 0 unless lower <= ratio <= upper. IcePop (arXiv 2510.18855) at token level; sequence and geometric
                as in Liu, Li et al. 2025, "When Speed Kills Stability"
     veto       weight 0 for all tokens of a sample if one of them has a catastrophically small ratio

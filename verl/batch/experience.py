@@ -103,26 +103,48 @@ def _joined_turns(samples: list[Turns]) -> Turns:
 
 def _turns(token_ids: Ints, mask: Bools, group: int, states: dict[tuple[int, bytes], int]) -> Turns:
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    starts, ends = edges[::2], edges[1::2]  # of the turns
+    starts, ends = edges[::2], edges[1::2]  # bounds of the turns
     observed = zip((0, *ends.tolist()), starts.tolist(), strict=False)
-    found = [states.setdefault((group, token_ids[low:high].tobytes()), len(states)) for low, high in observed]
+    states_N = [states.setdefault((group, token_ids[low:high].tobytes()), len(states)) for low, high in observed]
     turn_L = np.repeat(np.arange(len(starts)), ends - starts)
-    return Turns(torch.from_numpy(turn_L), torch.tensor(found, dtype=torch.long))
+    return Turns(torch.from_numpy(turn_L), torch.tensor(states_N, dtype=torch.long))
 
 
-def with_selected(minibatch: TokenBatch, algorithm: Algorithm, seed: int) -> TokenBatch:
-    """The mini-batch with `selected` (clip_cov, kl_cov); unchanged if the algorithm selects no tokens.
+def policy_minibatch(minibatch: TokenBatch, algorithm: Algorithm, seed: int = 0) -> TokenBatch:
+    """What the policy's update computes: samples with gradient, with the weights of loss and metrics.
 
-    Tokens are selected among all trained ones, by the log-probs in the denominator of the ratio.
+    Tokens are selected (clip_cov, kl_cov) among all trained ones, by the log-probs in the denominator of the ratio, and
+    the denominators of the loss count all samples of the mini-batch. Metrics are means over the tokens of the computed
+    samples: the trained ones, or those that the engine sampled. Others (observations) have NaN for its log-probs.
+
+    seed: of the selection
     """
-    if algorithm.selection is None:
-        return minibatch
-    from_engine = algorithm.old_logprobs is OldLogprobs.ROLLOUT
-    logprobs = minibatch.rollout_logprobs if from_engine else minibatch.old_logprobs
-    assert logprobs is not None and minibatch.advantages is not None
-    generator = torch.Generator().manual_seed(seed)
-    selected_A = algorithm.selection(torch.from_numpy(logprobs), torch.from_numpy(minibatch.advantages), generator)
-    return replace(minibatch, selected=selected_A.numpy())
+    if algorithm.selection is not None:
+        from_engine = algorithm.old_logprobs is OldLogprobs.ROLLOUT
+        logprobs = minibatch.rollout_logprobs if from_engine else minibatch.old_logprobs
+        assert logprobs is not None and minibatch.advantages is not None
+        generator = torch.Generator().manual_seed(seed)
+        selected_A = algorithm.selection(torch.from_numpy(logprobs), torch.from_numpy(minibatch.advantages), generator)
+        minibatch = replace(minibatch, selected=selected_A.numpy())
+    weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
+    computed = weighted.rows(nonzero_advantage_rows(weighted, algorithm))
+    assert computed.rollout_logprobs is not None
+    num_trained, num_observed = len(computed.rollout_logprobs), int(np.isnan(computed.rollout_logprobs).sum())
+    return replace(computed, metric_weight=_weight(num_trained), sampled_weight=_weight(num_trained - num_observed))
+
+
+def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
+    """Rows of samples with gradient: without those with zero advantages, unless the loss has a KL or entropy term.
+
+    Groups of equal rewards have zero advantages and contribute exactly zero to the loss. All rows, if tokens are
+    selected among them, or advantages are deferred.
+    """
+    in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
+    if in_loss or algorithm.selection is not None or minibatch.advantages is None:
+        return np.arange(len(minibatch))
+    some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start
+    nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.bounds.trained[some])
+    return some[nonzero]
 
 
 def with_loss_weights(
@@ -133,37 +155,6 @@ def with_loss_weights(
     return replace(minibatch, loss_weights=weights_E.float().numpy().repeat(np.diff(minibatch.episode_bounds)))
 
 
-def with_metric_weights(minibatch: TokenBatch) -> TokenBatch:
-    """The mini-batch with the weights of plain token means: over all trained tokens, and over the sampled ones.
-
-    Observations may be trained but are not sampled by the engine, whose log-probs are NaN there.
-    """
-    assert minibatch.rollout_logprobs is not None
-    num_trained = len(minibatch.rollout_logprobs)
-    num_sampled = num_trained - int(np.isnan(minibatch.rollout_logprobs).sum())
-    return replace(minibatch, metric_weight=_weight(num_trained), sampled_weight=_weight(num_sampled))
-
-
 def _weight(count: int) -> float:
     """1 / count, at the precision of the losses."""
     return float(np.float32(1 / max(1, count)))
-
-
-def drop_zero_advantage(minibatch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
-    """Drop samples without gradient: those with zero advantages, unless the loss has a KL or entropy term.
-
-    Groups of equal rewards have zero advantages and contribute exactly zero to the loss. Call this after
-    `with_loss_weights`, whose denominators count all samples.
-    """
-    return minibatch.rows(nonzero_advantage_rows(minibatch, algorithm))
-
-
-def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
-    """Rows that `drop_zero_advantage` keeps; all if tokens are selected among them, or advantages are pending."""
-    in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
-    if in_loss or algorithm.selection is not None or minibatch.advantages_pending:
-        return np.arange(len(minibatch))
-    assert minibatch.advantages is not None
-    some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start
-    nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.bounds.trained[some])
-    return some[nonzero]

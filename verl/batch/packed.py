@@ -48,8 +48,10 @@ class PackedBatch:
     sampled_weight: float = 0.0
 
     def to(self, device: torch.device) -> PackedBatch:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        there: dict[str, Any] = {name: moved(each, device) for name, each in given.items() if isinstance(each, Tensor)}
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        there: dict[str, Any] = {
+            name: moved(each, device) for name, each in columns.items() if isinstance(each, Tensor)
+        }
         return replace(self, **there)
 
 

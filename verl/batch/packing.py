@@ -50,7 +50,10 @@ class Shard:
     batch: TokenBatch
     packs: Sequence[Sequence[Unit]]
 
-    def packed(self) -> Iterator[PackedBatch]:
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
         """The packs, each built when its turn comes."""
         return (pack(units, self.batch) for units in self.packs)
 
@@ -163,7 +166,7 @@ def assign(units: Sequence[Unit], max_tokens: int, num_ranks: int = 1) -> list[l
     num_packs = math.ceil(num_packs / num_ranks) * num_ranks
     largest_first = sorted(units, key=lambda unit: -unit.num_tokens)
     while (packs := _deal(largest_first, num_packs, max_tokens)) is None:
-        num_packs += num_ranks * max(1, num_packs // (64 * num_ranks))  # of thousands, a few attempts find enough
+        num_packs += num_ranks * max(1, num_packs // (64 * num_ranks))  # for thousands, a few attempts suffice
     return packs
 
 
@@ -190,7 +193,7 @@ class Sharding:
     def shards(self) -> Iterator[Shard]:
         """Every rank's shard in turn, each copied when it is sent, without what only the advantages needed."""
         needed, bounds = self.batch, self.batch.bounds
-        if not needed.advantages_pending:
+        if needed.advantages is not None:
             needed = replace(needed, rewards=None, baselines=None)
         for rank in range(self.num_ranks):
             yield Shard(needed.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))

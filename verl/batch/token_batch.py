@@ -36,7 +36,7 @@ class TokenBatch:
     """
 
     token_ids: Ints  # [N] int32; the samples one after the other
-    action_mask: Bools  # [N] True where a token is trained
+    action_mask: Bools  # [N] the loss mask (veRL's response_mask): True where a token is trained
     num_tokens: Ints  # [B]
     num_trained: Ints  # [B]
     groups: Ints  # [B] group id; shared by the samples of one prompt
@@ -48,8 +48,8 @@ class TokenBatch:
     rewards: Floats | None = None  # [A] an episode's reward on its last trained token, a turn's on the turn's last
     baselines: Floats | None = None  # [B] reward of the greedy response to each sample's prompt
 
-    # From the models, before the update.
-    old_logprobs: Floats | None = None  # [A] of the policy; NaN where the update computes them
+    # From the models, before the update. Without old log-probs and advantages the update computes them (`Deferred`).
+    old_logprobs: Floats | None = None  # [A] of the policy
     ref_logprobs: Floats | None = None  # [A] of the reference
     values: Floats | None = None  # [A] of the critic
 
@@ -59,10 +59,10 @@ class TokenBatch:
     whitening: tuple[float, float] | None = None  # mean and standard deviation that whitened the step's advantages
     selected: Bools | None = None  # [A] tokens that the policy loss treats differently
 
-    # Of a mini-batch. The denominators count all its samples, wherever they are computed.
+    # Weights in a mini-batch. The denominators count all its samples, wherever they are computed.
     loss_weights: Floats | None = None  # [B] weight of each trained token of a sample in the loss
-    metric_weight: float = 0.0  # of a trained token in token means
-    sampled_weight: float = 0.0  # of a token that the engine sampled, in means over those
+    metric_weight: float = 0.0  # weight of a trained token in token means
+    sampled_weight: float = 0.0  # weight of a token that the engine sampled, in means over those
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -86,11 +86,6 @@ class TokenBatch:
         if self.episodes is None:
             return np.arange(len(self) + 1)
         return np.append(np.flatnonzero(np.diff(self.episodes, prepend=-1)), len(self))
-
-    @property
-    def advantages_pending(self) -> bool:
-        """Whether the update estimates the advantages, which are NaN until then, by the log-probs that it computes."""
-        return self.advantages is not None and bool(np.isnan(self.advantages).any())
 
     def rows(self, rows: Ints, bounds: Bounds | None = None) -> TokenBatch:
         """The samples at the given places, in that order."""
@@ -120,10 +115,10 @@ class TokenBatch:
             loss_weights=None if self.loss_weights is None else self.loss_weights[rows],
         )
 
-    def spread(self, parts: Iterable[tuple[Ints, Floats]]) -> Floats:
-        """[A] values given for some of the samples, as (rows, their values in that order); NaN elsewhere."""
+    def spread(self, parts: Iterable[tuple[Ints, Floats]], others: Floats | None = None) -> Floats:
+        """[A] values of some of the samples, as (rows, their values in that order); elsewhere `others`, or NaN."""
         bounds = self.bounds.trained
-        flat = np.full(bounds[-1], np.nan, dtype=np.float32)
+        flat = np.full(bounds[-1], np.nan, dtype=np.float32) if others is None else others.copy()
         for rows, values in parts:
             start = 0
             for low, high in _ranges(_runs(rows), bounds):
@@ -131,12 +126,9 @@ class TokenBatch:
                 start += high - low
         return flat
 
-    def split(self, num_parts: int) -> Iterator[TokenBatch]:
-        """Mini-batches of whole groups, as equal in groups as possible, in the order of the groups."""
-        return (self.rows(rows) for rows in self.minibatch_rows(num_parts))
-
     def minibatch_rows(self, num_parts: int) -> Iterator[Ints]:
-        """The rows of each mini-batch of `split`, none of which is empty."""
+        """The rows of mini-batches of whole groups, as equal in groups as possible, in the order of the groups. None is
+        empty."""
         _, first, group_B = np.unique(self.groups, return_index=True, return_inverse=True)
         number_B = first.argsort().argsort()[group_B]  # by first appearance
         for low, high in pairwise(part * len(first) // num_parts for part in range(num_parts + 1)):
@@ -147,18 +139,13 @@ class TokenBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Small arrays in one buffer: pickled one by one, those of a few samples cost the controller as much as all the
         rest that it does for them. Large ones are not copied."""
-        given = {field.name: getattr(self, field.name) for field in _FIELDS}
-        small = {name: each for name, each in given.items() if isinstance(each, np.ndarray) and each.nbytes <= _SMALL}
-        others = {name: each for name, each in given.items() if name not in small and each is not None}
+        columns = {field.name: getattr(self, field.name) for field in _FIELDS}
+        small = {name: each for name, each in columns.items() if isinstance(each, np.ndarray) and each.nbytes <= _SMALL}
+        others = {name: each for name, each in columns.items() if name not in small and each is not None}
         widest_first = sorted(small.items(), key=lambda named: -named[1].itemsize)  # so that each is aligned
         layout = tuple((name, array.dtype.char, len(array)) for name, array in widest_first)
         flat = np.frombuffer(b"".join([array.data for _, array in widest_first]), dtype=np.uint8)
         return _unpickled, (flat, layout, others)
-
-    def tokens_alone(self) -> TokenBatch:
-        """The tokens and what is trained of them: all that scoring needs."""
-        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups", "episodes")
-        return TokenBatch(**{name: getattr(self, name) for name in names})
 
 
 _FIELDS = fields(TokenBatch)

@@ -23,7 +23,7 @@ TraceTokens = Callable[[PackedBatch, Mapping[str, Tensor]], None]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Of samples by their number in the step (`TokenBatch.numbers`).
+    """Traced samples, by their number in the step (`TokenBatch.numbers`).
 
     loss: the share of every computed sample in the loss; together they are the loss
     sums: the token losses of every computed sample added up without their weights, once per update with the sample

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.system.timer import raising_after
+from verl.host.timer import raising_after
 
 RENDER_S = 10.0  # per rendering; real templates take a millisecond
 FREE_CHARS = 1_000_000

@@ -4,6 +4,7 @@ Templates are rendered, not parsed: the row is rendered again with a unique mark
 appear in the output. So it does not matter how a template formats, trims or quotes its input.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,9 @@ Render = Callable[[Sequence[Message], Sequence[ToolSpec]], str]  # includes the 
 
 _QUESTION, _ANSWER = Message("user", "a"), Message("assistant", "b")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # as in the annotations of OpenAI's responses
+# Markers, which one pass over a text finds.
+_TOOL_MARK = re.compile(r"Tool\d+(?:Name|Parameter\d+End)")
+_ROW_MARK = re.compile(r"Row\d+(?:Content|Call\d+(?:Name|Key\d+End|Value\d+End))")
 _HINT = "Leave it out, or set model.tokenizer_path to a tokenizer whose chat template supports it"
 _TOOL_HINT = (
     "set model.tokenizer_path to a tokenizer whose chat template lists tools, or use a tool-call format that lists "
@@ -25,13 +29,13 @@ _TOOL_HINT = (
 def tools_left_out(render: Render, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[str]:
     """Names of tools and of tool parameters that are missing in a rendering of these messages."""
     marked = [_marked_tool(tool, f"Tool{number}") for number, tool in enumerate(tools)]
-    text = render(messages, marked)
+    shown = set(_TOOL_MARK.findall(render(messages, marked)))
     lacking = []
     for tool, stand_in in zip(tools, marked, strict=True):
-        if stand_in.name not in text:
+        if stand_in.name not in shown:
             lacking.append(tool.name)
         names = zip(_parameters(tool), _parameters(stand_in), strict=True)
-        lacking += [f"{tool.name}({name})" for name, mark in names if mark not in text]
+        lacking += [f"{tool.name}({name})" for name, mark in names if mark not in shown]
     return lacking
 
 
@@ -56,17 +60,13 @@ def check_messages(render: Render, messages: Sequence[Message], tools: Sequence[
     column: the messages' column
     """
     marked = [_marked(message, f"Row{number}") for number, message in enumerate(messages)]
-    text = render(marked, tools)
-    position = 0  # templates usually keep the order of messages, so one pass finds most markers
+    shown = set(_ROW_MARK.findall(render(marked, tools)))
     for number, (message, stand_in) in enumerate(zip(messages, marked, strict=True)):
         field = f"{column}[{number}]"
-        if stand_in.content.strip():
-            found = text.find(stand_in.content, position)
-            if found < 0 and stand_in.content not in text:
-                raise _left_out(message, f"{field}.content")
-            position = max(position, found)
+        if stand_in.content.strip() and stand_in.content not in shown:
+            raise _left_out(message, f"{field}.content")
         for place, call in enumerate(stand_in.tool_calls if not message.calls_in_content else ()):
-            if not all(mark in text for mark in (call.name, *call.arguments, *call.arguments.values())):
+            if not all(mark in shown for mark in (call.name, *call.arguments, *call.arguments.values())):
                 raise _left_out(message, f"{field}.tool_calls[{place}]")
         for key, value in message.template_fields.items():
             if value not in _EMPTY and not _is_used(render, message.role, key, value):

@@ -85,8 +85,9 @@ class ObservationTokenizer:
             text = shown(text)
         if self.max_chars is not None:
             text = self._shortened(text, range(len(text)), self.max_chars)
-        _, spans = self.chat.encoded(text)
-        text = self._shortened(text, [start for start, _ in spans], self.max_observation_tokens)
+        if self.max_observation_tokens < sys.maxsize:
+            _, spans = self.chat.encoded(text)
+            text = self._shortened(text, [start for start, _ in spans], self.max_observation_tokens)
         return replace(answer, content=text)
 
     def _shortened(self, text: str, starts: Sequence[int], room: int) -> str:
@@ -114,8 +115,9 @@ class SharedPrompt(ObservationTokenizer):
         for seen, token_ids in self._known:
             if seen == initial:
                 return token_ids
-        self._known.append((initial, array("i", super().prompt_ids(initial))))
-        return self._known[-1][1]
+        token_ids = array("i", super().prompt_ids(initial))
+        self._known.append((initial, token_ids))
+        return token_ids
 
 
 def _with_tools(answers: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:

@@ -8,8 +8,9 @@ text, `answer_ids` for messages of other roles, `continuation_ids` for text that
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -114,8 +115,11 @@ class ChatTemplate:
 
     @cached_property
     def frame(self) -> TurnFrame:
-        """Of a turn that answers one user message. Raises ConfigError if the chat template does not begin such a turn,
-        or begins it in other ways with and without its text; DataError if it rejects the messages."""
+        """The frame of a turn that answers one user message.
+
+        Raises ConfigError if the chat template does not begin such a turn, or begins it in other ways with and without
+        its text; DataError if it rejects the messages.
+        """
         prompt = self.rendered((_QUESTION,))
         one, other = (self.rendered((_QUESTION, response), (), False) for response in _RESPONSES)
         before, end = shared_start(one, other), shared_start(one[::-1], other[::-1])[::-1]
@@ -177,7 +181,7 @@ class ChatTemplate:
         is invalid.
         """
         if isinstance(prompt, str):
-            return self._truncated(tuple(self.tokenizer(prompt)["input_ids"]))
+            return self._truncated(self.encoded_ids(prompt, add_special_tokens=True))
         self.check_tools(prompt, tools)
         self.check_messages(prompt, tools, column)
         return self._truncated(self.prompt_ids(prompt, tools))
@@ -193,7 +197,7 @@ class ChatTemplate:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
         """The messages under the chat template, with the generation prompt. Raises like `rendered`."""
-        return self.encoded(self.rendered(messages, tools))[0]
+        return self.encoded_ids(self.rendered(messages, tools))
 
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), add_generation_prompt: bool = True
@@ -323,7 +327,12 @@ class ChatTemplate:
 
     def continuation_ids(self, text: str) -> tuple[int, ...]:
         """A text that continues the assistant's turn; special-token strings in it are encoded as plain text."""
-        return self._after(_BEFORE, utf8(text), split_special_tokens=True)[0]
+        splitting = _splitting(self.tokenizer)
+
+        def encode(part: str) -> Encoded:
+            return tuple(_encoded(splitting, part, add_special_tokens=False)["input_ids"]), []
+
+        return self._after(_BEFORE, utf8(text), encode)[0]
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
@@ -352,23 +361,28 @@ class ChatTemplate:
     def _truncated(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return ids if self.max_prompt_tokens is None else ids[-self.max_prompt_tokens :]
 
-    def encoded(self, text: str, **options: Any) -> Encoded:
-        """(tokens of a text, character span of each token), without added special tokens."""
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, **options)
+    def encoded(self, text: str) -> Encoded:
+        """(tokens of a text, character span of each token), without added special tokens"""
+        found = _encoded(self.tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
         return tuple(found["input_ids"]), [tuple(span) for span in found["offset_mapping"]]
+
+    def encoded_ids(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """The tokens alone: spans of a million tokens are made in one step, in which no other thread runs."""
+        return tuple(_encoded(self.tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def response_ids(self, text: str) -> Encoded:
         """(tokens of a text that follows the generation prompt, character span of each token)"""
         return self._after((self.frame.prompt, *_BEFORE), text)
 
-    def _after(self, before: Sequence[str], text: str, **options: Any) -> Encoded:
+    def _after(self, before: Sequence[str], text: str, encode: Callable[[str], Encoded] | None = None) -> Encoded:
         """The text as it is encoded behind the first of these texts that shares no token with it, else on its own."""
+        encode = encode or self.encoded
         for each in before:
-            (head, _), (whole, spans) = self.encoded(each, **options), self.encoded(each + text, **options)
+            (head, _), (whole, spans) = encode(each), encode(each + text)
             if whole[: len(head)] == head:
                 own = [(start - len(each), end - len(each)) for start, end in spans[len(head) :]]
                 return whole[len(head) :], own
-        return self.encoded(text, **options)
+        return encode(text)
 
     def response_text(self, token_ids: Sequence[int]) -> str:
         """The response with all special tokens, which formats may use, but without the token that ended it."""
@@ -399,6 +413,26 @@ class ChatTemplate:
         """The end of a context that opens a thought, in which the response begins; empty if it opens none."""
         found = _OPENED.search(str(self.tokenizer.decode(context_ids[-_TAIL:])))
         return found[0] if found else ""
+
+
+def _encoded(tokenizer: Any, text: str, **options: Any) -> Mapping[str, Any]:
+    """Raises DataError for a text on which the tokenizer's Rust code panics, as on millions of spaces."""
+    try:
+        found: Mapping[str, Any] = tokenizer(text, return_attention_mask=False, return_token_type_ids=False, **options)
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        reason = next(iter(str(error).splitlines()), "")[:200]
+        raise DataError(f"has {len(text)} characters, on which the tokenizer fails ({reason})") from None
+    return found
+
+
+@lru_cache(maxsize=4)
+def _splitting(tokenizer: Any) -> Any:
+    """A copy that encodes special tokens as plain text. A setting per call would change what other threads encode."""
+    made = deepcopy(tokenizer)
+    made.split_special_tokens = True
+    return made
 
 
 def _roles(messages: Sequence[Message]) -> list[str]:

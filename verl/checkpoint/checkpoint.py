@@ -5,7 +5,7 @@ folder/step-000020/                     files of the workers, state.json, manife
 folder/latest.json, best.json           {"step", "folder", "score"}, for users and tools
 folder/.step-000040.unfinished-<pid>    being written, or left by a killed process
 ```
-A store belongs to one process (`verl.system.lock`), so unfinished folders found at the start are of ended processes.
+A store belongs to one process (`verl.host.lock`), so unfinished folders found at the start are of ended processes.
 Checkpoints are ordered by a counter, not by time stamps.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from verl.checkpoint import manifest
 from verl.checkpoint.manifest import Checkpoint, verify
 from verl.errors import ConfigError, DataError
-from verl.system.files import full, replacing, unwritable
+from verl.host.files import full, replacing, unwritable
 
 STATE = "state.json"
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from verl.checkpoint.own_code import own_code
 from verl.data.rows import version_of
+from verl.host.digests import digests, file_digest, folder_digests
 from verl.pretrained import revision_of
-from verl.system.digests import digests, file_digest, folder_digests
 from verl.types import Task
 from verl.utils.reward_score.rlla import switches
 
@@ -36,7 +36,7 @@ _COMMAND = "env.command"
 _CODE = re.compile(r"(?P<file>.+\.(py|pkl)):\w+")
 _MODULE = re.compile(r"(?P<module>[\w.]+):\w+")
 _WITH_FOLDERS = ("env.", "reward.")  # whose settings name tools and environments of the user's
-_MAX_FILES, _MAX_BYTES = 10_000, 2**32  # of such a folder
+_MAX_FILES, _MAX_BYTES = 10_000, 2**32  # limits of such a folder
 _COMPILED = ("*.pyc",)  # which a run writes
 _OWN = __name__.partition(".")[0]
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
@@ -115,7 +115,7 @@ def _of_folder(folder: Path) -> str:
 
 
 def _of_code(path: Path) -> str:
-    """Of a Python file, with the modules that it imports."""
+    """Digest of a Python file and of the modules that it imports."""
     files = own_code(path)
     if len(files) == 1:
         return f"sha256 {file_digest(path)}"

@@ -12,7 +12,9 @@ from pathlib import Path
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.errors import ConfigError, DataError, ServiceDownError
-from verl.system.exits import exit_code_of
+from verl.host.exits import exit_code_of
+from verl.host.files import replacing
+from verl.host.signals import Ended, exit_code
 
 LOGS = "logs"
 CRASH_FILES = f"{LOGS}/crash-*.txt"  # in the folder of the run, in the order of time
@@ -33,6 +35,9 @@ def crash_reported(folder: Path, where: Callable[[], str] | None = None) -> Iter
     """
     try:
         yield
+    except Ended as ended:  # has started it where a signal came, but not where the reader of the output has gone
+        start_shutdown_timer(exit_code(ended.number))
+        raise
     except Exception as error:
         if not is_reported(error):
             start_shutdown_timer(exit_code_of(error), f"{type(error).__name__}: {error}")
@@ -66,8 +71,8 @@ def _write_report(folder: Path, error: Exception) -> str:
     parts = [first, f"command: {' '.join(sys.argv)}", *getattr(error, "__notes__", ())]
     parts += ["".join(traceback.format_exception(error)), log_tails(str(error))]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n\n".join(parts), encoding="utf-8", errors="backslashreplace")
-    except OSError as problem:
-        return f"Tracebacks and the workers' logs could not be written to {path} ({problem.strerror})"
+        with replacing(path) as unfinished:
+            unfinished.write_text("\n\n".join(parts), encoding="utf-8", errors="backslashreplace")
+    except DataError as problem:
+        return f"Tracebacks and the workers' logs are not kept: {problem}"
     return f"Tracebacks and the ends of the workers' logs: {path}"

@@ -1,4 +1,4 @@
-"""Shutdown deadline: hanging processes are killed, and verl/system/watcher.py cleans up."""
+"""Shutdown deadline: hanging processes are killed, and verl/host/watcher.py cleans up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 import psutil
 
-from verl.system import watcher
+from verl.host import watcher
 
 SHUTDOWN_S = 30.0  # after a failure or a signal
 REGULAR_SHUTDOWN_S = 90.0  # after a successful run

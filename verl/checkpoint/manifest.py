@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from verl.errors import DataError
-from verl.system import untrusted_files
+from verl.host import untrusted_files
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_MOST_BYTES = 1 << 28  # of a JSON file
+_MOST_BYTES = 1 << 28  # per JSON file
+_PART_BYTES = 1 << 20
 _HASHING_THREADS = 4  # hashing releases the GIL, and one thread is slower than a disk
 
 
@@ -38,12 +40,17 @@ class Checkpoint:
 def verify(path: Path, hashes: bool = False) -> Checkpoint:
     """Compare with the manifest. Raises DataError that names the first file that differs."""
     checkpoint = read_manifest(path)
+    disk = shutil.disk_usage(path).total
     for name, wanted in checkpoint.files.items():
-        file = path / name
-        if not os.path.isfile(file):  # noqa: PTH113  unlike Path.is_file it raises for no name
-            raise DataError("is missing", file=str(file))
-        if (size := file.stat().st_size) != wanted["size"]:
-            raise DataError(f"has {size} bytes", f"{wanted['size']} bytes", file=str(file))
+        try:
+            with untrusted_files.opened(path, name, shared=True) as file:
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError as error:
+            raise DataError("is missing", file=str(path / name)) from error
+        if size != wanted["size"]:
+            raise DataError(f"has {size} bytes", f"{wanted['size']} bytes", file=str(path / name))
+        if size > disk:  # a sparse file, which would take hours
+            raise DataError(f"has {size} bytes, more than its disk of {disk}", file=str(path / name))
     try:
         changed = _changed(path, checkpoint) if hashes else []
     except OSError as error:
@@ -55,9 +62,17 @@ def verify(path: Path, hashes: bool = False) -> Checkpoint:
 
 def _changed(path: Path, checkpoint: Checkpoint) -> list[str]:
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        hashes = pool.map(lambda name: _sha256(path / name), checkpoint.files)
+        hashes = pool.map(lambda name: _hash_of(path, name), checkpoint.files)
         wanted = checkpoint.files.items()
         return [name for (name, each), found in zip(wanted, hashes, strict=True) if found != each["sha256"]]
+
+
+def _hash_of(path: Path, name: str) -> str:
+    digest = hashlib.sha256()
+    with untrusted_files.opened(path, name, shared=True) as file:
+        while part := file.read(_PART_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def read_manifest(path: Path) -> Checkpoint:
@@ -90,14 +105,13 @@ def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of every file below `folder`, with fsync."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _sha256(path, sync=True)}, files)
+        entries = pool.map(lambda path: {"size": path.stat().st_size, "sha256": _synced_hash(path)}, files)
         return {path.relative_to(folder).as_posix(): entry for path, entry in zip(files, entries, strict=True)}
 
 
-def _sha256(path: Path, sync: bool = False) -> str:
+def _synced_hash(path: Path) -> str:
     with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

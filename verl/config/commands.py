@@ -1,4 +1,4 @@
-"""The commands: what each uses of the configuration, its own defaults, its checks."""
+"""What a command uses of the configuration, its own defaults, its checks; and the commands that train."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl.config.schema import Config, EnvConfig, TrainerConfig
+from verl.config.schema import Config, TrainerConfig
 from verl.errors import ConfigError
 
 _DEFAULTS = Config()
-_MAX_RESPONSES = 256  # per prompt, so that seeds of tasks do not overlap
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command and its part of the configuration."""
 
-    name: str  # of `toolrl NAME`
+    name: str  # as in `toolrl NAME`
     uses: tuple[str, ...]  # groups, and single keys of groups that are used in part
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where they are not the schema's, those of training
     from_recipe: tuple[str, ...] = ()  # groups and keys; none: the command takes no recipe
+    needs_groups: bool = False  # a recipe's rollout.n=1, of one with a critic, is left out
     check: Callable[[Config], None] = lambda _: None  # across groups; raises ConfigError
 
     def has(self, key: str) -> bool:
@@ -69,7 +69,7 @@ def _check_training(config: Config) -> None:
             f"rollout.max_reuse={rollout.max_reuse}: steps that reuse groups draw fewer prompts, so the "
             "number of steps does not follow from trainer.total_epochs; set trainer.total_training_steps"
         )
-    _check_env_judges(config)
+    check_env_judges(config)
     for name, options in config.reward.terms.items():
         given, limit = options.get("max_calls"), config.env.call_limit  # c of the paper is this limit
         if name in ("otc_ppo", "otc_grpo") and config.env.multi_turn and given != limit:
@@ -110,87 +110,36 @@ def _check_packs(config: Config) -> None:
         )
 
 
-def _check_env_judges(config: Config) -> None:
+def check_env_judges(config: Config) -> None:
     """With reward=env and an environment that does not judge, all rewards would be 0."""
     if "env" in config.reward.terms and config.env.name in ("single_turn", "tool"):
         raise ConfigError(f"reward.name=env needs an environment that judges; env.name={config.env.name} does not")
 
 
-def _check_probe(config: Config) -> None:
-    n, temperature = config.rollout.n, config.rollout.temperature
-    if not 2 <= n <= _MAX_RESPONSES:
-        raise ConfigError(f"rollout.n must be from 2 (advantages are group-relative) to {_MAX_RESPONSES}, got {n}")
-    if temperature == 0:
-        raise ConfigError(f"rollout.temperature must be positive, as in training, got {temperature}")
-    _check_env_judges(config)
-
-
-def _check_eval(config: Config) -> None:
-    n, temperature = config.rollout.n, config.rollout.temperature
-    if n > _MAX_RESPONSES:
-        raise ConfigError(f"rollout.n must be at most {_MAX_RESPONSES}, got {n}")
-    if n > 1 and temperature == 0:
-        raise ConfigError(f"rollout.n={n} greedy responses are identical; set rollout.temperature, or rollout.n=1")
-    chosen, own = config.eval.handler, config.env.tool_call_format
-    if own is not None and chosen not in (_DEFAULTS.eval.handler, own):
-        raise ConfigError(f"eval.handler={chosen} and env.tool_call_format={own} differ: leave eval.handler out")
-    _check_env_judges(config)
-
-
-def _check_generate(config: Config) -> None:
-    if not config.eval.output.endswith(".jsonl"):
-        raise ConfigError(f"eval.output must end in .jsonl, the form of the transcripts, got {config.eval.output!r}")
-    _check_env_judges(config)
-
-
-def _keys(group: str, names: str) -> tuple[str, ...]:
+def keys_of(group: str, names: str) -> tuple[str, ...]:
     return tuple(f"{group}.{name}" for name in names.split())
 
 
-def _all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
+def all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
     return tuple(f"{group}.{each.name}" for each in fields(kind) if each.name not in excluded)
 
 
 _TRAIN_GROUPS = ("data", "model", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
-_ROWS = _keys("data", "columns map split_turns prompt_template truncation max_bad_share user_code")
-# Sampling from an engine without a trainer.
-_ENGINE = (
-    *_keys("data", "max_prompt_length max_response_length"),
-    *_keys("model", "path tokenizer_path chat_template_options compute_dtype"),
-    *_keys("rollout", "name temperature top_p top_k repetition_penalty dtype tensor_model_parallel_size max_num_seqs"),
-    *_keys("rollout", "max_num_batched_tokens gpu_memory_utilization kv_cache_gib speculation engine_options"),
-    *_keys("trainer", "device num_threads health_timeout_s seed"),
-)
-_ENGINE_DEFAULTS = {
-    "data.max_prompt_length": 2048,
-    "data.max_response_length": 1024,
-}
-_GREEDY = {**_ENGINE_DEFAULTS, "rollout.temperature": 0.0}
-_EPISODES = (
-    *_ENGINE,
-    "rollout.n",
-    *_ROWS,
-    *_all_but("env", EnvConfig, "train_on_observations"),
-    "sandbox",
-    "reward",
-    *_keys("eval", "limit output"),
-)
 TRAIN = Command(
     name="train",
-    uses=(*_TRAIN_GROUPS, "trainer", *_keys("eval", "benchmarks limit data_dir allow_train_overlap")),
+    uses=(*_TRAIN_GROUPS, "trainer", *keys_of("eval", "benchmarks limit data_dir allow_train_overlap")),
     from_recipe=(*_TRAIN_GROUPS, "trainer", "eval"),
     check=_check_training,
 )
-PLAN = Command(name="plan", uses=TRAIN.uses, from_recipe=TRAIN.from_recipe, check=_check_training)
 SFT = Command(
     name="sft",
     uses=(
-        *_keys("data", "train_files val_files columns map split_turns train_batch_size max_bad_share"),
-        *_keys("data", "max_prompt_length max_response_length prompt_template"),
-        *_keys("env", "tool_call_format tool_call_format_options"),
+        *keys_of("data", "train_files val_files columns map split_turns train_batch_size max_bad_share"),
+        *keys_of("data", "max_prompt_length max_response_length prompt_template"),
+        *keys_of("env", "tool_call_format tool_call_format_options"),
         "model",
-        *_keys("actor", "max_tokens_per_pack grad_clip optim"),
-        *_all_but(
+        *keys_of("actor", "max_tokens_per_pack grad_clip optim"),
+        *all_but(
             *("trainer", TrainerConfig),
             *("val_before_train", "critic_warmup", "preflight", "on_collapse", "record", "samples_kept", "callbacks"),
         ),
@@ -208,54 +157,4 @@ SFT = Command(
         "trainer.experiment_name": "sft",
     },
     check=_check_packs,
-)
-EVAL = Command(
-    name="eval",
-    uses=(
-        *_ENGINE,
-        "rollout.n",
-        *_keys("data", "columns map split_turns prompt_template user_code"),
-        *_all_but("env", EnvConfig, "train_on_observations"),
-        "sandbox",
-        "reward",
-        "eval",
-    ),
-    defaults={**_GREEDY, "reward.timeout_s": 120.0},
-    check=_check_eval,
-)
-GENERATE = Command(
-    name="generate",
-    uses=(*_EPISODES, "data.val_files"),
-    defaults={**_GREEDY, "eval.output": "transcripts.jsonl"},
-    check=_check_generate,
-)
-LAB = Command(
-    name="lab",
-    uses=(
-        *_keys("data", "train_files columns map split_turns user_code"),
-        *_keys("model", "path tokenizer_path chat_template_options"),
-        *_keys("env", "tool_call_format tool_call_format_options"),
-        *_keys("reward", "name options"),
-        "eval.limit",
-    ),
-    defaults={"env.tool_call_format": "auto"},
-)
-_CHAT_ENV = "tools tool_call_format tool_call_format_options max_turn_tokens max_observation_tokens observation_cut"
-CHAT = Command(
-    name="chat",
-    uses=(*_ENGINE, *_keys("env", f"{_CHAT_ENV} tool_timeout_s max_concurrent_calls"), "sandbox"),
-    defaults=_GREEDY,
-)
-PROBE = Command(
-    name="probe",
-    uses=(*_EPISODES, "data.train_files"),
-    defaults={**_ENGINE_DEFAULTS, "rollout.n": 8, "eval.limit": 64, "eval.output": "outputs/probe"},
-    from_recipe=(
-        *_keys("data", "train_files max_prompt_length max_response_length"),
-        *_ROWS,
-        *_keys("model", "path tokenizer_path compute_dtype"),
-        *_keys("rollout", "name n temperature top_p top_k repetition_penalty"),
-        *("env", "sandbox", "reward"),
-    ),
-    check=_check_probe,
 )

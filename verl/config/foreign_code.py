@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.config.verl_keys import short
 from verl.embedded import PREFIX
 from verl.registry import names_code
+from verl.verl_compat.verl_keys import short
 
 _PROGRAMS = ("command", "python", "custom_reward_function.path")  # last parts of keys whose value is one
 _AGENT = "agent"  # file.py:function, or a known name

@@ -7,7 +7,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache
 from math import isfinite
@@ -20,18 +19,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.commands import PROBE, TRAIN, Command, groups_of, within
+from verl.config.commands import TRAIN, Command, groups_of, within
 from verl.config.foreign_code import named_code
-from verl.config.legacy import our_key, take_defaults, translate
-from verl.config.published import Line, lines_of
 from verl.config.schema import Config
 from verl.config.show import leaves
 from verl.config.unused_keys import unused_reasons
-from verl.config.verl_keys import GROUPS, short, spelled, vocabulary
 from verl.embedded import EMBEDDED, PREFIX, with_embedded_paths
 from verl.errors import ConfigError
+from verl.host.packages import script
 from verl.registry import nearest
-from verl.system.packages import script
+from verl.verl_compat.legacy import our_key, take_defaults, translate
+from verl.verl_compat.published import Line, lines_of
+from verl.verl_compat.verl_keys import GROUPS, short, spelled, vocabulary
 
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
@@ -304,7 +303,7 @@ def read_recipe(name: str, command: Command) -> dict[str, Any]:
     if not command.from_recipe:
         raise ConfigError(f"recipe={name} has no effect: `{command.name}` takes no recipe")
     settings = _settings_of(name)
-    if command is PROBE and settings["rollout.n"] == 1:  # with a critic; a probe needs groups
+    if command.needs_groups and settings["rollout.n"] == 1:
         del settings["rollout.n"]
     return {key: value for key, value in settings.items() if within(key, command.from_recipe)}
 
@@ -369,7 +368,10 @@ def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, 
     known = known_keys()
     open_keys = tuple(key for key in known if key.endswith("."))
     lists = {key for key, kind, _ in leaves(Config()) if get_origin(kind) is list}
-    tree = deepcopy(_defaults())
+    # A copy of all groups takes most of the time; a reference may name any of them.
+    whole = any("${" in str(value) for value in settings.values())
+    groups = _defaults() if whole else {key.partition(".")[0] for key in settings} & _defaults().keys()
+    tree = OmegaConf.masked_copy(_defaults(), list(groups))
     for key, value in settings.items():
         if key not in known and f"{key}." not in open_keys and not key.startswith(open_keys):
             written = spelled.get(key, key)
@@ -382,6 +384,5 @@ def _build(settings: Mapping[str, Any], command: Command, spelled: Mapping[str, 
             OmegaConf.update(tree, key, with_embedded_paths(value), force_add=key.startswith(open_keys))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{key}={value!r}: {str(error).splitlines()[0]}") from error
-    config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)
-    return config
+    made: Any = OmegaConf.to_object(tree)
+    return Config(**made)

@@ -54,7 +54,7 @@ def _shares(config: object, group: str, *names: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)  # files, folders or hub names of the training rows
-    val_files: list[str] = field(default_factory=list)  # of the validation rows, each a set of its own
+    val_files: list[str] = field(default_factory=list)  # validation rows; each file is a validation set
     columns: dict[str, str] = field(default_factory=dict)  # {column of the files: its name in docs/data.md}
     map: str | None = None  # file.py:function, row -> row or list of rows, applied before everything else
     split_turns: str = "all"  # trained assistant turns of rows with messages: all (a task each) | last
@@ -117,7 +117,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorOptimConfig(OptimConfig):
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # of AdamW, for policy and critic
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # AdamW's, for policy and critic
     schedule: str = "constant"  # learning rate: constant | cosine (over the whole run)
     min_lr_ratio: float = 0.0  # final LR as a fraction of lr (cosine)
 
@@ -205,7 +205,7 @@ class RolloutConfig:
     top_k: int = -1  # number of tokens to sample from; -1: all
     repetition_penalty: float = 1.0  # penalty for tokens that have occurred; 1: none
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
-    dtype: str = "auto"  # of the engine: auto (model.compute_dtype) | bfloat16 | float32
+    dtype: str = "auto"  # engine: auto (model.compute_dtype) | bfloat16 | float32
     max_staleness: int = 0  # maximum age of samples in weight versions; 0: on-policy, rollout and training alternate
     max_reuse: int = 1  # number of steps that may train on a group, within max_staleness
     # responses in progress at a weight sync: continue | finish | abort_and_retry | auto (finish if env.name=agent, else
@@ -343,7 +343,7 @@ class SandboxConfig:
 
     isolation: str = "bubblewrap"  # strict (bubblewrap, or no start without a cgroup) | bubblewrap | none (limits only)
     urls: list[str] = field(default_factory=list)  # SandboxFusion servers to use instead
-    num_workers: int | None = None  # of the local pool; default: one per CPU core
+    num_workers: int | None = None  # local pool; default: one per CPU core
     timeout_s: float = 10.0  # seconds per execution
     memory_mib: int = 1024  # memory limit per execution
 
@@ -404,7 +404,7 @@ class AlgorithmConfig:
     clip_low: float | None = None  # the ratio is clipped below 1 - clip_low
     clip_high: float | None = None  # the ratio is clipped above 1 + clip_high
     dual_clip: float | None = None  # bound of the ratio where the advantage is negative, above 1
-    # of token losses: token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm
+    # token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm
     aggregation: str | None = None
     aggregation_length: int | None = None  # divisor of seq-mean-token-sum-norm; default: data.max_response_length
     old_logprobs: str | None = None  # trainer | rollout: source of the old log-probs in the ratio
@@ -581,7 +581,7 @@ class Config:
 
     @property
     def rollout_seed(self) -> int | None:
-        """Of the requests; None: the engine's own random stream.
+        """Seed of the requests; None: the engine's own random stream.
 
         vLLM samples seeded rows one by one in a Python loop,
         and results depend on the batch composition anyway.
@@ -603,8 +603,9 @@ class Config:
 
     def batch_arithmetic(self) -> str:
         prompts, n, mini = self.data.train_batch_size, self.rollout.n, self.prompts_per_minibatch
+        updates = "1 optimizer step" if self.updates_per_step == 1 else f"{self.updates_per_step} optimizer steps"
         return (
             f"a step: {prompts} prompts x {n} rollouts = {prompts * n} samples; "
-            f"{self.updates_per_step} optimizer steps of {mini} prompts = {mini * n} samples each; "
+            f"{updates} of {mini} prompts = {mini * n} samples{'' if self.updates_per_step == 1 else ' each'}; "
             f"packs of at most {self.actor.max_tokens_per_pack} tokens"
         )

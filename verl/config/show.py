@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, get_type_hints
 
 import yaml
@@ -45,9 +45,13 @@ def described(command: Command) -> Iterator[tuple[str, str, Any, str]]:
             yield key, kind_name, command.default_of(key), meanings()[key]
 
 
+_types_of = cache(get_type_hints)
+
+
 def leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(key, type, value) of every setting."""
-    types = get_type_hints(type(group))
+    kind: type = type(group)
+    types = _types_of(kind)
     for item in fields(group):
         value, key = getattr(group, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):

@@ -69,7 +69,7 @@ def _check_roles(messages: Sequence[Message]) -> None:
 def _check_results(messages: Sequence[Message]) -> None:
     """Every result must answer a call of the assistant turn before it, and every call with an id needs a result."""
     turn = 0  # the last message that is no result
-    ids: list[str] = []  # of its calls
+    ids: list[str] = []  # ids of its calls
     open_ids: list[str] = []  # without a result so far
     for number, message in enumerate(messages):
         if message.role == "tool":

@@ -1,7 +1,7 @@
 """Overlong prompts are truncated, dropped or an error; prompts that the chat template rejects are bad rows.
 
 The length is that of the initial observation: `prompt_ids` returns its tokens before truncation
-(verl.trainer.builders.env.prompt_fn). `ChatTemplate.max_prompt_tokens` truncates.
+(verl.build.env.prompt_fn). `ChatTemplate.max_prompt_tokens` truncates.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.published import AUTO, overlong_of
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
 from verl.data.row_names import RowNames
 from verl.data.tasks import KNOWN_NAMES, TaskSet
 from verl.errors import DataError, file_and_row
 from verl.types import Task
+from verl.verl_compat.published import AUTO, overlong_of
 
 PromptIds = Callable[[Task], Sequence[int]]
 

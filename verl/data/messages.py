@@ -48,10 +48,11 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
     if value is None:
         return ()
     tools = tuple(_tool(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_TOOL}]")))
-    names = [tool.name for tool in tools]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise DataError(f"repeats the name {name!r}", "one schema per name", field=f"{field}[{number}]")
+    names = set[str]()
+    for number, tool in enumerate(tools):
+        if tool.name in names:
+            raise DataError(f"repeats the name {tool.name!r}", "one schema per name", field=f"{field}[{number}]")
+        names.add(tool.name)
     return tools
 
 

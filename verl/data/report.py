@@ -64,7 +64,7 @@ class RowReport:
         """Raises DataError, naming the first bad rows, if they exceed this share of the rows read."""
         # a division, because 0.29 * 100 < 29 in floats
         if self.bad and len(self.bad) / (self.num_rows + self.num_split) > max_bad_share:
-            num_bad = len({error.row for error in self.bad})  # of a row with several tasks each may be bad
+            num_bad = len({error.row for error in self.bad})  # each task of a row may be bad
             first = "; ".join(str(replace(error, file="", hint="")) for error in self.bad[:_SHOWN_BAD_ROWS])
             raise DataError(
                 f"{num_bad} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "

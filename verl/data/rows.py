@@ -20,14 +20,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.data.task_folders import find_task_folders, read_task_folders
 from verl.errors import DataError
+from verl.host.digests import file_digest, folder_digests
+from verl.host.hub import HubDownError, ask_hub
+from verl.host.task_folders import find_task_folders, read_task_folders
 from verl.json_values import JsonError, as_json_value, check_values, read_json, strict_decoder
-from verl.net.hub import HubDownError, ask_hub
-from verl.system.digests import file_digest, folder_digests
 
 _BATCH_ROWS = 512
 _CHUNK_CHARS = 1 << 20
+_MOST_DECODED = 1 << 26  # bytes of a parquet file that is decoded before its rows are read
 _LONGEST_LINE = 1 << 26  # characters per row; a small .gz may contain a line that does not fit into memory
 _HALF = re.compile("[\ud800-\udfff]")
 _HUB_NAME = re.compile(
@@ -51,7 +52,7 @@ def read_rows(source: str) -> Iterator[Any]:
     datasets and pyarrow would convert them to typed columns, where a key of one row becomes a null in all others, mixed
     types become JSON text, and the texts 007 and NA become 7 and null. All values of a csv file are texts. A folder is
     a clone of a data set's repository, the output of `save_to_disk` of datasets, or one of task folders
-    (verl/data/task_folders.py). The default split is "train".
+    (verl/host/task_folders.py). The default split is "train".
 
     A row is made of JSON values: times and decimals of a typed column are texts, a map is an object. A jsonl line that
     is not JSON, or a csv line with a wrong number of values, is yielded as its DataError, for the caller to raise or to
@@ -70,29 +71,58 @@ def read_rows(source: str) -> Iterator[Any]:
         return
     if not os.path.isfile(source):  # noqa: PTH113  Path.is_file raises if the name is too long
         raise DataError("there is no such file", _FORMATS, "Check the path", file=source)
-    try:
+    with _unreadable(source, suffix[1:]):
         yield from map(checked_row, readers[suffix](path))
-    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # pyarrow raises ValueErrors
-        problem = f"cannot be read as {suffix[1:]} ({_one_line(error)})"
+
+
+def check_pages(source: str) -> None:
+    """Decode a parquet file without making rows, which takes a second for the largest that is tried.
+
+    Raises DataError for damage: long before the rows are read, which waits for slow imports.
+    """
+    path = Path(source)
+    if path.suffix == ".parquet" and path.stat().st_size <= _MOST_DECODED:
+        with _unreadable(source, "parquet"), _parquet(path) as file:
+            for _ in file.iter_batches(batch_size=_BATCH_ROWS):
+                pass
+
+
+@contextmanager
+def _unreadable(source: str, form: str) -> Iterator[None]:
+    """A DataError in place of what the readers of files raise."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:
+        problem = f"cannot be read as {form} ({_one_line(error)})"
         raise DataError(problem, hint="Write or copy it again", file=source) from error
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The open file. pyarrow's errors, of which some are no ValueErrors, are ValueErrors."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # pre-buffering would hold the whole compressed file in memory instead of one batch
+        options: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
+        with pq.ParquetFile(path, **options) as file:
+            yield file
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    # pre-buffering would hold the whole compressed file in memory instead of one batch
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+    with _parquet(path) as file:
         names = Counter(file.schema_arrow.names)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"it has several columns with the name {twice[0]}")
         kind = pa.struct(list(file.schema_arrow))
         is_typed = bool(_NOT_JSON.search(str(kind)))
-        try:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                yield from _typed_rows(batch, kind) if is_typed else batch.to_pylist()
-        except pa.ArrowException as error:
-            raise ValueError(str(error)) from error
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            yield from _typed_rows(batch, kind) if is_typed else batch.to_pylist()
 
 
 def _typed_rows(batch: Any, kind: Any) -> Iterator[Any]:

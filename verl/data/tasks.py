@@ -24,7 +24,7 @@ from verl.formats.toolrl_text import listed_tools, parse_gold
 from verl.types import GROUND_TRUTH, Message, Task, ToolCall, ToolSpec
 from verl.utils.reward_score.base import named_reward
 
-DATA_SOURCE = "rlla"  # of ToolRL's rows
+DATA_SOURCE = "rlla"  # ToolRL's rows
 _AGENT_LOOPS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}  # veRL's: the environment
 KNOWN_NAMES = RowNames()  # rows name no code
 
@@ -158,7 +158,8 @@ def _answer(reward_model: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the answer."""
     truth = reward_model.get("ground_truth")
     if truth is None:
-        raise DataError("is missing", "a text, or another JSON value", field=GROUND_TRUTH)
+        hint = "Where the environment scores, any text will do"
+        raise DataError("is missing", "a text, or another JSON value", hint, field=GROUND_TRUTH)
     if isinstance(truth, str):
         return {"answer": read_text(truth, GROUND_TRUTH)}
     try:

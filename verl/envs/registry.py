@@ -5,30 +5,13 @@ from dataclasses import dataclass, field
 from inspect import iscoroutinefunction, isfunction, signature
 from typing import Any
 
+from verl import plugins
 from verl.envs.base import Env, EnvFactory
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Task, ToolSpec
 
-ENVS: Mapping[str, str] = {
-    "single_turn": "verl.envs.single_turn:SingleTurnEnv",
-    "shop": "verl.kit.shop.shop:ShopEnv",
-    "bfcl": "verl.kit.bfcl.env:BfclFactory",
-    "tau2": "verl.kit.tau2.env:Tau2Factory",
-    "swe": "verl.kit.swe.env:SweFactory",
-    "openenv": "verl.kit.openenv.client:OpenEnvFactory",
-    "agent": "verl.kit.agent.agent:AgentFactory",
-    "verifiers": "verl.kit.verifiers.env:VerifiersFactory",
-    "remote": "verl.kit.openenv.remote:RemoteFactory",
-}
-_ADAPTER = "verl.kit.class_env.class_env:as_env_class"  # for plain classes
-_TEXT_ADAPTER = "verl.kit.text_env.text_env:as_text_env"  # for environments of texts of other libraries
-
-TASKS: Mapping[str, str] = {  # functions that return tasks; those of single_turn are the rows of any data file
-    "shop": "verl.kit.shop.shop:shop_tasks",
-    "bfcl": "verl.kit.bfcl.tasks:bfcl_tasks",
-    "tau2": "verl.kit.tau2.tasks:tau2_tasks",
-}
+ENVS: Mapping[str, str] = {"single_turn": "verl.envs.single_turn:SingleTurnEnv", **plugins.ENVS}
 _OF_TOOLS = [each for kind in (str, int, float, bool) for each in (kind, kind.__name__)]  # annotations of a result
 
 
@@ -50,18 +33,21 @@ class ClassFactory(EnvFactory):
 
 
 def build_env_factory(name: str, options: Mapping[str, Any] | None = None) -> EnvFactory:
-    """Of ENVS, `package.module:Class` or `file.py:Class`: an environment, a factory, a plain class whose methods are
-    the tools, or an environment of texts. Raises ConfigError."""
+    """Builds the factory of a name in ENVS, `package.module:Class` or `file.py:Class`.
+
+    The class is an environment, a factory, a plain class whose methods are the tools, or an environment of texts.
+    Raises ConfigError.
+    """
     found = resolve("environment", name, ENVS)
     options = dict(options or {})
     if is_text_env(found):
         if not hasattr(found, "from_dict"):
             row = {"extras"} & signature(found).parameters.keys()  # what SkyRL-gym passes of the row
             check_options("environment", name, found, options, **dict.fromkeys(row))
-        return ClassFactory(resolve("adapter of text environments", _TEXT_ADAPTER, {})(found), options)
+        return ClassFactory(resolve("adapter", "text environment", plugins.ENV_ADAPTERS)(found), options)
     if isinstance(found, type) and is_plain(found):
         check_options("environment", name, found, options)
-        return ClassFactory(resolve("adapter of plain classes", _ADAPTER, {})(found), options)
+        return ClassFactory(resolve("adapter", "plain class", plugins.ENV_ADAPTERS)(found), options)
     if not isinstance(found, type) or not (hasattr(found, "step") or "__call__" in dir(found)):
         plain = "a plain class with `reset`, whose other public methods are the tools"
         texts = "one whose `step(action)` takes the policy's text, a function that makes one"
@@ -94,8 +80,8 @@ def is_text_env(found: Any) -> bool:
 
 def build_tasks(name: str, options: Mapping[str, Any] | None = None) -> list[Task]:
     """The tasks bundled with an environment. Raises ConfigError for an unknown name or invalid options."""
-    if name in ENVS and name not in TASKS:
+    if name in ENVS and name not in plugins.ENV_TASKS:
         raise ConfigError(f"environment {name!r} has no bundled tasks: pass a data file")
-    make: Callable[..., Iterable[Task]] = resolve("tasks", name, TASKS)
+    make: Callable[..., Iterable[Task]] = resolve("tasks", name, plugins.ENV_TASKS)
     check_options("tasks of environment", name, make, options or {})
     return list(make(**options or {}))

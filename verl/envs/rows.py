@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from verl.errors import DataError
-from verl.system.packages import script
+from verl.host.packages import script
 from verl.types import GROUND_TRUTH, Task
 
 

@@ -5,11 +5,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-SANDBOXES: Mapping[str, str] = {
-    "local": "verl.kit.sandbox.local:LocalSandbox",
-    "remote": "verl.kit.sandbox.client:RemoteSandbox",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -41,6 +36,8 @@ class Execution:
     return_code: int | None  # None if killed
     seconds: float
     files: Mapping[str, bytes] = field(default_factory=dict)  # the requested ones
+    killed: str = ""  # the limit that ended it, also printed on stderr
+    left_out: Mapping[str, str] = field(default_factory=dict)  # requested files that are there, and why not in `files`
 
 
 class Session(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 from verl.envs.base import Env, EnvFactory, HasInitialObservation, Judge, Observation, TaskChecker
 from verl.envs.registry import ClassFactory, build_env_factory
 from verl.errors import ConfigError, DataError
-from verl.net.services import check_services
+from verl.host.services import check_services
 from verl.types import Task
 
 

@@ -12,7 +12,7 @@ from verl.envs.tools.arguments import check_schema
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.runner import ToolRunner
 from verl.errors import ConfigError, DataError
-from verl.net.services import check_services
+from verl.host.services import check_services
 from verl.types import Message, Task, ToolSpec
 
 log = logging.getLogger(__name__)

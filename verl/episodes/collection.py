@@ -30,7 +30,7 @@ class StepGroups:
     depth: int = 0
     drawn: list[TrajectoryGroup] = field(default_factory=list)
     kept: list[TrajectoryGroup] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)  # of the kept groups, in weight versions since their start
+    staleness: list[int] = field(default_factory=list)  # per kept group, in weight versions since its start
     dropped: Counter[str] = field(default_factory=Counter)  # rollouts per filter
     resample_rounds: int = 0  # max number of prompts drawn for one slot
     reused: list[TrajectoryGroup] = field(default_factory=list)  # kept groups of earlier steps
@@ -59,8 +59,11 @@ class StepGroups:
         """The kept groups that are new in this step."""
         return self.kept[len(self.reused) :]
 
-    def check(self) -> None:
-        """Raises NoTrainableGroupsError if no group is kept, or if all rollouts of this step failed."""
+    def check(self, faults: str = "") -> None:
+        """Raises NoTrainableGroupsError if no group is kept, or if all rollouts of this step failed.
+
+        faults: why responses could not be scored, for the message
+        """
         if self.kept and any(group.trajectories for group in self.drawn):
             return
         message = f"all {len(self.drawn)} groups filtered out: none has {self.min_group_size} or more scored responses"
@@ -70,7 +73,7 @@ class StepGroups:
                 f" after {self.resample_rounds} resample rounds ({counts} responses). The tasks are too hard or too "
                 "easy for the policy; use others, or change algorithm.filters or algorithm.max_resample_rounds"
             )
-        raise NoTrainableGroupsError(message)
+        raise NoTrainableGroupsError("\n".join(filter(None, (message, faults))))
 
     def metrics(self) -> dict[str, float]:
         """Metrics of filters and overlong penalty; empty if the algorithm has neither."""

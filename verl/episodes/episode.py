@@ -28,7 +28,7 @@ from verl.episodes.program import SEEDS_BETWEEN_TURNS, ProgramEnv, ProgramPolicy
 from verl.errors import DataError, EpisodeLostError, JudgeError, ServiceDownError, VerlError
 from verl.formats.base import Calls, Continue, Final, ParseError, at_end
 from verl.formats.response import parsed_response
-from verl.net.services import check_services
+from verl.host.services import check_services
 from verl.rollout.engine import Generator, Sampling
 from verl.rollout.finite import finite_number, finite_score
 from verl.scoring.pool import Fault
@@ -213,7 +213,7 @@ class _Episode:
         limits = self._limits
         calls_left = limits.max_tool_calls - self._num_calls
         last = self._last_reason(calls_left)
-        message, finish = await self._write(last is not None)
+        message, finish = await self._generate(last is not None)
         if finish is FinishReason.LENGTH:
             return StopReason.LENGTH
         ended = self._observations.chat.ended(self._since_observation)
@@ -269,7 +269,7 @@ class _Episode:
             return StopReason.MAX_TOOL_CALLS
         return StopReason.MAX_TURNS if len(self._turns) + 1 >= self._limits.max_turns else None
 
-    async def _write(self, last: bool) -> tuple[Message, FinishReason]:
+    async def _generate(self, last: bool) -> tuple[Message, FinishReason]:
         """Generate one response and append it to the ledger. The last turn stops only at the end of an answer."""
         room = self._room
         longest = min(room, self._limits.max_turn_tokens or room)

@@ -24,7 +24,7 @@ class GroupRollout:
     scorer: Scorer
     sampling: Sampling
     episode_runner: EpisodeRunner
-    progress: Progress = field(default_factory=Progress, kw_only=True)  # of all rollouts, whatever step they are for
+    progress: Progress = field(default_factory=Progress, kw_only=True)  # of all steps together
 
     async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int | None = None) -> TrajectoryGroup:
         """Runs and scores `num_rollouts` episodes of the task, with consecutive seeds from `first_seed`.

@@ -3,9 +3,9 @@
 Slots, not queues, bound the work: the fresh prompts of one step, plus those of `depth` further steps. The depth starts
 at 1 and grows while the trainer waits, up to what max_reuse leaves of max_staleness. A slot is taken when its prompt is
 drawn, and freed by the weight sync after the step that trained on it; if the filters drop all responses of a prompt,
-the next prompt takes over its slot. A step takes groups as they finish, unless a later group would overtake one that
-would then exceed max_staleness. With max_staleness=0 this is the synchronous, on-policy loop: a step's own prompts, all
-of them, in order.
+the next prompt takes over its slot (dynamic sampling). A step takes groups as they finish, unless a later group would
+overtake one that would then exceed max_staleness. With max_staleness=0 this is the synchronous, on-policy loop: a
+step's own prompts, all of them, in order.
 
 Episodes are scored as they finish, for the update that comes next. If another one trains them, a reward that reads the
 step scores them again then, so that the step of a schedule is always that of the update.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +85,7 @@ class RolloutManager:
     rollout: GroupRollout
     rewards: Rewards | None = None  # shape the rewards within a group, and may read the step; None: neither
     shaping_state: Mapping[str, Any] = field(default_factory=dict)  # by the reward's name
-    clock: Callable[[], float] = time.monotonic  # seconds
+    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # seconds
     depth: LookaheadController = field(init=False)
     _slots: list[_Slot] = field(default_factory=list)  # oldest first
     _used: list[_Used] = field(default_factory=list)  # newest last
@@ -122,8 +121,9 @@ class RolloutManager:
             else:
                 left -= 1
         self.depth.update(step, waited, self.clock())
-        collected.check()
-        if faults := self._checked_faults(collected, step):
+        faults = self._checked_faults(collected, step)
+        collected.check(faults)
+        if faults:
             _log.warning("%s", faults)
         if self.algorithm.max_resample_rounds > 1 and len(collected.fresh) < wanted:
             counts = (step + 1, len(collected.fresh), wanted, collected.resample_rounds)

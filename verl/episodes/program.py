@@ -93,11 +93,16 @@ class ProgramPolicy:
         """Responses of an episode, in all its segments."""
         return self.limits.max_turns
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest segment."""
+        return self.limits.max_prompt_length + self.limits.max_tokens
+
     def room(self, prompt_length: int, num_tokens: int) -> int:
         """The length of the next response in a segment of `num_tokens` tokens, of which its first context has
         `prompt_length`. A segment is no longer than any other sample: it fits a pack."""
         limits = self.limits
-        sample = limits.max_prompt_length + limits.max_tokens - num_tokens
+        sample = self.longest - num_tokens
         room = min(sample, limits.max_tokens - (num_tokens - prompt_length))
         return min(room, limits.max_turn_tokens or room)
 

@@ -17,9 +17,9 @@ from verl.episodes.written import as_trajectory, episode_of, written_response
 from verl.errors import ConfigError, DataError, VerlError
 from verl.formats.base import Calls
 from verl.formats.inline import InlineFormat
+from verl.host.daemon import run_async
 from verl.scoring.gold_check import check_gold_wins, gold_scores, sample_rows
 from verl.scoring.rewards import Rewards
-from verl.system.daemon import run_async
 from verl.text import shortened
 from verl.types import Message, Task, ToolCall, ToolSpec, Trajectory
 from verl.utils.reward_score.base import FIRST_STEP, LabReward

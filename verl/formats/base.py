@@ -1,5 +1,7 @@
 """The tool-call format interface: how tools are listed, calls parsed, stop strings set and tool results rendered.
 
+`ToolCallFormat.parse` is the tool-call parser; each format has one.
+
 Formats handle text only; the framework tokenizes what a format returns, once, and appends it.
 """
 
@@ -7,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl import plugins
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Message, ToolCall, ToolSpec
@@ -15,22 +18,9 @@ if TYPE_CHECKING:
     from verl.formats.split import Split
 
 TOOL_CALL_FORMATS: Mapping[str, str] = {
-    "artist": "verl.kit.papers.formats.tags:ARTIST",
-    "artist_tools": "verl.formats.hermes:ARTIST_TOOLS",
-    "fence": "verl.kit.papers.formats.fence:FenceFormat",
-    "hermes": "verl.formats.hermes:HermesFormat",
-    "llama3_json": "verl.formats.llama3_json:Llama3JsonFormat",
     "native": "verl.chat.native:NativeFormat",
-    "openhands": "verl.kit.papers.formats.openhands:OpenHandsFormat",
-    "otc_search": "verl.kit.papers.formats.tags:OTC_SEARCH",
-    "retool": "verl.kit.papers.formats.tags:RETOOL",
-    "search_r1": "verl.kit.papers.formats.tags:SEARCH_R1",
-    "tags": "verl.kit.papers.formats.tags:TagsFormat",
-    "tool_n1": "verl.kit.papers.formats.tool_n1:ToolN1Format",
     "toolrl": "verl.formats.toolrl:ToolRlFormat",
-    "toolrl_published": "verl.kit.papers.formats.toolrl_published:ToolRlPublishedFormat",
-    "xml": "verl.formats.xml:XmlFormat",
-    "zerotir": "verl.kit.papers.formats.fence:ZeroTirFormat",
+    **plugins.TOOL_CALL_FORMATS,
 }
 
 

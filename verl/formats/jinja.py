@@ -1,6 +1,6 @@
 """Parts of chat templates in Jinja, with which a server renders calls as `ToolCallFormat.render` does in training.
 
-They use the macro `escaped(value, tags)` and the variable `calls` of verl/kit/openai_server/templates.
+They use the macro `escaped(value, tags)` and the variable `calls` of toolrl/serve/openai_server/templates.
 """
 
 import json

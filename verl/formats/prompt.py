@@ -70,7 +70,7 @@ def tool_lines(tools: Sequence[ToolSpec]) -> str:
     return "\n".join(json.dumps(function_schema(tool), ensure_ascii=False) for tool in tools)
 
 
-_COMMON = {"description": "", "type": "string", "default": ""}  # of parameters in ToolRL's rows
+_COMMON = {"description": "", "type": "string", "default": ""}  # defaults of parameters in ToolRL's rows
 
 
 def numbered_tools(tools: Sequence[ToolSpec], common: Mapping[str, str] = _COMMON) -> str:
@@ -98,7 +98,9 @@ class PromptTemplateMixin:
     """
 
     place: ClassVar[str] = "{question}"
-    serving_template: ClassVar[str | None] = "question"  # of verl/kit/openai_server/templates; None: cannot be served
+    serving_template: ClassVar[str | None] = (
+        "question"  # a name in toolrl/serve/openai_server/templates; None: cannot be served
+    )
     turns_per_call: ClassVar[int] = 1
     parallel_calls: ClassVar[bool] = True
     prompt_template: str | None = None

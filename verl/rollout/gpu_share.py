@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 # GPU memory beside torch's, assumed, not measured. A run measures its ranks' before it starts its engines.
-RANK_CONTEXT_GIB = 1.0  # of a trainer rank: the CUDA context and NCCL
-ENGINE_CONTEXT_GIB = 1.0  # of an engine beside its share: its own context; asleep, what it does not release
+RANK_CONTEXT_GIB = 1.0  # per trainer rank: the CUDA context and NCCL
+ENGINE_CONTEXT_GIB = 1.0  # per engine, beside its share: its own context; asleep, what it does not release
 CONTEXT_GIB = RANK_CONTEXT_GIB + ENGINE_CONTEXT_GIB
-ALONE = 0.9  # of a GPU without a trainer rank; the rest is for CUDA graphs and fragmentation
+ALONE = 0.9  # share of a GPU without a trainer rank; the rest is for CUDA graphs and fragmentation
 
 
 def engine_share(held: float, total: float) -> float:

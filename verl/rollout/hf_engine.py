@@ -146,7 +146,7 @@ class HFEngine(SingleEngine):
         device = self._model.device
         ids_BL = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask_BL = (torch.arange(longest)[None] >= pads_B[:, None]).long()
-        generators = [  # of its own for a seeded completion, else torch's default one
+        generators = [  # a seeded completion has its own, others torch's default one
             torch.default_generator if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
             for sampling in samplings
         ]

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
+from verl.host.packages import SET_UP
+from verl.host.scratch import variables
 from verl.pretrained import read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.engine_options import check_engine_options
@@ -32,12 +34,11 @@ from verl.rollout.gpu_share import ALONE
 from verl.rollout.speculation import NGRAM, DraftCounter, until_stop
 from verl.rollout.vllm_extension import WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
-from verl.system.packages import SET_UP
-from verl.system.scratch import variables
 from verl.transfer.bucket import BucketHandle, BucketLayout
 from verl.transfer.gpu import Rendezvous
 from verl.transfer.shared_memory import InMemory, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
+from verl.units import GIB
 
 if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -50,7 +51,6 @@ WATCH_S = 0.5  # interval of the process liveness check
 _ORDERLY_END_S = 10.0  # for vLLM's core to exit after it has aborted its requests
 END_S = 3.0  # grace period at shutdown; afterwards the processes only collect Python garbage and are killed
 LOG_TAIL = 15  # lines of vLLM's log quoted in an error
-GIB = 1024**3
 _OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "attention_config")
 _GRAPH, _SPLITS = 512, 32  # vLLM's own: sequences of its largest CUDA graph, splits of a key sequence in it
 SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # maximum length of a socket path; what vLLM appends to its folder
@@ -115,7 +115,7 @@ class VLLMEngine(SingleEngine):
     @classmethod
     async def start(cls, settings: VLLMSettings) -> VLLMEngine:
         """Start vLLM's processes and load the model. Raises ConfigError or EngineError, which quotes vLLM's log."""
-        # Explicit: Python cached its temporary folder before the scratch folder (verl/system/scratch.py) existed.
+        # Explicit: Python cached its temporary folder before the scratch folder (verl/host/scratch.py) existed.
         folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", dir=os.environ.get("TMPDIR") or None)
         drafts = DraftCounter()
         started: list[AsyncLLM] = []  # not a return value: a thread keeps that alive, and vLLM with it after `close`

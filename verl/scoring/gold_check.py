@@ -32,7 +32,7 @@ class GoldScores:
 
     @property
     def margin(self) -> float:
-        """Of the gold response over the better one of the others."""
+        """Lead of the gold response over the better one of the others."""
         return self.gold - max(self.empty, self.thought)
 
     def __str__(self) -> str:

@@ -11,13 +11,24 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
+from verl.host.threads import SYSTEM, Queue, Threads
 from verl.rollout.finite import finite_score
-from verl.scoring.process import Call, LimitExceededError, ProcessDiedError, RewardError, ScoringLimits, ScoringProcess
+from verl.scoring.process import (
+    Call,
+    LimitExceededError,
+    Process,
+    ProcessDiedError,
+    RewardError,
+    ScoringLimits,
+    ScoringProcess,
+    StartProcess,
+)
 from verl.types import Score, Task, ToolUse, Trajectory
 from verl.utils.reward_score.base import Reward
 
@@ -72,15 +83,21 @@ class ScoringPool:
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], num_workers: int, limits: ScoringLimits | None = None
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        num_workers: int,
+        limits: ScoringLimits | None = None,
+        start: StartProcess = ScoringProcess,
+        threads: Threads = SYSTEM,
     ) -> None:
         """name, options: the default reward, for tasks that name none. Every process builds it for itself."""
-        self._jobs: _Jobs = queue.SimpleQueue()
+        self._jobs: Queue = threads.queue()  # (job, call), or None: the end
         self._closed = threading.Event()
-        made_of = (name, json.dumps(dict(options)), limits or ScoringLimits())
-        self._workers = [_Worker(made_of, self._jobs, self._closed) for _ in range(num_workers)]
-        for worker in self._workers:
-            worker.start()
+        limits = limits or ScoringLimits()
+        start_one = partial(start, name, json.dumps(dict(options)), limits)
+        self._workers = [_Worker(start_one, limits, self._jobs, self._closed) for _ in range(num_workers)]
+        self._threads = [threads.start("verl-scoring", worker.run) for worker in self._workers]
 
     @property
     def pids(self) -> list[int]:
@@ -100,8 +117,8 @@ class ScoringPool:
             self._jobs.put(None)
             if (process := worker.process) is not None:  # its thread may drop it meanwhile
                 process.kill()
-        for worker in self._workers:
-            worker.join(_CLOSE_S)
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
         while not self._jobs.empty():
             if (left := self._jobs.get()) is not None:
                 left[0].cancel()
@@ -113,17 +130,14 @@ class ScoringPool:
         self.close()
 
 
-_Jobs = queue.SimpleQueue[tuple["Future[Score | Fault]", Call] | None]
+class _Worker:
+    """Takes the pool's jobs, in a thread; owns a scoring process and restarts it when needed."""
 
-
-class _Worker(threading.Thread):
-    """Takes the pool's jobs; owns a scoring process and restarts it when needed."""
-
-    def __init__(self, made_of: tuple[str, str, ScoringLimits], jobs: _Jobs, closed: threading.Event) -> None:
-        super().__init__(name="verl-scoring", daemon=True)
-        self._made_of, self._jobs, self._closed = made_of, jobs, closed
-        self._limits = made_of[2]
-        self.process: ScoringProcess | None = None
+    def __init__(
+        self, start: Callable[[], Process], limits: ScoringLimits, jobs: Queue, closed: threading.Event
+    ) -> None:
+        self._start, self._limits, self._jobs, self._closed = start, limits, jobs, closed
+        self.process: Process | None = None
 
     def run(self) -> None:
         try:
@@ -192,12 +206,12 @@ class _Worker(threading.Thread):
         with contextlib.suppress(RewardError, ProcessDiedError):
             self._ready_process()
 
-    def _ready_process(self) -> ScoringProcess:
+    def _ready_process(self) -> Process:
         """Start a process if none is alive. Raises RewardError and ProcessDiedError if that fails."""
         if self.process is None or self.process.cause_of_death is not None:
             self._drop_process()
             try:
-                self.process = ScoringProcess(*self._made_of)
+                self.process = self._start()
             except (OSError, RuntimeError) as error:  # out of processes, threads, memory or files; maybe temporarily
                 raise ProcessDiedError(f"cannot be started ({error})", crashed=False) from error
             if self._closed.is_set():  # started concurrently with `close`

@@ -1,7 +1,7 @@
 """A scoring process and the thread that watches it and kills it when it exceeds a limit.
 
-Time limits count only ticks in which the process could run: neither a stopped process nor a suspended machine uses up
-the time. The clock of a response starts when a ready process takes it.
+Time limits (the reward timeout) count only ticks in which the process could run: neither a stopped process nor a
+suspended machine uses up the time. The clock of a response starts when a ready process takes it.
 """
 
 import contextlib
@@ -16,13 +16,15 @@ import socket
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
+from verl.host.packages import OURS
 from verl.rollout.finite import finite_score
 from verl.scoring.rewards import Rewards, build_rewards
 from verl.types import Score, Task, Trajectory
@@ -34,7 +36,7 @@ _HALTED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _PR_SET_PDEATHSIG = 1
 _PATHS = sysconfig.get_paths()
-_LIBRARIES = ("<frozen", str(Path(__file__).parents[1]), *(_PATHS[name] for name in ("stdlib", "purelib", "platlib")))
+_LIBRARIES = ("<frozen", *map(str, OURS), *(_PATHS[name] for name in ("stdlib", "purelib", "platlib")))
 
 Call = tuple[Trajectory, Task, int]  # and the step
 
@@ -69,6 +71,33 @@ class ProcessDiedError(Exception):
     def __init__(self, problem: str, crashed: bool) -> None:
         super().__init__(problem)
         self.crashed = crashed
+
+
+class Process(Protocol):
+    """A scoring process, as its owner sees it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the operating system."""
+
+    @property
+    def cause_of_death(self) -> str | None:
+        """None while the process is alive."""
+
+    def wait_until_ready(self) -> None:
+        """Raises RewardError if the reward cannot be built in the process, and ProcessDiedError."""
+
+    def score(self, call: Call) -> Score:
+        """The score. Raises RewardError, LimitExceededError and ProcessDiedError."""
+
+    def kill(self) -> None:
+        """Kill the process group; a pending `score` call raises ProcessDiedError. Thread-safe."""
+
+    def close(self) -> None:
+        """Kill the process and wait until it is gone."""
+
+
+StartProcess = Callable[[str, str, ScoringLimits], Process]  # name and options (JSON) of the reward
 
 
 class ScoringProcess:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from verl.config.published import AUTO, source_of
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import RESPONSE, THINK, TOOL_CALL
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
@@ -20,8 +19,9 @@ from verl.utils.reward_score.base import (
     reads_step,
 )
 from verl.utils.reward_score.weighted import SUM, WeightedSum
+from verl.verl_compat.published import AUTO, source_of
 
-_RLLA, _CALLS = "rlla", "calls"  # of auto; they have the same options
+_RLLA, _CALLS = "rlla", "calls"  # rewards of auto; they have the same options
 _SHOWN = 80  # characters of a gold answer
 
 
@@ -32,7 +32,7 @@ class Rewards:
     default: Reward
     name: str = ""  # name of the default
     for_gold: Reward | None = None  # with name auto: of tasks with a gold turn
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the default
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the default reward
 
     def of(self, task: Task) -> Reward:
         """The task's reward. Raises ConfigError for an unknown name or source, DataError for an unknown version."""
@@ -79,11 +79,11 @@ class Rewards:
             )
         return _published(name, json.dumps(dict(options), sort_keys=True))
 
-    def all_of(self, tasks: Iterable[Task]) -> list[Reward]:
+    def for_tasks(self, tasks: Iterable[Task]) -> list[Reward]:
         """The distinct rewards of these tasks, the run's own first."""
         return list({id(reward): reward for reward in (self.default, *map(self.of, tasks))}.values())
 
-    def checked(self, tasks: Iterable[Task]) -> Iterator[Task]:
+    def require_gold(self, tasks: Iterable[Task]) -> Iterator[Task]:
         """The tasks. Raises DataError for the first one without gold, with which name auto compares responses."""
         for task in tasks:
             if self.name == AUTO and task.reward is None and task.gold is None and not task.answer:

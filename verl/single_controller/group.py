@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +59,13 @@ class WorkerGroup(Protocol):
         """Stop the workers."""
 
 
+class ReplaceableGroup(WorkerGroup, Protocol):
+    """A group whose lost workers can be replaced."""
+
+    async def remake(self, rank: int) -> None:
+        """Replace a lost worker; its state and pending calls are lost. Raises WorkerError if that fails."""
+
+
 @dataclass(frozen=True)
 class WorkerView:
     """A group viewed through one attribute of its workers: components share processes."""
@@ -75,16 +82,16 @@ class WorkerView:
         return self.group.finished_calls
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.group.call(_on_member, self.name, function, *args)
+        return self.group.call(_Member(self.name, function), *args)
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
-        return self.group.scatter(_on_member_shard, shards, self.name, function, *args)
+        return self.group.scatter(_Member(self.name, function), shards, *args)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.group.call_ref(_on_member, self.name, function, *args)
+        return self.group.call_ref(_Member(self.name, function), *args)
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        return self.group.submit(rank, _on_member, self.name, function, *args)
+        return self.group.submit(rank, _Member(self.name, function), *args)
 
     def close(self) -> None:
         self.group.close()
@@ -100,16 +107,19 @@ class Method:
         return getattr(worker, self.name)(*args)
 
 
-def _on_member(worker: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    return function(getattr(worker, name), *args)
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A function for `WorkerGroup` that calls another with an attribute of the worker."""
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, worker: Any, *args: Any) -> Any:
+        return self.function(getattr(worker, self.name), *args)
 
 
-def _on_member_shard(worker: Any, shard: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    return function(getattr(worker, name), shard, *args)
-
-
-def task_name(function: Callable[..., Any], args: Sequence[Any]) -> str:
+def task_name(function: Callable[..., Any]) -> str:
     """The name of a call in messages."""
-    if function in (_on_member, _on_member_shard):
-        function = next(each for each in args if callable(each))
+    if isinstance(function, _Member):
+        function = function.function
     return function.name if isinstance(function, Method) else str(function.__qualname__)

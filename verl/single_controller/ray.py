@@ -31,13 +31,18 @@ from typing import Any
 import psutil
 
 from verl.errors import ConfigError, EngineLostError
+from verl.host.scratch import scratch_folder, variables
+from verl.host.signals import kept_signals
 from verl.registry import USER_MODULE
-from verl.system.scratch import scratch_folder, variables
-from verl.system.signals import kept_signals
 
-# Read by Ray: zero-copy tensors, and no reports of unhandled errors, which are ours to report.
+# Read by Ray: zero-copy tensors; no reports of unhandled errors, which are ours to report; no idle processes, one a
+# core, which lack the environment of our workers and so would never get work.
 _OF_EVERY_WORKER = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_OF_CONTROLLER = {**_OF_EVERY_WORKER, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+_OF_CONTROLLER = {
+    **_OF_EVERY_WORKER,
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_prestart_worker_first_driver": "0",
+}
 # Read by Ray at import; named after the systems where it is the default: a Ray started here gets the loopback address,
 # to which all its sockets are then bound. Ray would replace a node address of 127.0.0.1 without it.
 _LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
@@ -93,7 +98,7 @@ class Cluster:
     call_timeout_s: float = 3600.0
     health_timeout_s: float = 30.0  # until a stopped worker counts as lost
     num_gpus: float | None = None  # in a joined cluster; None: Ray was started on this machine
-    guard: Guard = field(default_factory=lambda: Guard({}, 0.0))  # of Ray's processes if they were started here
+    guard: Guard = field(default_factory=lambda: Guard({}, 0.0))  # for Ray's processes if they were started here
 
     @classmethod
     @contextmanager
@@ -359,20 +364,20 @@ class RayGroup:
         self._gather(made, "start")
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._fetch(self.call_ref(function, *args), task_name(function, args))
+        return self._fetch(self.call_ref(function, *args), task_name(function))
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
-        task = task_name(function, args)
+        task = task_name(function)
         call: bytes = ray.cloudpickle.dumps((function, args))  # type: ignore[no-untyped-call]  # Ray's
         started = [actor.run_on.remote(shard, call) for actor, shard in zip(self._actors, shards, strict=True)]
         return self._fetch(self._wait_all(started, task), task)
 
     def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._wait_all([actor.run.remote(function, *args) for actor in self._actors], task_name(function, args))
+        return self._wait_all([actor.run.remote(function, *args) for actor in self._actors], task_name(function))
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         _, result = self._actors[rank].run.remote(function, *args)
-        return self._await_result(rank, result, task_name(function, args))
+        return self._await_result(rank, result, task_name(function))
 
     async def remake(self, rank: int) -> None:
         """Replace a lost worker; its state and pending calls are lost. Raises WorkerError if that fails."""
@@ -534,7 +539,7 @@ def _address(join: bool) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Of `host:port` or `ray://host:port`, else ConfigError; other addresses are left to Ray."""
+    """Connects to `host:port` or `ray://host:port`, else ConfigError; other addresses are left to Ray."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return

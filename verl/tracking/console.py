@@ -20,10 +20,10 @@ from verl.tracking.progress import Progress
 from verl.tracking.tracker import Tracker
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_BAR_WIDTH = 40  # of the progress bar and of the sparkline
-_ROLLOUT_CHARS = 600  # of each text of a printed rollout
+_BAR_WIDTH = 40  # progress bar and sparkline
+_ROLLOUT_CHARS = 600  # per text of a printed rollout
 _QUIET_S = 30.0  # between two lines on the same rollout
-_SHORT_S = 0.05  # of a phase that is not listed
+_SHORT_S = 0.05  # shorter phases are not listed
 LOG_TIME = "%Y-%m-%d %H:%M:%S"
 
 
@@ -162,9 +162,9 @@ def sparkline(values: Sequence[float], width: int = _BAR_WIDTH) -> str:
 
 def phase_times(metrics: Mapping[str, float]) -> str:
     """Seconds of each phase of a step that took any, in their order."""
-    found = [(re.fullmatch(r"time/(\w+?)_s", name), value) for name, value in metrics.items() if value >= _SHORT_S]
+    matches = [(re.fullmatch(r"time/(\w+?)_s", name), value) for name, value in metrics.items() if value >= _SHORT_S]
     return _seconds(
-        {match[1]: value for match, value in found if match and match[1] != "step" and not match[1].endswith("_cpu")}
+        {match[1]: value for match, value in matches if match and match[1] != "step" and not match[1].endswith("_cpu")}
     )
 
 

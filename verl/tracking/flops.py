@@ -49,7 +49,7 @@ DEVICES = {  # the first entry whose terms are all in the device's name matches
     "RTX 3090": Device(71e12, 0.936e12, 23.7),  # NVIDIA GA102 architecture, appendix A
     "MI300X": Device(1307.4e12, 5.3e12, 191.9),  # AMD Instinct MI300X data sheet
 }
-_OTHERS = {"laptop", "ti", "d", "super"}  # of another chip than the card whose name they follow
+_OTHERS = {"laptop", "ti", "d", "super"}  # suffixes of cards with another chip
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(gib|gb|g)", re.IGNORECASE)
 
 
@@ -65,7 +65,7 @@ class DecoderShape:
 
 
 def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_logits: int = 0) -> float:
-    """Of segments of (computed tokens L, prefix tokens P), by the formula above."""
+    """FLOPs of segments (computed tokens L, prefix tokens P), by the formula above."""
     total = 2.0 * (shape.head_parameters + shape.selecting) * num_logits
     for length, prefix in segments:
         pairs = length * prefix + length * (length + 1) / 2
@@ -84,8 +84,8 @@ def find_device(name: str | None) -> Device | None:
 
 def find_memory(text: str) -> float | None:
     """GiB of a text such as 24GiB or 24 GB (GB means GiB, as cards are sold); None if it is no size."""
-    found = _MEMORY.fullmatch(text.strip())
-    return float(found[1]) if found else None
+    match = _MEMORY.fullmatch(text.strip())
+    return float(match[1]) if match else None
 
 
 def peak_flops(device: str | None) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.system.files import replacing, unwritable
+from verl.host.files import replacing, unwritable
 from verl.tracking.tracker import RunInfo, Tracker
 
 
@@ -20,15 +20,21 @@ class JsonlTracker(Tracker):
 
     def __init__(self, run: RunInfo) -> None:
         self.path = run.folder / "metrics.jsonl"
+        self._last = -1  # step of the last line
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Flushed on return: a killed process loses none. Raises DataError if writing fails."""
         append_jsonl(self.path, {"step": step, "time": round(time.time(), 3), **finite(metrics)})
+        self._last = step
+
+    def state(self) -> dict[str, Any]:
+        return {"metrics_jsonl": self._last}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Drop the lines after `step` and a partial last line."""
+        """Drop a partial last line and lines that the state lacks, such as that of a step still to be logged."""
+        self._last = min(step, state.get("metrics_jsonl", step))  # missing in older checkpoints
         if self.path.exists():
-            write_jsonl(self.path, [row for row in read_jsonl(self.path) if row["step"] <= step])
+            write_jsonl(self.path, [row for row in read_jsonl(self.path) if row["step"] <= self._last])
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from verl.system.arguments import Arguments
+from verl.host.arguments import Arguments
 
 STDERR = "_stderr"  # ends the names of standard errors
 

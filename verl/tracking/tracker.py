@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl import plugins
 from verl.errors import ConfigError
 from verl.registry import resolve
 
 TRACKERS: Mapping[str, str] = {
     "jsonl": "verl.tracking.jsonl:JsonlTracker",
     "tensorboard": "verl.tracking.tensorboard:TensorBoardTracker",
-    "wandb": "verl.kit.trackers.services:WandbTracker",
-    "trackio": "verl.kit.trackers.services:TrackioTracker",
-    "mlflow": "verl.kit.trackers.services:MlflowTracker",
-    "swanlab": "verl.kit.trackers.services:SwanLabTracker",
+    **plugins.TRACKERS,
 }
 ALWAYS = ("jsonl", "tensorboard")
 DISPLAYED = ("console", "rollouts", "verl_names")  # what the display prints, and under which names; no trackers

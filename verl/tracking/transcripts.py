@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.system.files import step_files
+from verl.host.files import step_files
 from verl.tracking.jsonl import write_jsonl
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 

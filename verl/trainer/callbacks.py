@@ -146,11 +146,11 @@ def build_callbacks(entries: Sequence[Any], validates: bool) -> Callbacks:
                 f"trainer.callbacks: {entry!r} is no callback; use file.py:Class, or {{name: NAME, option: value}}. "
                 f"Known names: {known}"
             )
-        made = resolve("callback", name, CALLBACKS)
+        factory = resolve("callback", name, CALLBACKS)
         if name in members:
             raise ConfigError(f"trainer.callbacks: {name} is given twice")
-        check_options("callback", name, made, options)
-        member = made(**options)
+        check_options("callback", name, factory, options)
+        member = factory(**options)
         if missing := [method for method in _METHODS if not callable(getattr(member, method, None))]:
             inherit = "inherit from toolrl.Callback, where each does nothing"
             raise ConfigError(f"trainer.callbacks: {name!r} has no {', '.join(missing)}; {inherit}")

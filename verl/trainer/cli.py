@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -25,23 +25,29 @@ from verl.config.load import SHORTHANDS, load_config, shorthand_help
 from verl.config.schema import Config, ModelConfig, RewardConfig
 from verl.config.show import as_yaml, key_help
 from verl.data.first_bytes import check_ends
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError, DataError, VerlError
+from verl.host.arguments import read_arguments, unknown_option
+from verl.host.exits import exit_code_of
+from verl.host.output import Output
+from verl.host.packages import SET_UP, missing_package, script
+from verl.host.signals import Ended, ending_on_signals
+from verl.host.signals import exit_code as signal_code
 from verl.registry import resolve
-from verl.system.arguments import read_arguments, unknown_option
-from verl.system.exits import exit_code_of
-from verl.system.packages import SET_UP, missing_package, script
-from verl.system.signals import Ended, ending_on_signals
-from verl.system.signals import exit_code as signal_code
 from verl.tracking.console import LOG_TIME
 from verl.utils.reward_score.base import REWARDS
 
-_MAX_LINES = 12  # of a message or a traceback, so that a crash does not fill the terminal
-_OUTCOMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+_MAX_LINES = 12  # per message or traceback, so that a crash does not fill the terminal
+_OUTCOMES: dict[int, str] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "hung up",
+    signal.SIGPIPE: "the reader of the output has gone",
+}
 _RESUME_NOTE = (
     "run the same command to resume: a training from its last checkpoint (without one it starts anew), an evaluation "
     "from its answers"
 )
-_OPTIONS = ("--help", "--config=", "--user-code", "--cfg=")  # of every command
+_OPTIONS = ("--help", "--config=", "--user-code", "--cfg=")  # every command has them
 _CONFIG = "--config="
 _USER_CODE = "--user_code"  # in the spelling of parsed options
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
@@ -72,7 +78,8 @@ def run_cli(
     failed run; 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP
     """
     interactive = None if sys.stdout.isatty() else False  # FORCE_COLOR, which notebooks and CI set, makes no terminal
-    console = Console(highlight=False, emoji=False, force_interactive=interactive)
+    output = sys.stdout if isinstance(sys.stdout, Output) else Output(sys.stdout)  # that of `toolrl`
+    console = Console(file=cast(TextIO, output), highlight=False, emoji=False, force_interactive=interactive)
     logging.basicConfig(level=logging.WARNING, handlers=[_log_handler(console)])
     deadline = Deadline()
 
@@ -102,11 +109,16 @@ def run_cli(
     except Exception as error:
         if not isinstance(error, VerlError) and not is_reported(error):
             raise
-        _print_failure(console, error)
+        if output.error is None:
+            with suppress(DataError):  # output.error from now on
+                _print_failure(console, error)
+        if output.error is not None:
+            with suppress(OSError):  # the same disk
+                _print_failure(Console(stderr=True, highlight=False), error)
         return exit_code_of(error)
     except KeyboardInterrupt as error:
         number, note = (error.number, error.note) if isinstance(error, Ended) else (int(signal.SIGINT), "")
-        with suppress(OSError):  # the terminal is closed
+        with suppress(OSError, DataError):  # the terminal is closed, or a disk is full
             console.print(f"[bold red]{_OUTCOMES[number]}[/]: {escape(note or _RESUME_NOTE)}", soft_wrap=True)
         return signal_code(number)
 
@@ -114,10 +126,18 @@ def run_cli(
 def _log_handler(console: Console) -> logging.Handler:
     """Rich's on a terminal; elsewhere dated lines without the width that a file does not have."""
     terminal = console.is_interactive
-    handler = RichHandler(console=console, show_path=False) if terminal else logging.StreamHandler(console.file)
+    handler = RichHandler(console=console, show_path=False) if terminal else _PlainHandler(console.file)
     line = "%(message)s" if terminal else "%(asctime)s %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(line, LOG_TIME))
     return handler
+
+
+class _PlainHandler(logging.StreamHandler[Any]):
+    """A full disk is an error of the next line that the console prints."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name of logging
+        if not isinstance(sys.exc_info()[1], DataError):
+            super().handleError(record)
 
 
 def announce_checkpoint(console: Console) -> Callable[[int], None]:
@@ -190,10 +210,10 @@ def _file_of(options: Sequence[str]) -> str | None:
 
 
 def print_verdict(console: Console, folder: Path) -> None:
-    """Whether the run in this folder has learned, and what to look at first, where the kit's report is installed."""
-    from verl.trainer.hooks import installed_tool  # a slow import
+    """Whether the run in this folder has learned, and what to look at first, where the report is installed."""
+    from verl.trainer.hooks import VERDICT  # a slow import
 
-    verdict_of = installed_tool("verdict")
+    verdict_of = VERDICT.find()
     for sentence in verdict_of(folder) if verdict_of else ():
         console.print(sentence, markup=False, soft_wrap=True)
 
@@ -207,7 +227,7 @@ def check_engine(name: str) -> None:
 
 
 def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
-    """Raises ConfigError for a missing file, DataError for one that is empty or broken at its ends."""
+    """Raises ConfigError for a missing file, DataError for one that is empty or damaged."""
     if needed and not files:
         raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
@@ -218,6 +238,11 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
             )
         if source.endswith(_DATA_SUFFIXES):
             check_ends(source)
+    for source in files:
+        if source.endswith(".parquet"):
+            from verl.data.rows import check_pages  # a slow import: after the cheap checks
+
+            check_pages(source)
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -237,24 +262,20 @@ def check_model(config: ModelConfig, critic_path: str | None = None, key: str = 
             raise ConfigError(f"{key}: there is no folder {path!r}")
 
 
-def run_tool(name: str, config: Config, console: Console) -> Any:
-    """The result of an asynchronous tool of the kit, after the remaining checks."""
+def check_names(config: Config) -> None:
+    """Raises ConfigError for an engine, an environment, tools or formats that there are not."""
     check_engine(config.rollout.name)
-    from verl.system.daemon import run_async  # slow imports: after the cheap checks
-    from verl.trainer.builders.env import check_names
+    from verl.build import env  # a slow import: after the cheap checks
 
-    check_names(config.env, config.data.prompt_template)
-    from verl.trainer.hooks import needed_tool
-
-    return run_async(needed_tool(name)(config, console))
+    env.check_names(config.env, config.data.prompt_template)
 
 
 @contextmanager
 def in_run_folder(config: Config, alone: bool = True) -> Iterator[Path]:
     """The run folder, for exclusive use if `alone`; errors of the block are then reported in it."""
-    from verl.system.files import check_temporary
-    from verl.system.lock import alone_in
-    from verl.trainer.builders.run import run_folder
+    from verl.build.run import run_folder
+    from verl.host.files import check_temporary
+    from verl.host.lock import alone_in
 
     folder = run_folder(config.trainer)
     check_temporary()

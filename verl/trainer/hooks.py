@@ -1,55 +1,27 @@
-"""What the kit adds to a training run, where it is installed: every tool is a folder of verl/kit, loaded by name."""
+"""What plug-ins may add to a training run, with their types: `python -m verl.trainer.main_ppo` works without any."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.batch.token_batch import TokenBatch
 from verl.episodes.group import GroupRollout
-from verl.errors import ConfigError
+from verl.plugins import HOOKS, Plugin
 from verl.types import Task, TrajectoryGroup
 
-if TYPE_CHECKING:
-    from verl.trainer.learner import Learned  # loads torch
+if TYPE_CHECKING:  # some load torch
+    from rich.console import Console
 
-TOOLS: Mapping[str, str] = {
-    "preflight": "verl.kit.preflight.preflight:preflight",
-    "plan": "verl.kit.plan.plan:plan_of_run",
-    "collapse": "verl.kit.collapse.collapse:build_watch",
-    "samples": "verl.kit.kept_samples.keeper:build_keeper",
-    "replay": "verl.kit.replay.record:build_recorder",
-    "online_eval": "verl.kit.evaluation.online:build_online_eval",
-    "check_benchmarks": "verl.kit.evaluation.registry:check_benchmarks",
-    "evaluate": "verl.kit.evaluation.evaluate:evaluate",
-    "probe": "verl.kit.probe.run:probe",
-    "sft": "verl.kit.sft.build:built",
-    "generate": "verl.kit.generation.generation:generate",
-    "verdict": "verl.kit.report.verdict:verdict_of",
-    "model_files": "verl.kit.export.model_files:write_model_files",
-    "chat": "verl.kit.generation.chat:chat",
-}
+    from verl.algorithms.algorithm import Algorithm
+    from verl.batch.trace import Trace
+    from verl.build.run import Inputs
+    from verl.chat.template import ChatTemplate
+    from verl.config.schema import Config
+    from verl.trainer.learner import Learned
+
 MAX_ROLLBACKS = 2  # per process; the next alarm stops the run
-
-
-def needed_tool(name: str) -> Any:
-    """The tool of this name. Raises ConfigError if it is not installed."""
-    found = installed_tool(name)
-    if found is None:
-        raise ConfigError(f"{TOOLS[name].partition(':')[0]} or a tool that it uses is not installed")
-    return found
-
-
-def installed_tool(name: str) -> Any | None:
-    """The tool of this name; None if its folder, or that of a tool that it uses, is missing."""
-    module, _, attribute = TOOLS[name].partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("verl.kit"):
-            return None
-        raise
 
 
 class Watch(Protocol):
@@ -99,6 +71,7 @@ class SampleKeeper(Protocol):
         logged: Sequence[TrajectoryGroup],
         chosen: Sequence[Any],
         outcome: Learned,
+        trace: Trace,
     ) -> Any:
         """What is known about the chosen samples. logged: the groups of the step's transcript"""
 
@@ -123,3 +96,28 @@ class OnlineEval(Protocol):
 
     async def close(self) -> None:
         """Close the resources shared by episodes."""
+
+
+class RunPlan(Protocol):
+    """What a run will need."""
+
+    def format_peak(self, measured: Mapping[str, float]) -> str:
+        """The measured memory beside the expected one."""
+
+
+class WriteModelFiles(Protocol):
+    def __call__(self, folder: Path, state: Mapping[str, Any], *, user_code: bool) -> None:
+        """Write what other programs need into the folder of a model. state: of the checkpoint"""
+
+
+BENCHMARKS: Plugin[Callable[[Config, ChatTemplate], OnlineEval]] = Plugin(HOOKS["benchmarks"])
+CHECK_BENCHMARKS: Plugin[Callable[[Sequence[str]], None]] = Plugin(HOOKS["check_benchmarks"])
+COLLAPSE: Plugin[Callable[[Algorithm, Config], Watch]] = Plugin(HOOKS["collapse"])
+MODEL_FILES: Plugin[WriteModelFiles] = Plugin(HOOKS["model_files"])
+PLAN: Plugin[Callable[[Config, Inputs], RunPlan]] = Plugin(HOOKS["plan"])
+PREFLIGHT: Plugin[Callable[[Config, Inputs, Any, Console], None]] = Plugin(HOOKS["preflight"])
+REPLAY: Plugin[Callable[[Config, Path, str, int], Recorder]] = Plugin(HOOKS["replay"])
+SAMPLES: Plugin[Callable[[Config, Algorithm, Path, Callable[[list[int]], str]], SampleKeeper | None]] = Plugin(
+    HOOKS["samples"]
+)
+VERDICT: Plugin[Callable[[Path], list[str]]] = Plugin(HOOKS["verdict"])

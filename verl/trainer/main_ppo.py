@@ -53,12 +53,12 @@ def run(args: CliArgs, console: Console) -> None:
     check_engine(config.rollout.name)
     with closing(Display(None, console, with_rollouts="rollouts" in config.trainer.logger)) as display:
         display.phase("packages")
-        from verl.trainer.builders.env import check_names  # slow imports: after the cheap checks
-        from verl.trainer.hooks import needed_tool
+        from verl.build.env import check_names  # slow imports: after the cheap checks
+        from verl.trainer.hooks import CHECK_BENCHMARKS
 
         check_names(config.env, config.data.prompt_template)
         if config.eval.benchmarks:
-            needed_tool("check_benchmarks")(config.eval.benchmarks)
+            CHECK_BENCHMARKS.load()(config.eval.benchmarks)
         train(config, display, only_preflight="--preflight" in args.options)
 
 
@@ -70,13 +70,14 @@ def train(config: Config, display: Display, only_preflight: bool) -> None:
 
 def _train(config: Config, display: Display, folder: Path, only_preflight: bool) -> None:
     """Everything heavy is imported here."""
+    from verl.build.env import with_tool_call_format
+    from verl.build.ranks import check_device, sees_gpu, warn_of_slow_dtype
+    from verl.build.run import load_chat_template, load_inputs, start_run
     from verl.data.overlap import TRAIN_TASKS
-    from verl.system.daemon import run_async
-    from verl.trainer.builders.env import with_tool_call_format
-    from verl.trainer.builders.run import built, load_chat_template, load_inputs
-    from verl.trainer.builders.workers import check_device, sees_gpu, warn_of_slow_dtype
-    from verl.trainer.hooks import installed_tool, needed_tool
+    from verl.host.daemon import run_async
+    from verl.trainer.hooks import PLAN, PREFLIGHT
     from verl.trainer.records import write_records
+    from verl.trainer.stall import ending_stalls
 
     console = display.console
     display.phase("data")
@@ -87,21 +88,21 @@ def _train(config: Config, display: Display, folder: Path, only_preflight: bool)
     for line in (*map(str, inputs.reports), *(inputs.online_eval.files() if inputs.online_eval else ())):
         console.print(line, markup=False, soft_wrap=True)
     console.print(inputs.choices(config.env.tool_call_format), markup=False, soft_wrap=True)
-    plan_of_run = installed_tool("plan")
+    plan_of_run = PLAN.find()
     plan = plan_of_run(config, inputs) if plan_of_run else None
     if only_preflight or config.trainer.preflight:
-        needed_tool("preflight")(config, inputs, plan, console)
-    elif config.trainer.preflight is None and sees_gpu(config.trainer) and (preflight := installed_tool("preflight")):
+        PREFLIGHT.load()(config, inputs, plan, console)
+    elif config.trainer.preflight is None and sees_gpu(config.trainer) and (preflight := PREFLIGHT.find()):
         preflight(config, inputs, plan, console)
     if only_preflight:
         return
     console.print(config.batch_arithmetic(), markup=False, soft_wrap=True)
-    with built(config, inputs, folder, display) as run:
+    with start_run(config, inputs, folder, display) as run:
         inputs.train_tasks.write(folder / TRAIN_TASKS)
-        write_records(folder, config, TRAIN, run.saved)
-        with run.ending_stalls():
+        write_records(folder, config, TRAIN, run.checkpointing.saved)
+        with ending_stalls(run.stalls):
             last = run_async(run.run())
-    if run.after:
+    if run.checkpointing.validated.after:
         console.print(before_after_table(*run.table()))
     print_verdict(console, folder)
     if plan is not None and run.peaks:

@@ -40,14 +40,14 @@ def train(config: Config, display: Display) -> None:
     """Run with exclusive use of the run folder."""
     console = display.console
     with in_run_folder(config) as folder:
-        from verl.trainer.hooks import needed_tool  # slow imports: after the cheap checks
+        from verl.sft.build import start_sft_run  # slow imports: after the cheap checks
         from verl.trainer.records import write_records
 
         batch = config.data.train_batch_size
         pack = config.actor.max_tokens_per_pack
         step = f"a step: {batch} responses, one optimizer step; packs of at most {pack} tokens"
         console.print(step, markup=False)
-        with needed_tool("sft")(config, folder, display) as run:
+        with start_sft_run(config, folder, display) as run:
             write_records(folder, config, SFT, run.saved)
             last = run.run()
     print_verdict(console, folder)

@@ -62,9 +62,9 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     judged = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
     responses = [trajectory for trajectory, _ in judged]
     uses = [use for trajectory in responses for use in trajectory.tool_uses]
-    made = [*uses, *(use for group in groups for use in group.lost_uses)]
+    attempts = [*uses, *(use for group in groups for use in group.lost_uses)]
     num_malformed = sum(trajectory.num_malformed_calls for trajectory in responses)
-    if not made and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in responses):
+    if not attempts and not num_malformed and all(len(trajectory.turns) == 1 for trajectory in responses):
         return {}
     correct = [trajectory for trajectory, score in judged if score.parts.get("correct", 0.0) > 0]
     rates = {"usage_rate": responses, **({"usage_rate_correct": correct} if correct else {})}
@@ -75,8 +75,12 @@ def tool_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
         **{f"tools/{name}": sum(bool(each.tool_uses) for each in of) / len(of) for name, of in rates.items()},
         "tools/parse_errors_mean": num_malformed / len(responses),
         "tools/repeats": sum(trajectory.repeats for trajectory in responses),
-        **{f"tools/{status}": sum(use.status is status for use in made) / len(made) for status in ToolStatus if made},
-        **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(made).items()},
+        **{
+            f"tools/{status}": sum(use.status is status for use in attempts) / len(attempts)
+            for status in ToolStatus
+            if attempts
+        },
+        **{f"tools/{name}/seconds_mean": mean for name, mean in _mean_seconds(attempts).items()},
     }
 
 

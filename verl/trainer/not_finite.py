@@ -20,13 +20,12 @@ class NotFiniteError(VerlError, RuntimeError):
 
 
 def check_advantages(batch: TokenBatch, rows: Sequence[str]) -> None:
-    """Raises NotFiniteError if advantages are not finite, unless the update is still to estimate them.
+    """Raises NotFiniteError if advantages are not finite.
 
     rows: id of the row of each group; empty: they are numbered
     """
     assert batch.advantages is not None
-    estimated = batch.old_logprobs is None or not np.isnan(batch.old_logprobs).any()
-    if estimated and (bad := _groups(batch, batch.advantages)):
+    if bad := _groups(batch, batch.advantages):
         raise NotFiniteError(
             f"the advantages of {_listed(bad, rows)} are not finite, though the rewards are: the estimator has divided "
             "by zero or overflowed. Nothing was updated in this step"
@@ -42,7 +41,7 @@ def describe_cause(batch: TokenBatch, policy: Policy, rows: Sequence[str]) -> st
     """What of which rows is not finite, after an update whose gradient is not. rows: id of the row of each group"""
     logprobs_A, sampled_A = policy.score(policy.shard_for_scoring(batch)), sampling_logprobs(batch)
     with np.errstate(over="ignore"):
-        ratios_A = np.exp(np.where(np.isnan(sampled_A), 0.0, logprobs_A - sampled_A))  # NaN: not sampled, or not scored
+        ratios_A = np.exp(np.where(np.isnan(sampled_A), 0.0, logprobs_A - sampled_A))  # NaN: not sampled
     tried = {
         "reference log-probs": batch.ref_logprobs,
         "values": batch.values,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.names import Aggregation
-from verl.batch.experience import drop_zero_advantage, with_loss_weights, with_metric_weights
+from verl.batch.experience import with_loss_weights
 from verl.batch.packing import Sharding, assign, make_units
 from verl.batch.token_batch import Floats, TokenBatch
-from verl.batch.trace import Trace, joined_ranks
+from verl.batch.trace import Trace, joined_ranks, joined_updates
 from verl.single_controller.group import WorkerGroup
-from verl.tracking.metric import Mean, Metric
+from verl.tracking.metric import Metric
 from verl.transfer.bucket import BucketLayout, OpenSender
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import UpdateResult
@@ -34,6 +34,7 @@ class ShardedModel:
 
     workers: WorkerGroup
     packing: PackSettings
+    worker: ClassVar[type[PolicyWorker | CriticWorker]]  # of the group
 
     def shard(self, batch: TokenBatch) -> Sharding:
         """Assign samples to ranks and packs: balanced token counts, samples with one prefix together."""
@@ -42,47 +43,47 @@ class ShardedModel:
         return Sharding(batch, assign(units, limit, self.workers.size), self.workers.size)
 
     def shard_for_scoring(self, batch: TokenBatch) -> Sharding:
-        """The tokens of a batch, sharded once for all models that score it."""
-        return self.shard(batch.tokens_alone())
+        """The tokens of a batch and what is trained of them, sharded once for all models that score it."""
+        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups", "episodes")
+        return self.shard(TokenBatch(**{name: getattr(batch, name) for name in names}))
 
-    def scored(self, function: Callable[..., Any], sharding: Sharding) -> Floats:
-        """[A] the values of `function` at the trained tokens."""
-        return sharding.gathered(self.workers.scatter(function, sharding.shards()))
+    def score(self, sharding: Sharding) -> Floats:
+        """[A] the policy's log-probs of the trained tokens, or the critic's values of the states before them."""
+        return sharding.gathered(self.workers.scatter(self.worker.score, sharding.shards()))
+
+
+class PolicyUpdate(NamedTuple):
+    metrics: dict[str, Metric]
+    logprobs: Floats | None  # [A] before the update, if it estimated the advantages by them
 
 
 @dataclass(frozen=True)
 class Policy(ShardedModel):
     """The model that generates responses."""
 
-    def score(self, sharding: Sharding) -> Floats:
-        """[A] log-probs of the trained tokens."""
-        return self.scored(PolicyWorker.score, sharding)
+    worker = PolicyWorker
 
-    def update(self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool = True) -> dict[str, Metric]:
-        """The metrics of `traced_update`, without a trace."""
-        return self.traced_update(minibatch, algorithm, compare_engine, None)[0]
+    def update(self, computed: TokenBatch, algorithm: Algorithm, compare_engine: bool = True) -> PolicyUpdate:
+        """One optimizer step on what `policy_minibatch` returns.
 
-    def traced_update(
-        self, minibatch: TokenBatch, algorithm: Algorithm, compare_engine: bool, traced: Container[int] | None
-    ) -> tuple[dict[str, Metric], Trace, Floats | None]:
-        """One optimizer step: its metrics, its trace, and the log-probs [A] before it where advantages were pending.
-
-        Samples with zero advantage count in the loss's denominators, but are not computed.
-
-        The metrics are token means over the computed samples; without any, only loss, grad_norm and lr.
-        compare_engine, traced: see `PolicyWorker.update`
+        The metrics are token means over the samples; without any, only loss, grad_norm and lr.
+        compare_engine: see `PolicyWorker.update`
         """
-        weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
-        computed = with_metric_weights(drop_zero_advantage(weighted, algorithm))
         sharding = self.shard(computed)
-        results: list[UpdateResult] = self.workers.scatter(
-            PolicyWorker.update, sharding.shards(), algorithm, compare_engine, traced
-        )
+        shards = sharding.shards()
+        results: list[UpdateResult] = self.workers.scatter(PolicyWorker.update, shards, algorithm, compare_engine)
         result = results[0] if len(computed) else replace(results[0], metrics={})
-        metrics = {**result.of("actor"), "actor/computed_share": Mean(len(computed) / len(minibatch))}
-        trace = joined_ranks(each.trace for each in results if each.trace is not None)
         logprobs = [each.logprobs for each in results if each.logprobs is not None]
-        return metrics, trace, sharding.gathered(logprobs) if computed.advantages_pending else None
+        return PolicyUpdate(result.of("actor"), sharding.gathered(logprobs) if logprobs else None)
+
+    def start_trace(self, samples: Container[int]) -> None:
+        """Trace the following updates. samples: those whose tokens are traced, by `TokenBatch.numbers`"""
+        self.workers.call(PolicyWorker.start_trace, samples)
+
+    def end_trace(self) -> Trace:
+        """The trace of the updates since `start_trace`."""
+        by_rank = self.workers.call(PolicyWorker.end_trace)
+        return joined_updates([joined_ranks(each) for each in zip(*by_rank, strict=True)])
 
     def can_estimate(self, minibatch: TokenBatch) -> bool:
         """Whether an update on the mini-batch can estimate advantages by group: each is in one pack."""
@@ -116,9 +117,7 @@ class Policy(ShardedModel):
 class Critic(ShardedModel):
     """The model that predicts returns."""
 
-    def score(self, sharding: Sharding) -> Floats:
-        """[A] values of the states before the trained tokens."""
-        return self.scored(CriticWorker.score, sharding)
+    worker = CriticWorker
 
     def update(self, minibatch: TokenBatch) -> dict[str, Metric]:
         """One optimizer step, all trained tokens weighted equally; the metrics are token means over the mini-batch."""

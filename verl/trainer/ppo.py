@@ -5,20 +5,23 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> weight sync
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from verl.batch.samples import to_batch
 from verl.batch.token_batch import Ints, TokenBatch
+from verl.batch.trace import Trace
 from verl.episodes.manager import RolloutManager
-from verl.system.daemon import run_in_daemon_thread
+from verl.host.daemon import run_in_daemon_thread
 from verl.trainer.hooks import SampleKeeper
 from verl.trainer.learner import Learned, Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
-from verl.trainer.verl_metrics import verl_step_metrics
 from verl.trainer.weight_sync import WeightSync
 from verl.types import TrajectoryGroup
+from verl.verl_compat.metrics import verl_step_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,7 @@ class TrainStepResult:
     metrics: Metrics
     groups: Sequence[TrajectoryGroup]  # all groups of the step, those that filters dropped too
     batch: TokenBatch  # as collected; with settings, weights and step number it determines the update
-    kl_coefficient: float | None  # of the adaptive controller at the start of the step, if there is one
+    kl_coefficient: float | None  # the adaptive controller's at the start of the step, if there is one
     samples: Any  # what the keeper collected; None without one
 
 
@@ -40,7 +43,7 @@ class PPOTrainer:
     meter: Meter | None = None
     keeper: SampleKeeper | None = None  # None: no samples are kept, to be looked at
     step: int = 0  # completed steps, which is also the weight version
-    learning: bool = False  # whether an update is in progress: the ranks may hold part of the next step
+    learning: bool = False  # from an update to the end of its step: the ranks may hold part of the next step
 
     async def train_step(self) -> TrainStepResult:
         """One step: generate, score, update, sync weights."""
@@ -57,12 +60,10 @@ class PPOTrainer:
                     await self.weight_sync.engine.sleep()
             self.learning = True
             chosen = self.keeper.choose(collected.kept) if self.keeper else ()
-            traced = {each.row for each in chosen} if chosen else None
-            outcome = await self._learn(batch, traced, [group.task.id for group in collected.kept])
+            outcome, trace = await self._learn(batch, chosen, [group.task.id for group in collected.kept])
             learned = dict(outcome.metrics)
             with timer.phase("weight_sync"):
                 learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
-            self.step, self.learning = self.step + 1, False
         metrics = {
             **rollout_metrics(groups),
             **tool_metrics(groups),
@@ -76,14 +77,16 @@ class PPOTrainer:
         }
         if self.rollouts.config.trainer.verl_names:
             metrics |= verl_step_metrics(metrics, outcome.batch, groups, self.learner.algorithm, self.rollouts.config)
-            metrics["training/global_step"] = self.step
-        return TrainStepResult(
+            metrics["training/global_step"] = self.step + 1
+        result = TrainStepResult(
             metrics=metrics,
             groups=groups,
             batch=batch,
             kl_coefficient=kl_coefficient,
-            samples=self.keeper.collect(collected.kept, groups, chosen, outcome) if self.keeper else None,
+            samples=self.keeper.collect(collected.kept, groups, chosen, outcome, trace) if self.keeper else None,
         )
+        self.step, self.learning = self.step + 1, False
+        return result
 
     async def sync_weights(self) -> None:
         """Send the current weights to the engines. The caller holds `weight_sync.ranks`."""
@@ -95,11 +98,19 @@ class PPOTrainer:
         """Whether rollouts continue during the update (off-policy)."""
         return self.rollouts.config.rollout.max_staleness > 0
 
-    async def _learn(self, batch: TokenBatch, traced: Container[int] | None, rows: Sequence[str]) -> Learned:
+    async def _learn(self, batch: TokenBatch, chosen: Sequence[Any], rows: Sequence[str]) -> tuple[Learned, Trace]:
         """In a thread if rollouts continue: a blocked event loop would use up the timeouts of their tools."""
         if self._ahead:
-            return await run_in_daemon_thread(self.learner.learn, batch, self.step, traced, rows)
-        return self.learner.learn(batch, self.step, traced, rows)
+            return await run_in_daemon_thread(self._learn_traced, batch, chosen, rows)
+        return self._learn_traced(batch, chosen, rows)
+
+    def _learn_traced(self, batch: TokenBatch, chosen: Sequence[Any], rows: Sequence[str]) -> tuple[Learned, Trace]:
+        """chosen: the samples to trace"""
+        if not chosen:
+            return self.learner.learn(batch, self.step, rows), Trace()
+        self.learner.policy.start_trace({each.row for each in chosen})
+        learned = self.learner.learn(replace(batch, numbers=np.arange(len(batch))), self.step, rows)
+        return learned, self.learner.policy.end_trace()
 
     def _timings(self, groups: Sequence[TrajectoryGroup], batch: TokenBatch, computed: Ints) -> Metrics:
         """computed: rows of the batch that the update computed"""

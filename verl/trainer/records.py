@@ -13,8 +13,8 @@ from verl.config.schema import Config
 from verl.config.show import as_yaml
 from verl.data.rows import DATA_VERSIONS, version_of
 from verl.errors import DataError
-from verl.system.code_version import CODE_VERSION, code_version
-from verl.system.files import replacing
+from verl.host.code_version import CODE_VERSION, code_version
+from verl.host.files import replacing
 from verl.tracking.jsonl import read_jsonl, write_jsonl
 from verl.utils.reward_score.rlla import switches
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from verl.config.published import AUTO, overlong_of
 from verl.config.schema import Config
 from verl.data.row_names import RowNames
 from verl.data.source import source_name, source_rows
 from verl.data.tasks import to_tasks
 from verl.errors import VerlError
 from verl.scoring.rewards import build_rewards
+from verl.verl_compat.published import AUTO, overlong_of
 
 _ROWS = 64  # read of each file
 
@@ -24,16 +24,16 @@ def row_choices(config: Config) -> Iterator[str]:
         return
     rewards, names = build_rewards(reward.name, reward.options), RowNames.of(config)
     for file in filter(_exists, data.train_files):
-        found: dict[str, None] = {}
+        choices: dict[str, None] = {}
         try:
             for rows in islice(source_rows(file, data), _ROWS):
-                made = (to_tasks(row, file, data.split_turns, source_name(file), names) for row in rows)
-                for task in (each for tasks in made for each in tasks):
+                tasks_by_row = (to_tasks(row, file, data.split_turns, source_name(file), names) for row in rows)
+                for task in (each for tasks in tasks_by_row for each in tasks):
                     cut = overlong_of(task.data_source) if data.truncation == AUTO else data.truncation
-                    found[f"reward.name={rewards.choice(task)}; data.truncation={cut}"] = None
+                    choices[f"reward.name={rewards.choice(task)}; data.truncation={cut}"] = None
         except VerlError as error:
-            found[str(error)] = None
-        yield from (f"{file}: {choice}" for choice in found)
+            choices[str(error)] = None
+        yield from (f"{file}: {choice}" for choice in choices)
 
 
 def _exists(file: str) -> bool:

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,13 +24,14 @@ import psutil
 
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.errors import VerlError
-from verl.system import daemon
+from verl.host import daemon
+from verl.host.packages import OURS, ROOT
 
-_SIGNAL = signal.SIGRTMIN + 7  # of no other use; its handler raises in the main thread, also in a blocking call
+_SIGNAL = signal.SIGRTMIN + 7  # has no other use; its handler raises in the main thread, also in a blocking call
 _CHECKS = 20  # within the limit
 _AGAIN_S = 5.0
 _SHOWN = 5  # places that are listed
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGES = tuple(map(str, OURS))
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = ("<frozen", *(_PATHS[name] for name in ("stdlib", "purelib", "platlib")))
 
@@ -38,40 +40,56 @@ class StalledError(VerlError, RuntimeError):
     """The run has made no progress for too long."""
 
 
-class _Interrupt(KeyboardInterrupt):
+@dataclass
+class StallWatch:
+    """Whether a run stands still, looked at `_CHECKS` times within the limit. A process that is stopped, or a machine
+    that sleeps, is not stalled: only time between two checks counts.
+
+    progress, moment (step and phase, for the message) and loop are called in the thread that checks.
+    """
+
+    limit_s: float
+    progress: Callable[[], object]
+    moment: Callable[[], str]
+    loop: Callable[[], asyncio.AbstractEventLoop | None]
+    _before: object = None
+    _checks: int = -1  # checks in a row without progress
+
+    @property
+    def period_s(self) -> float:
+        return self.limit_s / _CHECKS
+
+    def check(self) -> str | None:
+        """To be called every `period_s`. Returns what is wrong once nothing has moved for the limit."""
+        now = self.progress()
+        self._before, self._checks = now, self._checks + 1 if self._checks >= 0 and now == self._before else 0
+        if self._checks < _CHECKS:
+            return None
+        where = f"{self.moment()}. Waiting: {_waits(self.loop())}"
+        return f"no progress for {self.limit_s:g} s (trainer.stall_timeout_s), {where}"
+
+
+class StallInterrupt(KeyboardInterrupt):
     """Leaves the event loop, which would keep any other exception in the task that it interrupts."""
 
 
 @contextmanager
-def ending_stalls(
-    limit_s: float,
-    progress: Callable[[], object],
-    moment: Callable[[], str],
-    loop: Callable[[], asyncio.AbstractEventLoop | None],
-) -> Iterator[None]:
-    """Raises StalledError in the block if `progress()` returns the same value for `limit_s` seconds.
+def ending_stalls(stalls: StallWatch) -> Iterator[None]:
+    """Raises StalledError in the block if the watch finds that the run stands still.
 
-    progress, moment (step and phase, for the message) and loop are called in another thread. Has no effect in a block
-    that is not in the main thread, such as a notebook's. A process that is stopped, or a machine that sleeps, is not
-    stalled: only time between two checks counts.
+    It is checked in another thread. Has no effect in a block that is not in the main thread, such as a notebook's.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    over, problem = threading.Event(), list[str]()
+    over, problems = threading.Event(), list[str]()
 
     def watch() -> None:
-        period_s = limit_s / _CHECKS
-        before, checks = progress(), 0
-        while checks < _CHECKS:
-            if over.wait(period_s):
+        while (problem := stalls.check()) is None:
+            if over.wait(stalls.period_s):
                 return
-            now = progress()
-            before, checks = now, checks + 1 if now == before else 0
-        problem.append(
-            f"no progress for {limit_s:g} s (trainer.stall_timeout_s), {moment()}. Waiting: {_waits(loop())}"
-        )
-        start_shutdown_timer(1, problem[0])  # for a wait that no signal ends
+        problems.append(problem)
+        start_shutdown_timer(1, problem)  # for a wait that no signal ends
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, _SIGNAL)
@@ -79,15 +97,15 @@ def ending_stalls(
             signal.pthread_kill(main, _SIGNAL)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _Interrupt
+        raise StallInterrupt
 
     handler = signal.signal(_SIGNAL, interrupt)
     thread = threading.Thread(target=contextvars.copy_context().run, args=(watch,), name="stall", daemon=True)
     thread.start()
     try:
         yield
-    except _Interrupt as interrupt_:
-        raise StalledError(problem[0]) from interrupt_
+    except StallInterrupt as interrupt_:
+        raise StalledError(problems[0]) from interrupt_
     finally:
         over.set()
         thread.join()
@@ -136,11 +154,11 @@ def _place(frames: list[FrameType]) -> str:
     """The innermost place in the package or in the user's own code. frames: from the innermost"""
     for frame in frames:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES):
+        if file.startswith(_PACKAGES) or not file.startswith(_LIBRARIES):
             return f"{_shown(file)}:{frame.f_lineno} ({frame.f_code.co_name})"
     return "a library"
 
 
 def _shown(file: str) -> str:
-    """A file of the package relative to the package's folder."""
-    return str(Path(file).relative_to(Path(_PACKAGE).parent)) if file.startswith(_PACKAGE) else file
+    """A file of our packages relative to their folder."""
+    return str(Path(file).relative_to(ROOT)) if file.startswith(_PACKAGES) else file

@@ -14,8 +14,8 @@ from verl.scoring.rewards import Rewards
 from verl.tracking.names import STDERR
 from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
-from verl.trainer.verl_metrics import verl_validation_metrics
 from verl.types import Task, TrajectoryGroup
+from verl.verl_compat.metrics import verl_validation_metrics
 
 _TOLERANCE = 1e-9
 
@@ -28,7 +28,7 @@ class Validator:
     rollout: GroupRollout
     rewards: Rewards  # for the maximum score, if known
     n: int = 1  # responses per task, whose scores are averaged
-    seed: int | None = 0  # of sampled responses; None: not seeded
+    seed: int | None = 0  # seed of sampled responses; None: not seeded
     verl_names: bool = False  # log veRL's metrics, too
 
     @property

@@ -13,8 +13,8 @@ from torch import Tensor
 from verl.batch.samples import batch_of, sample_from_completion
 from verl.batch.token_batch import Floats, TokenBatch
 from verl.errors import VerlError
+from verl.host.daemon import run_in_daemon_thread
 from verl.rollout.engine import RolloutEngine, Sampling, WeightTarget
-from verl.system.daemon import run_in_daemon_thread
 from verl.trainer.not_finite import NotFiniteError
 from verl.trainer.policy import Policy
 from verl.transfer.bucket import BucketLayout
@@ -41,7 +41,7 @@ class WeightSync:
     probes: Sequence[tuple[int, ...]]
     sampling: Sampling
     tolerance: float
-    version: int | None = None  # of the last weight sync
+    version: int | None = None  # version of the last weight sync
     ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the trainer ranks are in use
 
     async def sync(self, version: int) -> float:

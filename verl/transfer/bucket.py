@@ -16,8 +16,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from verl.errors import EngineError
+from verl.units import MIB
 
 NUM_SLOTS = 2  # buckets alive at once
+BUCKET_BYTES = 256 * MIB
 _INT_BYTES = 8  # the digest sums int64
 _ROW = 64  # int64 values per sum
 

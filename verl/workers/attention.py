@@ -1,8 +1,8 @@
 """Attention over packs: one function, registered with transformers' attention interface.
 
-A segment attends to itself causally and to all of its prefix segment, in a layer with a sliding window of W tokens to
-the last W positions of both. Positions of a segment continue those of its prefix, wherever the two lie in the pack. Any
-other attention option is rejected by name. Two kernels compute this:
+A segment attends to itself causally and to all of its prefix segment (shared-prompt attention), in a layer with a
+sliding window of W tokens to the last W positions of both. Positions of a segment continue those of its prefix,
+wherever the two lie in the pack. Any other attention option is rejected by name. Two kernels compute this:
 
     by_segments   a call of scaled-dot-product attention per segment: CPU, and GPU in full precision
     by_varlen     variable-length flash attention, the prefix's keys and values gathered in front of each segment's own:
@@ -155,14 +155,14 @@ class VarlenPlan(NamedTuple):
 def causal_sequences(segments: Sequence[Segment]) -> list[tuple[tuple[Segment, ...], Segment]]:
     """(prefix or nothing, tokens after it) of each sequence. A prompt and the response next to it are one sequence, so
     that the prompt's keys are gathered for the other responses only."""
-    found: list[tuple[tuple[Segment, ...], Segment]] = []
+    sequences: list[tuple[tuple[Segment, ...], Segment]] = []
     for number, segment in enumerate(segments):
         prefix = None if segment.prefix is None else segments[segment.prefix]
         if prefix is not None and prefix.prefix is None and segment.prefix == number - 1:
-            found[-1] = ((), Segment(prefix.start, segment.end))
+            sequences[-1] = ((), Segment(prefix.start, segment.end))
         else:
-            found.append((() if prefix is None else (prefix,), segment))
-    return found
+            sequences.append((() if prefix is None else (prefix,), segment))
+    return sequences
 
 
 @lru_cache(maxsize=2)  # shared by all layers of a pass

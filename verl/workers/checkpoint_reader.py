@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import safe_globals
 
-_INDEX_NAMES = {  # of the classes and functions in an index
+_INDEX_NAMES = {  # classes and functions in an index
     *((metadata.__name__, name) for name in vars(metadata) if name.endswith(("Metadata", "Index", "Properties"))),
     (metadata.__name__, StorageMeta.__name__),
     (metadata.__name__, "_MEM_FORMAT_ENCODING"),
@@ -45,10 +45,10 @@ class TensorReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises UnpicklingError for an index that names anything else."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-            found: Metadata = _IndexUnpickler(stream).load()
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+            metadata: Metadata = _IndexUnpickler(stream).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class TensorPlanner(DefaultLoadPlanner):
@@ -57,8 +57,10 @@ class TensorPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises UnpicklingError for anything but tensors, plain values and numpy's random state."""
         with safe_globals(_OBJECTS):
-            found = torch.load(value, weights_only=True)
+            content = torch.load(value, weights_only=True)
         plain = io.BytesIO()
-        torch.save(found, plain)  # torch's own method reads without limits: it gets what has passed them, written anew
+        torch.save(
+            content, plain
+        )  # torch's own method reads without limits: it gets what has passed them, written anew
         plain.seek(0)
         super().load_bytes(read_item, plain)

@@ -22,7 +22,7 @@ class CriticWorker:
 
     def score(self, shard: Shard) -> Floats:
         """[A] values of the states before the shard's trained tokens."""
-        return torch.cat(self.engine.score(shard.packed(), lambda critic, packed: critic(packed))).float().numpy()
+        return torch.cat(self.engine.score(shard, lambda critic, packed: critic(packed))).float().numpy()
 
     def update(self, shard: Shard) -> UpdateResult:
         """One optimizer step on the shard's returns, values (the old ones) and loss weights."""
@@ -35,7 +35,7 @@ class CriticWorker:
             means = {name: PackMetric(((each_A * weight_A).sum(),)) for name, each_A in metrics_A.items()}
             return (loss_A * weight_A).sum(), means
 
-        return self.engine.update(shard.packed(), loss)
+        return self.engine.update(shard, loss)
 
     def offload(self) -> None:
         self.engine.offload_all()

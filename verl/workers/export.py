@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_files
 
 from verl.errors import DataError
-from verl.system import untrusted_files
-from verl.system.files import unwritable
+from verl.host import untrusted_files
+from verl.host.files import unwritable
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy
 

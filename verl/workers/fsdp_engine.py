@@ -2,7 +2,8 @@
 
 Parameters are DTensors on every device, one rank included: float32 masters, sharded one unit per decoder layer,
 computed in `compute_dtype`, gradients reduced in float32. Losses arrive as sums whose weights already hold the global
-denominators (algorithms/aggregate.py), so gradients are summed over ranks, not averaged.
+denominators (algorithms/aggregate.py), so gradients are summed over ranks, not averaged. A pack is what others call a
+micro-batch: gradient accumulation is the loop over packs, before gradient clipping and the optimizer step.
 """
 
 import math
@@ -27,8 +28,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl.batch.packed import PackedBatch
+from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
-from verl.batch.trace import Trace
 from verl.errors import DataError
 from verl.tracking.metric import Max, Mean, Metric
 from verl.workers.checkpoint_reader import TensorPlanner, TensorReader
@@ -62,11 +63,12 @@ class PackMetric:
         return replace(self, parts=tuple(map(reduce, self.parts, other.parts)))
 
     def value(self) -> Metric:
-        """Of all packs. Over several updates a sum, which is a mean over tokens, is averaged."""
+        """The value over all packs. Sums, which are means over tokens, are averaged over several updates."""
         value = self.finish(*map(float, self.parts))
         return Max(value) if self.maximum else Mean(value)
 
 
+Packs = Shard | Sequence[PackedBatch]
 PackLoss = Callable[[Any, PackedBatch], tuple[Tensor, Mapping[str, PackMetric]]]
 
 
@@ -75,9 +77,8 @@ class UpdateResult:
     loss: float
     grad_norm: float  # before clipping
     lr: float
-    metrics: Mapping[str, Metric]  # of the loss, by full name
-    trace: Trace | None = None  # this rank's, of a traced policy update
-    logprobs: Floats | None = None  # [A] of this rank's shard before the update, where its advantages were pending
+    metrics: Mapping[str, Metric]  # the loss's, by full name
+    logprobs: Floats | None = None  # [A] of this rank's shard before the update, if it estimated the advantages
 
     def of(self, model: str) -> dict[str, Metric]:
         """All metrics; `model` is the group of the first three."""
@@ -104,10 +105,10 @@ NO_OFFLOAD = Offload()
 class Offloadable:
     """A group of tensors that is on the device or in host memory. On a CPU nothing moves."""
 
-    def __init__(self, move: Callable[[torch.device], None], device: torch.device, wanted: bool) -> None:
+    def __init__(self, move: Callable[[torch.device], None], device: torch.device, enabled: bool) -> None:
         self._move = move
         self._device = device
-        self._enabled = wanted and device != _HOST
+        self._enabled = enabled and device != _HOST
         self._offloaded = False
 
     def load(self) -> None:
@@ -161,7 +162,7 @@ class FSDPEngine:
         self.offload_all()
 
     @torch.no_grad()
-    def score(self, packs: Iterable[PackedBatch], forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
+    def score(self, packs: Packs, forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
         """`forward(module, pack)` of every pack, without gradients, on the CPU."""
         self._params.load()
         self.module.eval()
@@ -173,7 +174,7 @@ class FSDPEngine:
             self._params.offload()
         return [each.cpu() for each in scores]  # waits for the device once, after the last pack
 
-    def update(self, packs: Iterable[PackedBatch], loss: PackLoss) -> UpdateResult:
+    def update(self, packs: Packs, loss: PackLoss) -> UpdateResult:
         """One optimizer step over the packs of all ranks; every rank brings the same number of packs.
 
         A loss or gradient that is not finite is not applied: weights and schedule stay as they are.
@@ -194,13 +195,13 @@ class FSDPEngine:
         self._optimizer.zero_grad()
         return UpdateResult(loss=total_loss, grad_norm=grad_norm, lr=float(lr), metrics=values)
 
-    def backward(self, packs: Iterable[PackedBatch], loss: PackLoss) -> dict[str, PackMetric]:
+    def backward(self, packs: Packs, loss: PackLoss) -> dict[str, PackMetric]:
         """Add the gradients of the packs of all ranks to those of the parameters. Returns this rank's metrics."""
         self._params.load()
         self.module.train()
         totals: dict[str, PackMetric] = {}
-        for packed, is_last in _with_last(packs):
-            self._keep_gathered(self.unsharded and not is_last)
+        for number, packed in enumerate(packs, 1):
+            self._keep_gathered(self.unsharded and number < len(packs))
             value, metrics = loss(self.module, packed.to(self._device))
             (value * self._mesh.size()).backward()  # FSDP averages over ranks; the global denominator is in the loss
             for name, metric in {_LOSS: PackMetric((value,)), **metrics}.items():
@@ -208,14 +209,14 @@ class FSDPEngine:
                 totals[name] = totals[name].combined(part) if name in totals else part
         return totals
 
-    def _keep_gathered(self, wanted: bool) -> None:
+    def _keep_gathered(self, keep: bool) -> None:
         """Whether the next backward leaves parameters gathered, and their gradients, summed in float32, unreduced.
 
         Where nothing is sharded this costs no memory, and parameters are cast and gradients reduced once an update.
         """
         assert isinstance(self.module, FSDPModule)
-        self.module.set_reshard_after_backward(not wanted)
-        self.module.set_requires_gradient_sync(not wanted)
+        self.module.set_reshard_after_backward(not keep)
+        self.module.set_requires_gradient_sync(not keep)
 
     def offload_optimizer(self) -> None:
         """Offload the optimizer state, which `update` loads again, and free cached memory for a colocated engine."""
@@ -263,7 +264,7 @@ class FSDPEngine:
 
     @property
     def param_bytes(self) -> int:
-        """Of this rank's shard."""
+        """Size of this rank's shard."""
         local = (each.to_local() if isinstance(each, DTensor) else each for each in self.module.parameters())
         return sum(each.nbytes for each in local)
 
@@ -314,11 +315,11 @@ class FSDPEngine:
 
     def _check_visible(self, folder: Path) -> None:
         """Check for the index of the checkpoint: if it is missing, some releases of torch fail with an assertion."""
-        found: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(found, (folder / _INDEX).is_file())
-        if not all(found):
+        visible: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(visible, (folder / _INDEX).is_file())
+        if not all(visible):
             raise DataError(
-                f"cannot be loaded: {_INDEX} not found on rank {found.index(False)}",
+                f"cannot be loaded: {_INDEX} not found on rank {visible.index(False)}",
                 hint="Use another checkpoint, in a folder that all ranks share",
                 file=str(folder),
             )
@@ -349,16 +350,6 @@ def _data_errors(problem: str, hint: str, folder: Path) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         reason = f"rank {rank}: {type(cause).__name__}: {cause}"
         raise DataError(f"{problem} ({reason})", hint=hint, file=str(folder)) from error
-
-
-def _with_last(packs: Iterable[PackedBatch]) -> Iterator[tuple[PackedBatch, bool]]:
-    """(pack, whether it is the last), each built one ahead."""
-    remaining = iter(packs)
-    packed = next(remaining, None)
-    while packed is not None:
-        following = next(remaining, None)
-        yield packed, following is None
-        packed = following
 
 
 def _over_ranks(totals: Mapping[str, PackMetric]) -> dict[str, PackMetric]:

@@ -65,15 +65,15 @@ def is_wanted(setting: str) -> bool:
     if setting == "none":
         return False
     try:
-        found = importlib.metadata.version("liger-kernel")
+        version = importlib.metadata.version("liger-kernel")
     except importlib.metadata.PackageNotFoundError:
-        found = ""  # a nightly build is another distribution
-    tested = found != "" and Version(found) in _TESTED
+        version = ""  # a nightly build is another distribution
+    tested = version != "" and Version(version) in _TESTED
     if setting == "liger" and not tested:
-        what = f"{found} is installed, and {_TESTED} is tested" if found else "is not installed"
+        what = f"{version} is installed, and {_TESTED} is tested" if version else "is not installed"
         raise ConfigError(f"model.fused_kernels=liger, but liger-kernel {what}: pip install 'liger-kernel{_TESTED}'")
     if not tested:
-        _log.warning("liger-kernel is not used (%s; supported: %s)", found or "not installed", _TESTED)
+        _log.warning("liger-kernel is not used (%s; supported: %s)", version or "not installed", _TESTED)
     return tested
 
 
@@ -112,8 +112,8 @@ class FusedLayer(PreNormLayer):
 
     def normalize(self, norm: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         apply: Any = _NormWithSum.apply
-        found: tuple[Tensor, Tensor] = apply(self.ops, hidden, norm.weight, norm.variance_epsilon)
-        return found
+        normalized: tuple[Tensor, Tensor] = apply(self.ops, hidden, norm.weight, norm.variance_epsilon)
+        return normalized
 
     def attend(self, normalized: Tensor, **options: Any) -> Branch:
         attention = self.module.self_attn
@@ -236,9 +236,9 @@ class _WithParts:
         return self._parts.get(name) or getattr(self.wrapped, name)
 
 
-def _computed(part: nn.Module, expected: Tensor, found: Tensor, hidden: Tensor) -> Any:
+def _computed(part: nn.Module, expected: Tensor, computed: Tensor, hidden: Tensor) -> Any:
     """What the part gives for the expected input was found already."""
-    return found if hidden is expected else part(hidden)
+    return computed if hidden is expected else part(hidden)
 
 
 def _joint(module: nn.Module, names: Sequence[str], hidden: Tensor) -> Sequence[Tensor]:
@@ -261,8 +261,8 @@ def is_rms_norm(module: nn.Module) -> bool:
     hidden, weight = (each.bfloat16() for each in _random((3, 8), (8,)))
     wide = hidden.float()
     normalized = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).bfloat16()
-    found = _called(module, {"weight": weight}, hidden)
-    return found is not None and torch.equal(found, weight * normalized)
+    output = _called(module, {"weight": weight}, hidden)
+    return output is not None and torch.equal(output, weight * normalized)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -270,22 +270,22 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if not all(hasattr(module, name) for name in _PROJECTIONS):
         return False
     hidden, gate, up, down, narrow, wide = _random((3, 4), (6, 4), (6, 4), (4, 6), (4,), (6,))
-    given = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
-    given |= {"gate_proj.bias": wide, "up_proj.bias": wide, "down_proj.bias": narrow}
-    weights = {name: given.get(name, torch.zeros(())) for name, _ in module.named_parameters()}
+    tried = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
+    tried |= {"gate_proj.bias": wide, "up_proj.bias": wide, "down_proj.bias": narrow}
+    weights = {name: tried.get(name, torch.zeros(())) for name, _ in module.named_parameters()}
     bias = {name.removesuffix("_proj.bias"): each for name, each in weights.items() if name.endswith("bias")}
     product = silu(linear(hidden, gate, bias.get("gate"))) * linear(hidden, up, bias.get("up"))
-    found = _called(module, weights, hidden)
-    return found is not None and torch.allclose(found, linear(product, down, bias.get("down")))
+    output = _called(module, weights, hidden)
+    return output is not None and torch.allclose(output, linear(product, down, bias.get("down")))
 
 
 def _called(module: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor | None:
     """None if the module needs further arguments, or returns more."""
     try:
-        found = functional_call(module, dict(weights), (hidden,))
+        output = functional_call(module, dict(weights), (hidden,))
     except TypeError:
         return None
-    return found if isinstance(found, Tensor) else None
+    return output if isinstance(output, Tensor) else None
 
 
 def calls_rotary(module: nn.Module) -> bool:

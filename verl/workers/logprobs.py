@@ -17,7 +17,7 @@ from torch import Tensor
 # Elements: to fit a CPU's cache, to need few launches on a GPU (and on meta tensors, which stand for one).
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28, "meta": 2**28}
 _ALIGNED = 64  # entries: rows of a slice's logits begin at multiples of 128 bytes, whatever the number of tokens
-_KEPT_SHARE = 1 / 32  # of a GPU's memory: 8,700 tokens of a vocabulary of 152,000 in bf16 on 80 GiB
+_KEPT_SHARE = 1 / 32  # share of a GPU's memory: 8,700 tokens of a vocabulary of 152,000 in bf16 on 80 GiB
 
 
 def max_kept_bytes(device_bytes: float) -> int:
@@ -73,8 +73,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if fused:
                 kept_CV = None if ctx.logits_AV is None else ctx.logits_AV[rows]
                 logits_CV = torch.mm(hidden_AE[rows], head_VE.T, out=kept_CV)
-                found = logit_statistics(logits_CV, target_A[rows], temperature)
-                logprobs_A[rows], normalizer_A[rows], entropy_A[rows] = found
+                statistics = logit_statistics(logits_CV, target_A[rows], temperature)
+                logprobs_A[rows], normalizer_A[rows], entropy_A[rows] = statistics
                 continue
             logits_CV = (hidden_AE[rows] @ head_VE.T).to(dtype).div_(temperature)
             normalizer_C = logits_CV.logsumexp(-1)
@@ -141,8 +141,8 @@ def _logit_gradient(
 @torch.library.custom_op("verl::logit_statistics", mutates_args=())
 def logit_statistics(logits: Tensor, target: Tensor, temperature: float) -> Tensor:
     """[3, C] log p(target), log-normalizer and entropy of [C, V] logits, in float32: one pass over the logits."""
-    found: Tensor = importlib.import_module("verl.workers.loss_kernels").statistics(logits, target, temperature)
-    return found
+    statistics: Tensor = importlib.import_module("verl.workers.loss_kernels").statistics(logits, target, temperature)
+    return statistics
 
 
 @logit_statistics.register_fake

@@ -18,7 +18,6 @@ from verl.workers.pre_norm import selects_in_last_layer
 
 Terms = dict[str, float]
 
-GIB = 2**30
 _HALF = 2  # bytes: bf16
 MASTER = 4  # bytes: float32, independent of the compute dtype
 _LOGIT_BYTES = 12  # per materialized logit, float32: itself, its exponential, their product
@@ -95,7 +94,7 @@ class RankSettings:
     checkpointed: int = 0  # layers that are recomputed in the backward, at most all of a model's
     on_cpu: bool = False
     fused: bool = False  # model.fused_kernels, with liger-kernel installed
-    kept_bytes: int = 0  # of fused logits that may be kept for the backward
+    kept_bytes: int = 0  # fused logits that may be kept for the backward
 
 
 def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.batch.experience import with_advantages
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
-from verl.batch.trace import LOSS, UNWEIGHTED, Tracer, TraceTokens
+from verl.batch.trace import LOSS, UNWEIGHTED, Trace, Tracer, TraceTokens
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
@@ -31,39 +31,51 @@ class PolicyWorker:
 
     engine: FSDPEngine
     temperature: float
-    layouts: Sequence[BucketLayout] = ()  # of a weight sync, set by `connect`, like the next
+    layouts: Sequence[BucketLayout] = ()  # buckets of the weight sync; set by `connect`, like the next
     sender: BucketSender | None = None  # this rank's end of the transport
+    traced: Container[int] | None = None  # samples whose tokens are traced; None: no update is traced
+    traces: list[Trace] = field(default_factory=list)
 
     def score(self, shard: Shard) -> Floats:
         """[A] log-probs of the shard's trained tokens."""
-        packs = shard.packed()
-        scores = self.engine.score(packs, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
+        scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
         return torch.cat(scores).float().numpy()
 
-    def update(
-        self, shard: Shard, algorithm: Algorithm, compare_engine: bool, traced: Container[int] | None = None
-    ) -> UpdateResult:
+    def update(self, shard: Shard, algorithm: Algorithm, compare_engine: bool) -> UpdateResult:
         """One optimizer step.
 
-        The shard has advantages, rollout log-probs and weights. old_logprobs, where missing or NaN, are the policy's
-        current ones, detached; ref_logprobs and selected are there if the algorithm uses them. Pending advantages are
-        estimated by the current log-probs; all samples of a group are in one pack then.
+        The shard has rollout log-probs and weights; ref_logprobs and selected are there if the algorithm uses them.
+        Without old_logprobs the policy's current ones, detached, are the old ones. Without advantages they are
+        estimated by these, pack by pack; all samples of a group are in one pack then.
         compare_engine: whether to measure the difference between engine and trainer
-        traced: numbers of the samples whose tokens are traced; None: no trace
         """
-        loss = partial(policy_loss, algorithm=algorithm, temperature=self.temperature, compare_engine=compare_engine)
-        advantages = PackAdvantages(shard, algorithm) if shard.batch.advantages_pending else None
-        tracer = None if traced is None else Tracer(shard.batch, traced)
-        loss = partial(loss, estimate=advantages, trace=None if tracer is None else tracer.add)
-        return replace(
-            self.engine.update(shard.packed(), loss),
-            trace=None if tracer is None else tracer.trace(),
-            logprobs=None if advantages is None else np.concatenate(advantages.logprobs),
+        advantages = PackAdvantages(shard, algorithm) if shard.batch.advantages is None else None
+        tracer = None if self.traced is None else Tracer(shard.batch, self.traced)
+        loss = partial(
+            policy_loss,
+            algorithm=algorithm,
+            temperature=self.temperature,
+            compare_engine=compare_engine,
+            estimate=advantages,
+            trace=None if tracer is None else tracer.add,
         )
+        result = self.engine.update(shard, loss)
+        if tracer is not None:
+            self.traces.append(tracer.trace())
+        return result if advantages is None else replace(result, logprobs=np.concatenate(advantages.logprobs))
+
+    def start_trace(self, samples: Container[int]) -> None:
+        """Trace the following updates. samples: those whose tokens are traced, by `TokenBatch.numbers`"""
+        self.traced, self.traces = samples, []
+
+    def end_trace(self) -> list[Trace]:
+        """The traces of this rank's shards, by update."""
+        self.traced = None
+        return self.traces
 
     def sft_step(self, shard: Shard) -> UpdateResult:
         """One optimizer step of supervised fine-tuning: the weighted sum of -log p over the shard's trained tokens."""
-        return self.engine.update(shard.packed(), sft_loss)
+        return self.engine.update(shard, sft_loss)
 
     def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> Sequence[BucketLayout]:
         """Prepare weight sync in `dtype`; returns its buckets. open_sender: None if the rank only takes part"""
@@ -136,21 +148,21 @@ def policy_loss(
     trace: TraceTokens | None = None,
     estimate: PackAdvantages | None = None,
 ) -> tuple[Tensor, dict[str, PackMetric]]:
-    """The pack's share of the loss, and of the metrics' token means. estimate: of pending advantages
+    """The pack's share of the loss, and of the metrics' token means.
 
     loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy)
 
-    Without old log-probs (or where they are NaN) the trainer's are the current ones, so a step's first update is
-    corrected without an extra forward pass.
+    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus.
+
+    Without old log-probs the trainer's are the current ones, so a step's first update is corrected without an extra
+    forward pass. estimate: of the advantages, where the pack has none
     """
-    advantages_A, rollout_A, weight_A = packed.advantages, packed.rollout_logprobs, packed.loss_weights
-    assert advantages_A is not None and rollout_A is not None and weight_A is not None
+    rollout_A, weight_A = packed.rollout_logprobs, packed.loss_weights
+    assert rollout_A is not None and weight_A is not None
     output = policy(packed, temperature, True)
-    trainer_A = output.logprobs.detach()
-    if packed.old_logprobs is not None:
-        trainer_A = torch.where(packed.old_logprobs.isnan(), trainer_A, packed.old_logprobs)
-    if estimate is not None:
-        advantages_A = estimate(trainer_A)
+    trainer_A = output.logprobs.detach() if packed.old_logprobs is None else packed.old_logprobs
+    advantages_A = packed.advantages if estimate is None else estimate(trainer_A)
+    assert advantages_A is not None
     old_A = rollout_A if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
     token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, advantages_A, packed.sample, packed.selected))
     correction = algorithm.correction
@@ -172,7 +184,12 @@ def policy_loss(
     if trace is not None:
         values = {"logprobs": output.logprobs, "entropy": output.entropy, LOSS: weighted_A, UNWEIGHTED: loss_A}
         importance_A = None if correction is None else weights.weight_T
-        some = {"ratio": token.ratio_T, "clipped": token.metrics_T.get("clip_fraction"), "importance": importance_A}
+        some = {
+            "old_logprobs": packed.old_logprobs,
+            "ratio": token.ratio_T,
+            "clipped": token.metrics_T.get("clip_fraction"),
+            "importance": importance_A,
+        }
         trace(packed, {**values, **{name: each for name, each in some.items() if each is not None}})
     return weighted_A.sum(), metrics
 

@@ -92,8 +92,8 @@ def is_pre_norm_layer(module: nn.Module) -> bool:
     before, attention, after, mlp = (partial(linear, weight=each) for each in matrices)
     parts = (before, lambda hidden_states, **_: (attention(hidden_states), None), after, mlp)
     try:
-        found = type(module).forward(SimpleNamespace(**dict(zip(_LAYER, parts, strict=True))), hidden)
+        output = type(module).forward(SimpleNamespace(**dict(zip(_LAYER, parts, strict=True))), hidden)
     except (AttributeError, TypeError, ValueError):  # it has further parts, arguments or results
         return False
     middle = hidden + attention(before(hidden))
-    return isinstance(found, Tensor) and torch.allclose(found, middle + mlp(after(middle)))
+    return isinstance(output, Tensor) and torch.allclose(output, middle + mlp(after(middle)))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig
 
 from verl.single_controller.group import WorkerContext
+from verl.units import GIB
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_hf
@@ -35,9 +36,8 @@ from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 from verl.workers.pre_norm import selecting_parameters
 
-_GIB = 2**30
 _MASTER = 4  # bytes of a float32 parameter
-_MOMENTS = 2  # of AdamW, per parameter
+_MOMENTS = 2  # AdamW's, per parameter
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 
@@ -54,7 +54,7 @@ class RankSpec:
     critic_path: str | None = None  # None: no critic
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
-    gradient_checkpointing: bool | str = False  # of all layers; auto: of those that the GPU's memory requires
+    gradient_checkpointing: bool | str = False  # all layers; auto: as many as the GPU's memory requires
     largest_pack: PackShape | None = None  # for auto
     fused_kernels: str = "auto"  # auto (on a GPU, those of liger-kernel where it is installed) | liger | none
     policy_offload: Offload = NO_OFFLOAD
@@ -75,9 +75,9 @@ class ModelInfo:
     device: str
     parameters: int  # without embeddings and head
     layers: int
-    attention_width: int  # of all query heads
+    attention_width: int  # all query heads together
     head_parameters: int
-    selecting_parameters: int  # of the last layer's MLP, where it is applied to trained positions alone
+    selecting_parameters: int  # the last layer's MLP, if only trained positions pass it
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ class TrainingRank:
     def memory_gib(self) -> float:
         """Peak device memory since the start; on CPU, the process's peak resident set size."""
         if self.spec.device == "cuda":
-            return float(torch.cuda.max_memory_allocated()) / _GIB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT / _GIB
+            return float(torch.cuda.max_memory_allocated()) / GIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT / GIB
 
 
 def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:

@@ -63,7 +63,7 @@ class Advantages:
 
     advantages: list[Tensor]  # [B][L]
     returns: list[Tensor] | None = None  # [B][L]
-    whitening: Whitening | None = None  # of the advantages, for a report
+    whitening: Whitening | None = None  # that of the advantages, for a report
 
 
 AdvantageEstimator = Callable[[AdvantageInputs], Advantages]

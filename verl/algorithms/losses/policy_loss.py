@@ -17,8 +17,8 @@ from verl.algorithms.kl import MAX_LOG_RATIO
 class LossInputs:
     """Inputs of a policy loss, for one pack."""
 
-    logprobs_T: Tensor  # of the current policy; carries the gradient
-    old_logprobs_T: Tensor  # of the old policy, the denominator of the ratio
+    logprobs_T: Tensor  # current policy; carries the gradient
+    old_logprobs_T: Tensor  # old policy, the denominator of the ratio
     advantages_T: Tensor
     sample_T: Tensor  # index of the sample that each token belongs to; samples are never split over packs
     selected_T: Tensor | None = None  # 1.0 where `Algorithm.selection` selected the token, else 0.0

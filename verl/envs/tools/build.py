@@ -8,16 +8,8 @@ from verl.envs.sandbox import Sandbox
 from verl.envs.tools.base import EpisodeTool, Tool
 from verl.envs.tools.function import FunctionTool
 from verl.errors import ConfigError
+from verl.plugins import TOOLS
 from verl.registry import check_options, resolve
-
-TOOLS: Mapping[str, str] = {
-    "calculator": "verl.envs.tools.calculator:calculator",
-    "mcp": "verl.kit.mcp.mcp:McpServer",
-    "python": "verl.kit.sandbox.python_tool:PythonTool",
-    "python_session": "verl.kit.sandbox.python_tool:PythonSessions",
-    "search": "verl.kit.retrieval.search:SearchTool",
-    "shell": "verl.kit.sandbox.shell_tool:ShellTool",
-}
 
 
 def build_tools(wanted: Sequence[str | Mapping[str, Any]], sandbox: Sandbox | None = None) -> list[Tool | EpisodeTool]:

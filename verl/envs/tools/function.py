@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from verl.envs.tools.base import ToolError
 from verl.envs.tools.signature import read_signature
 from verl.errors import ServiceDownError
-from verl.system.daemon import Daemon
+from verl.host.daemon import Daemon
 from verl.text import as_text
 
 log = logging.getLogger(__name__)

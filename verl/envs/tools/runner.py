@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Answer = tuple[ToolStatus, str, float]  # outcome, text, duration in seconds
 
-MAX_CHARS = 2**16  # of an answer: tokenizing a giant one would block all episodes. Observations are cut in verl.chat
+MAX_CHARS = 2**16  # per answer: tokenizing a giant one would block all episodes. Observations are cut in verl.chat
 GRACE_S = 1.0  # for a canceled call to clean up
 
 

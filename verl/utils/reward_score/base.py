@@ -5,35 +5,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from verl.config.published import AUTO
+from verl import plugins
 from verl.errors import ConfigError
 from verl.registry import check_options, resolve
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.functions import FunctionReward, check_function
+from verl.verl_compat.published import AUTO
 
 REWARDS: Mapping[str, str] = {
-    AUTO: "verl.utils.reward_score.rlla:RllaReward",  # of ToolRL's rows; of others: verl/scoring/rewards.py
+    AUTO: "verl.utils.reward_score.rlla:RllaReward",  # ToolRL's rows; for others: verl/scoring/rewards.py
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
     "sum": "verl.utils.reward_score.weighted:WeightedSum",
     "calls": "verl.utils.reward_score.calls:CallsReward",
     "env": "verl.utils.reward_score.base:EnvReward",
-    "torl": "verl.kit.papers.rewards.torl:TorlReward",
-    "retool": "verl.kit.papers.rewards.retool:RetoolReward",
-    "otc_ppo": "verl.kit.papers.rewards.otc:OtcPpoReward",
-    "otc_grpo": "verl.kit.papers.rewards.otc:OtcGrpoReward",
-    "tool_n1": "verl.kit.papers.rewards.tool_n1:ToolN1Reward",
-    "artist_math": "verl.kit.papers.rewards.artist:ArtistMathReward",
-    "artist_tools": "verl.kit.papers.rewards.artist:ArtistToolsReward",
-    "search_r1": "verl.kit.papers.rewards.search_r1:SearchR1Reward",
-    "zerotir": "verl.kit.papers.rewards.zerotir:ZeroTirReward",
-    "bfcl": "verl.kit.bfcl.reward:BfclReward",
-    "api_bank": "verl.kit.api_bank.reward:ApiBankReward",
-    "math": "verl.utils.reward_score.math:MathReward",
-    "gsm8k": "verl.utils.reward_score.gsm8k:Gsm8kReward",
-    "math_dapo": "verl.utils.reward_score.math_dapo:MathDapoReward",
-    "qa": "verl.kit.qa.reward:QaReward",
+    **plugins.REWARDS,
 }
-FIRST_STEP = 1  # of a schedule; gold responses are tried at it
+FIRST_STEP = 1  # first step of a schedule; gold responses are tried at it
 
 
 class Reward(Protocol):

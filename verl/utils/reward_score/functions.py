@@ -1,10 +1,7 @@
-"""Functions as rewards: plain ones, and those written for veRL, TRL and verifiers, which get what these pass to them.
+"""Functions as rewards: plain ones, and those that are written for other trainers, which get what these pass.
 
-(response, answer)                                           the messages after the prompt, as one text
-(data_source, solution_str, ground_truth, extra_info)        veRL: the decoded response, observations included
-(data_sources, solution_strs, ground_truths, extra_infos)    veRL's batch manager: lists, here of one row
-(completions, ..)                                            TRL: lists of one row, and any columns
-(completion, ..)                                             verifiers' rubrics: messages, state, and any columns
+A plain function takes (response, answer): the messages after the prompt, as one text, and the gold answer. Others have
+a `Form`, which a parameter identifies (`verl.plugins.REWARD_FORMS`).
 """
 
 from __future__ import annotations
@@ -12,33 +9,69 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import pickle
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from inspect import Parameter, isawaitable, signature
 from typing import Any
 
 from verl.errors import ConfigError, DataError
-from verl.formats.openai import as_openai
-from verl.formats.toolrl_text import THINK, THINK_END
+from verl.plugins import REWARD_FORMS, Plugin
 from verl.text import shortened
-from verl.types import Message, Score, Task, ToolCall, Trajectory, Turn
-from verl.utils.reward_score.rubric import rubric_arguments
+from verl.types import Message, Score, Task, Trajectory, Turn
 
 _SHOWN = 200  # characters of a value that is no score
-_TRL, _BATCH, _VERL, _RUBRIC = "completions", "solution_strs", "solution_str", "completion"  # each identifies a form
-_LISTS = (_TRL, _BATCH)  # forms that return a list
-_BESIDE_COLUMNS = {  # the arguments of forms that take the columns of rows
-    _TRL: ("prompts", _TRL, "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
-    _RUBRIC: ("prompt", _RUBRIC, "info", "state", "task"),
-}
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerState:
-    """TRL's `trainer_state`, as far as a score can follow it. global_step: finished updates"""
+class Log:
+    """What a function logs of its response: parts of the score, and details."""
 
-    global_step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics[name] = _number(value)
+
+    def column(self, column: str, values: list[Any]) -> None:
+        (self.extra[column],) = map(_plain, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Functions that are written for another trainer.
+
+    parameter: the one that identifies them
+    arguments: (trajectory, task, step, log) -> what the trainer passes, by name
+    names:     of the arguments; if a function may leave some out, besides the columns of the row
+    optional:  whether a function gets only what it names
+    of_lists:  whether arguments and results are lists, here of one row
+    abstains:  whether None or NaN in the list means that the reward does not apply to the response
+    check:     (parameters, options): raises TypeError for a function that cannot be called
+    """
+
+    parameter: str
+    arguments: Callable[[Trajectory, Task, int, Log], Mapping[str, Any]]
+    names: tuple[str, ...]
+    optional: bool = False
+    of_lists: bool = False
+    abstains: bool = False
+    check: Callable[[Mapping[str, Parameter], Mapping[str, Any]], None] = lambda *_: None
+
+    def __str__(self) -> str:
+        return f"({self.parameter}, **columns)" if self.optional else f"({', '.join(self.names)})"
+
+
+@cache
+def _forms() -> tuple[Form, ...]:
+    """Those that are installed; a function has the first whose parameter it has."""
+    known: list[Plugin[Form]] = [Plugin(path) for path in REWARD_FORMS.values()]
+    return tuple(form for each in known if (form := each.find()) is not None)
+
+
+def _form_of(parameters: Iterable[str]) -> Form | None:
+    """None: a plain function."""
+    return next((form for form in _forms() if form.parameter in parameters), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +89,26 @@ class FunctionReward:
         return "trainer_state" in self._parameters
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        log = _Log()
-        match self._form:
-            case "completions":
-                found = self._call(**self._taken(_trl_columns(trajectory, task, step, log)))
-            case "solution_strs":
-                arguments = _verl_arguments(trajectory, task)
-                found = self._call(**{f"{name}s": [value] for name, value in arguments.items()})
-            case "solution_str":
-                found = self._call(**_verl_arguments(trajectory, task))
-            case "completion":
-                arguments = rubric_arguments(trajectory, _row_columns(task), list(_rounds(trajectory)))
-                found = self._call(**self._taken(arguments))
-            case _:
-                found = self._call(_as_text(trajectory), task.answer)
-        score = self._read(found)
+        form, log = _form_of(self._parameters), Log()
+        if form is None:
+            found = self._call(_as_text(trajectory), task.answer)
+        else:
+            arguments = form.arguments(trajectory, task, step, log)
+            found = self._call(**(self._taken(arguments) if form.optional else arguments))
+        score = self._read(found, form)
         return replace(score, parts={**score.parts, **log.metrics}, details={**score.details, **log.extra})
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError if the row lacks a column that a function of TRL's or verifiers' form names."""
-        if self._form not in _BESIDE_COLUMNS:
+        """Raises DataError if the row lacks a column that the function names."""
+        form = _form_of(self._parameters)
+        if form is None or not form.optional:
             return
-        offered = (*_BESIDE_COLUMNS[self._form], *_row_columns(task))
+        offered = (*form.names, *row_columns(task))
         try:
             signature(self.function).bind(**{**self._taken(dict.fromkeys(offered)), **self.options})
         except TypeError as error:
             has = f"one of {', '.join(offered)}"
             raise DataError(f"reward {self._name}: {error}", has, "Add it to the rows") from error
-
-    @property
-    def _form(self) -> str:
-        return _form_of(self._parameters)
 
     @property
     def _name(self) -> str:
@@ -105,65 +127,32 @@ class FunctionReward:
         found = self.function(*given, **{**named, **self.options})
         return asyncio.run(_awaited(found)) if isawaitable(found) else found
 
-    def _read(self, found: Any) -> Score:
-        """The score. None or NaN in TRL's list: the reward does not apply to the response."""
-        if self._form in _LISTS:
+    def _read(self, found: Any, form: Form | None) -> Score:
+        if form is not None and form.of_lists:
             if not isinstance(found, Iterable) or len(listed := list(found)) != 1:
                 shown = shortened(repr(found), _SHOWN)
                 raise TypeError(f"{self._name} returned {shown}; expected a list of one number")
             (found,) = listed
-            if self._form == _TRL and (found is None or (_is_number(found) and math.isnan(found))):
+            if form.abstains and (found is None or (_is_number(found) and math.isnan(found))):
                 return Score(0.0, {}, counted=False)
         return as_score(found, self._name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Log:
-    """What a function of TRL's form logs of its response: `log_metric` a part, `log_extra` a detail."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def metric(self, name: str, value: float) -> None:
-        self.metrics[name] = _number(value)
-
-    def column(self, column: str, values: list[Any]) -> None:
-        (self.extra[column],) = map(_plain, values)
-
-
 def check_function(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a function that `FunctionReward` cannot call; TRL's columns are those of the rows."""
+    """Raises ConfigError for a function that `FunctionReward` cannot call; columns are those of the rows."""
     try:
         parameters = signature(function)
-        named = dict.fromkeys(options)
-        match _form_of(parameters.parameters):
-            case "solution_strs":
-                parameters.bind(**named | dict.fromkeys(("data_sources", _BATCH, "ground_truths", "extra_infos")))
-            case "solution_str":
-                parameters.bind(**named | dict.fromkeys(("data_source", _VERL, "ground_truth", "extra_info")))
-            case "completions":
-                parameters.bind_partial(**named)
-            case "completion":
-                parameters.bind_partial(**named)
-                _check_parser(parameters.parameters, options)
-            case _:
-                parameters.bind("", "", **named)
+        form = _form_of(parameters.parameters)
+        if form is None:
+            parameters.bind("", "", **dict.fromkeys(options))
+        elif form.optional:
+            parameters.bind_partial(**dict.fromkeys(options))
+            form.check(parameters.parameters, options)
+        else:
+            parameters.bind(**dict.fromkeys((*options, *form.names)))
     except (TypeError, ValueError) as error:
-        forms = "(response, answer), (data_source, solution_str, ground_truth, extra_info), (completions, **columns)"
-        other = f"is a function of other parameters than {forms} or (completion, **columns)"
-        raise ConfigError(f"reward {name!r} {other}: {error}") from error
-
-
-def _check_parser(parameters: Mapping[str, Parameter], options: Mapping[str, Any]) -> None:
-    """A rubric's parser is of its environment: another one would give other scores without a word."""
-    parser = parameters.get("parser")
-    if parser is not None and parser.default is Parameter.empty and "parser" not in options:
-        raise TypeError("`parser` is the rubric's own; give it a default, such as parser=vf.XMLParser(['answer'])")
-
-
-def _form_of(parameters: Iterable[str]) -> str:
-    """The parameter that identifies the form; empty: a plain function."""
-    return next((name for name in (_TRL, _BATCH, _VERL, _RUBRIC) if name in parameters), "")
+        known = ", ".join(["(response, answer)", *map(str, _forms())])
+        raise ConfigError(f"reward {name!r} is a function of other parameters than {known}: {error}") from error
 
 
 def as_score(found: Any, made_by: str) -> Score:
@@ -190,94 +179,19 @@ def as_score(found: Any, made_by: str) -> Score:
         raise TypeError(f"{made_by} returned {shortened(repr(found), _SHOWN)}; expected {expected}") from error
 
 
-def _verl_arguments(trajectory: Trajectory, task: Task) -> dict[str, Any]:
-    """What veRL 0.9.1's reward managers pass, with what its agent loop adds to `extra_info`."""
-    own = trajectory.score
-    rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
-    extra = {
-        **task.extra,
-        "num_turns": 1 + sum(1 + bool(observed) for _, observed in _rounds(trajectory)),
-        "rollout_reward_scores": {} if own is None else {**own.parts, "score": own.total},
-        "turn_scores": rewards,
-        "tool_rewards": [],  # tools have no rewards of their own
-        "raw_prompt": [as_openai(message) for message in trajectory.prompt],
-    }
-    return {
-        "data_source": task.data_source,
-        _VERL: trajectory.decoded,
-        "ground_truth": json.loads(task.answer) if task.json_answer else task.answer,
-        "extra_info": extra,
-    }
-
-
-def _trl_columns(trajectory: Trajectory, task: Task, step: int, log: _Log) -> dict[str, Any]:
-    """What TRL 1.16's trainer passes, as lists of one row."""
-    messages = [as_openai(message) for message in trajectory.prompt]
-    lists = {
-        **_row_columns(task),
-        "prompts": trajectory.prompt[-1].content if task.text_prompt else messages,
-        _TRL: trajectory.decoded if task.text_prompt else _conversation(trajectory),
-        "completion_ids": trajectory.response_ids,
-    }
-    columns: dict[str, Any] = {name: [value] for name, value in lists.items()}
-    if trajectory.environment:
-        columns["environments"] = [pickle.loads(trajectory.environment)]  # noqa: S301  of this run's own process
-    return {
-        **columns,
-        "trainer_state": TrainerState(max(step - 1, 0)),
-        "log_extra": log.column,
-        "log_metric": log.metric,
-    }
-
-
-def _row_columns(task: Task) -> dict[str, Any]:
+def row_columns(task: Task) -> dict[str, Any]:
+    """What a row has for functions that name its columns."""
     answer = json.loads(task.answer) if task.json_answer else task.answer
     return {"data_source": task.data_source, "answer": answer, **task.extra}
 
 
-def _conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """The messages after the prompt. With tools, TRL takes thoughts and calls out of the policy's text."""
-    turns, made = trajectory.turns, []
-    has_tools = trajectory.tools or any(turn.message.tool_calls for turn in turns)
-    for turn, observed in _rounds(trajectory):
-        text = trajectory.decoded if len(turns) == 1 else turn.message.content
-        made += [_written(turn) if has_tools else {"role": "assistant", "content": text}, *map(_observed, observed)]
-    return made
-
-
-def _written(turn: Turn) -> dict[str, Any]:
-    """The policy's message: its text, thought and calls; its text alone if a call in it cannot be parsed."""
-    text, calls = turn.message.content, turn.message.tool_calls
-    if turn.parsed is not None and turn.parsed.error is not None:
-        return {"role": "assistant", "content": text}
-    if calls and turn.parsed is not None:
-        text = turn.parsed.content
-    made: dict[str, Any] = {"role": "assistant"}
-    if text.lstrip().startswith(THINK):
-        thought, _, text = text.lstrip().removeprefix(THINK).partition(THINK_END)
-        if thought.strip():
-            made["reasoning_content"] = thought.strip()
-        text = text.lstrip()
-    made["content"] = text.rstrip() if calls else text
-    return {**made, "tool_calls": [_called(call) for call in calls]} if calls else made
-
-
-def _called(call: ToolCall) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-
-
-def _observed(message: Message) -> dict[str, Any]:
-    named = {"name": message.tool or ""} if message.role == "tool" else {}
-    return {"role": message.role, **named, "content": message.content}
-
-
 def _as_text(trajectory: Trajectory) -> str:
     """The policy's turns, and between them what it observed."""
-    rounds = _rounds(trajectory)
-    return "\n".join(message.content for turn, observed in rounds for message in (turn.message, *observed))
+    messages = ((turn.message, *observed) for turn, observed in rounds(trajectory))
+    return "\n".join(each.content for together in messages for each in together)
 
 
-def _rounds(trajectory: Trajectory) -> Iterator[tuple[Turn, tuple[Message, ...]]]:
+def rounds(trajectory: Trajectory) -> Iterator[tuple[Turn, tuple[Message, ...]]]:
     """The turns, each with the messages that the policy read after it: none after the last."""
     for place, turn in enumerate(trajectory.turns, 1):
         yield turn, turn.responses if place < len(trajectory.turns) else ()

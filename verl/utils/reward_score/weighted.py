@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.config.published import AUTO
 from verl.errors import ConfigError
-from verl.net.services import check_services
+from verl.host.services import check_services
 from verl.registry import nearest
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import GroupReward, Reward, TaskCheckingReward, build_reward, reads_step
+from verl.verl_compat.published import AUTO
 
 SUM = "sum"  # its name in the configuration
 _KEYS = ("name", "weight", "options")

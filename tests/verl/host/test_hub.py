@@ -1,0 +1,82 @@
+"""Names that are looked up on the hub where it does not answer: one line within seconds, for models and data sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from tests.conftest import ROOT
+from tests.support.hub import UNAVAILABLE, Hub
+from tests.support.service import free_port
+from verl.host import hub
+from verl.host.hub import HubDownError, ask_hub
+
+HUBS: dict[str, tuple[Callable[[], str], str]] = {
+    "silent": (lambda: Hub().address, "TimeoutError: nothing within 10 s"),
+    "refusing": (lambda: f"http://127.0.0.1:{free_port()}", "ConnectError: "),
+    "503": (lambda: Hub(UNAVAILABLE).address, "status 503"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", HUBS)
+@pytest.mark.parametrize(
+    ("argv", "start", "kind"),
+    [
+        (["plan", "model=me/name"], "ConfigError: model.path: 'me/name' ", "model"),
+        (["lab", "data=me/name"], "DataError: me/name: ", "dataset"),
+    ],
+)
+def test_without_a_hub_a_command_prints_one_line_with_a_hint(
+    state: str, argv: list[str], start: str, kind: str
+) -> None:
+    start_hub, problem = HUBS[state]
+    address = start_hub()
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "toolrl", *argv],
+        env={**os.environ, "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and time.monotonic() - started < 60.0  # imports included
+    (message,) = [line for line in (done.stdout + done.stderr).splitlines() if "recipe=grpo" not in line]
+    assert message.startswith(f"{start}is no file or folder, and the hub, {address}, does not answer ({problem}")
+    assert message.endswith(
+        "). Without a network, give a folder: "
+        f"`hf download me/name --repo-type {kind} --local-dir FOLDER` writes it where there is one"
+    )
+
+
+@pytest.mark.parametrize("kind", ["model", "dataset"])
+def test_all_of_a_look_up_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that comes byte by byte is within the timeouts of every read."""
+    server = Hub(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n" + b" " * 900, every_s=0.05)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(hub, "_HUB_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(HubDownError, match=r"TimeoutError: nothing within 0.5 s"):
+        ask_hub(kind, "me/name")
+    assert time.monotonic() - started < 5.0 and server.connections == 1
+
+
+@pytest.mark.parametrize("kind", ["model", "dataset"])
+def test_answers_of_the_hub_itself_are_passed_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Hub(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    with pytest.raises(HfHubHTTPError):
+        ask_hub(kind, "me/name")
+
+
+def test_without_a_network_by_choice_there_is_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubDownError, match=r"OfflineModeIsEnabled.*hf download me/name --repo-type dataset"):
+        ask_hub("dataset", "me/name")

@@ -1,0 +1,1 @@
+"""Instruments around a run."""

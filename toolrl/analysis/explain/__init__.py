@@ -1,0 +1,1 @@
+"""A sample from its prompt to its share of the loss."""

@@ -1,0 +1,1 @@
+"""A recorded step again, bit for bit."""

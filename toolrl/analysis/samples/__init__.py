@@ -1,0 +1,1 @@
+"""Tokens of some rollouts of every step, for `report` and `explain`."""

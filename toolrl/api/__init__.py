@@ -1,0 +1,1 @@
+"""The commands as Python functions: `toolrl.train` and the like."""

@@ -1,0 +1,1 @@
+"""The benchmark protocol, runners, intervals, reports; benchmarks during training."""

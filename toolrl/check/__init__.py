@@ -1,0 +1,1 @@
+"""Checks of a machine, data, a reward or a plan before a run."""

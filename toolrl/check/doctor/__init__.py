@@ -1,0 +1,1 @@
+"""Can this machine train?"""

@@ -1,0 +1,1 @@
+"""Gold responses and corrupted ones through a reward; cheats through verdicts."""

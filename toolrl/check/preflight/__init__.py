@@ -1,0 +1,1 @@
+"""Tokenizer, reward and a step on a tiny copy of the model."""

@@ -1,0 +1,1 @@
+"""Would training learn from these rows?"""

@@ -1,0 +1,1 @@
+"""A plain class as an environment."""

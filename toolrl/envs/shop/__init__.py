@@ -1,0 +1,1 @@
+"""A simulated shop, the environment of the examples."""

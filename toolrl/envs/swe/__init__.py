@@ -1,0 +1,1 @@
+"""`env.name=swe`: agents in repositories of `toolrl.swe`."""

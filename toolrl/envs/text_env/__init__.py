@@ -1,0 +1,1 @@
+"""Text environments of gymnasium, TextArena, SkyRL-gym or rLLM."""

@@ -1,0 +1,1 @@
+"""`env.name=verifiers`: environments of that package, in a process of its own."""

@@ -1,0 +1,1 @@
+"""Tool-call formats of model families: Hermes and Qwen, Llama 3, and in XML."""

@@ -1,0 +1,1 @@
+"""Row layouts of published data sets."""

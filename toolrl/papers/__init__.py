@@ -1,0 +1,1 @@
+"""Rewards and text formats of the recipes of other papers."""

@@ -1,0 +1,1 @@
+"""Forms of reward functions of other trainers: TRL, veRL, verifiers."""

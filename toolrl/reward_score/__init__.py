@@ -1,0 +1,1 @@
+"""Rewards of single answers: math, GSM8K, and what papers' rewards share."""

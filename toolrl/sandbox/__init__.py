@@ -1,0 +1,1 @@
+"""Runs code of the policy: fork servers, namespaces, cgroups."""

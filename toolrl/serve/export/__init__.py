@@ -1,0 +1,1 @@
+"""Model folders with their card, GGUF, the hub."""

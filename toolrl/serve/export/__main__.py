@@ -1,0 +1,48 @@
+"""Write a trained model for other programs: toolrl export RUN --format hf|gguf --out DIR
+
+hf: a folder for transformers and vLLM, with the chat template, the tool parser and the model card. gguf: one file for
+llama.cpp and programs based on it (docs/serving.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolrl.serve.export.folder import copy_model, new_folder
+from toolrl.serve.openai_server.served_model import add_format_arguments, find_model
+from verl.errors import VerlError
+from verl.host.arguments import Arguments
+from verl.host.exits import write_error
+
+
+def arguments() -> Arguments:
+    parser = Arguments("toolrl export", __doc__)
+    add_format_arguments(parser)
+    parser.add_argument("--format", choices=("hf", "gguf"), default="hf")
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    parser.add_argument("--dtype", choices=("f16", "q8_0"), default="f16", help="of the weights in GGUF")
+    parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="table for the card")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments().read(argv)
+    try:
+        with new_folder(options.out) as folder:
+            if options.format == "hf":
+                copy_model(options, folder)
+            else:
+                from toolrl.serve.export.gguf_file import write_gguf
+
+                write_gguf(find_model(options.model, options.checkpoint).folder, folder, options.dtype)
+    except VerlError as error:
+        return write_error(error)
+    for path in sorted(options.out.iterdir()):
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Serve a trained policy as an OpenAI server on vLLM: toolrl serve RUN [--port 8000 ..] [-- VLLM OPTIONS]
+
+RUN is the output folder of a training, or a model folder. Requests with `tools` are rendered as in training, and
+answers have `tool_calls`, streaming or not (docs/serving.md). Options after -- go to vLLM: -- --max-model-len 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from toolrl.serve.openai_server import supervise
+from toolrl.serve.openai_server.parsing import PARSER_NAME
+from toolrl.serve.openai_server.requests import CheckedRequests
+from toolrl.serve.openai_server.served_model import TrainedModel, add_format_arguments, chosen_format, find_model
+from toolrl.serve.openai_server.serving_files import (
+    CHAT_TEMPLATE,
+    TOOL_PARSER,
+    base_template,
+    is_our_parser,
+    serving_texts,
+    write_serving_files,
+)
+from toolrl.servers.serving import ServingConfig, find_token
+from verl.errors import ConfigError, VerlError
+from verl.host.arguments import Arguments
+from verl.host.exits import write_error
+from verl.host.packages import SET_UP
+from verl.pretrained import read_tokenizer
+
+_GENERATION_CONFIG = "generation_config.json"
+_ENTRY = "vllm.entrypoints.openai.api_server"  # `vllm serve` needs metadata that the CPU distribution lacks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start vLLM in place of this process. Returns 2, after an error on stderr, if it cannot start."""
+    own, _, further = _split(list(sys.argv[1:] if argv is None else argv))
+    options = arguments().read(own)
+    sys.stdout.write(f"starting vLLM with {options.model}: this may take a minute or more\n")
+    sys.stdout.flush()
+    try:
+        command, environment = serving_command(options, further)
+        address = f"http://{options.host}:{options.port}"
+        ready = ["--ready", f"{address}/health", _example(address, command, "VLLM_API_KEY" in environment)]
+        os.execvpe(sys.executable, [sys.executable, supervise.__file__, *ready, *command], environment)  # frees memory
+    except VerlError as error:
+        return write_error(error)
+
+
+def arguments() -> Arguments:
+    parser = Arguments("toolrl serve", __doc__)
+    add_format_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", help="model name in requests (default: the name of the run or model folder)")
+    parser.add_argument("--api-key", help="token of the clients; better: $VERL_SERVICE_TOKEN or --token-file")
+    parser.add_argument("--token-file", type=Path, help="file with the clients' token; created if missing")
+    parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
+    return parser
+
+
+def _example(address: str, command: Sequence[str], has_token: bool) -> str:
+    """The message printed once the server answers: its address and a first request."""
+    name = command[command.index("--served-model-name") + 1]
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    token = " -H 'Authorization: Bearer TOKEN'" if has_token else ""
+    request = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
+    return f"ready: {address}/v1, model {name}\n{request}"
+
+
+def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], "--", argv[place + 1 :]
+
+
+def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of vLLM's server. Raises ConfigError, DataError."""
+    if find_spec("vllm") is None:
+        raise ConfigError(f"vLLM is not installed; {SET_UP}")
+    model = find_model(options.model, options.checkpoint)
+    folder = _serving_folder(options, model)
+    _check_port(options.host, options.port)
+    token = options.api_key or find_token(
+        ServingConfig(options.host, options.port, options.token_file, options.no_token)
+    )
+    name = options.name or Path(options.model).resolve().name
+    on_gpu = _has_gpu()
+    command = [
+        *(sys.executable, "-W", "ignore::DeprecationWarning", "-m", _ENTRY),
+        *("--model", str(model.folder), "--served-model-name", name),
+        *("--host", options.host, "--port", str(options.port)),
+        *("--chat-template", str(folder / CHAT_TEMPLATE), "--chat-template-content-format", "string"),
+        *("--enable-auto-tool-choice", "--tool-parser-plugin", str(folder / TOOL_PARSER)),
+        *("--tool-call-parser", PARSER_NAME),
+        *("--middleware", f"{CheckedRequests.__module__}.{CheckedRequests.__name__}"),
+        *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
+        *([] if on_gpu else ["--enforce-eager"]),
+        *further,
+    ]
+    environment = {**({} if on_gpu else _CPU_DEFAULTS), **_QUIET, **os.environ}
+    return command, {**environment, "VLLM_API_KEY": token} if token else environment
+
+
+# Without them vLLM takes half of the memory, and binds threads to cores that other processes use.
+_CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+
+
+# vLLM logs a hundred lines about its start. Python's resource tracker warns of shared memory that vLLM leaves at
+# Ctrl-C, and removes it.
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+}
+
+
+def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:
+    """The folder of chat template and tool parser: the model's, or one of this content for temporary files."""
+    chosen = options.tool_call_format or options.prompt_template
+    if not chosen and all((model.folder / name).is_file() for name in (CHAT_TEMPLATE, TOOL_PARSER)):
+        if is_our_parser(model.folder / TOOL_PARSER):
+            return model.folder
+        if not model.state:
+            problem = "is code that toolrl did not write, so it is not imported"
+            raise ConfigError(f"{model.folder / TOOL_PARSER} {problem}; set --tool-call-format to the model's")
+    template = base_template(read_tokenizer(str(model.folder), "model"), with_tools=True)
+    texts = serving_texts(model.folder, chosen_format(options, model, template))
+    digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"toolrl-serve-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:  # vLLM imports the parser
+        raise ConfigError(f"{folder} may be written by another user; remove it, or set TMPDIR to a folder of your own")
+    write_serving_files(folder, texts)
+    return folder
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: an invalid host name
+        raise ConfigError(f"cannot listen on {host} port {port} ({error}); choose another --host or --port") from error
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Repositories as environments: tasks, runtimes, tools of agents, and verdicts on what they leave."""

@@ -1,0 +1,1 @@
+"""BM25 search in memory, its server and client."""

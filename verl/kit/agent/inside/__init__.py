@@ -1,1 +1,0 @@
-"""What runs in an agent's own environment: the standard library only."""

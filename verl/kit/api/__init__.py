@@ -1,1 +1,0 @@
-"""Training from Python: `toolrl.train` and the like."""

@@ -1,1 +1,0 @@
-"""Plain Python classes as environments."""

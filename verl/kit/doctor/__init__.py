@@ -1,1 +1,0 @@
-"""toolrl doctor: can this machine train?"""

@@ -1,1 +1,0 @@
-"""toolrl eval: benchmarks before, during and after training."""

@@ -1,1 +1,0 @@
-"""Prompts in, responses out, without training; chat in a terminal."""

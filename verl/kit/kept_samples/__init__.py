@@ -1,1 +1,0 @@
-"""The tokens of some rollouts of every step, kept to be looked at."""

@@ -1,1 +1,0 @@
-"""toolrl lab: checks a reward on the rows of a file."""

@@ -1,1 +1,0 @@
-"""The OpenEnv protocol: our environments for its clients, and its environments for our policies."""

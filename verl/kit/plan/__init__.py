@@ -1,1 +1,0 @@
-"""toolrl plan: memory and time of a training before it starts."""

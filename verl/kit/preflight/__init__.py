@@ -1,1 +1,0 @@
-"""toolrl preflight: tries all parts of a training on a tiny copy of the model."""

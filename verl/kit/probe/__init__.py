@@ -1,1 +1,0 @@
-"""toolrl probe: would training learn from this data?"""

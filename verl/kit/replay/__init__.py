@@ -1,1 +1,0 @@
-"""toolrl replay: a recorded training step again, bit for bit."""

@@ -1,1 +1,0 @@
-"""toolrl report: a run as one HTML file, to be looked at and sent."""

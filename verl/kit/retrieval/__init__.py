@@ -1,1 +1,0 @@
-"""Search tools: BM25 in memory, a retrieval server and its client."""

@@ -1,1 +1,0 @@
-"""What runs inside the sandbox, with the standard library only."""

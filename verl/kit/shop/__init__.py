@@ -1,1 +1,0 @@
-"""A simulated shop: the environment of the examples and of the tests."""

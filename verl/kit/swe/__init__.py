@@ -1,1 +1,0 @@
-"""Repositories as environments of software-engineering agents: tasks, runtimes, scoring."""

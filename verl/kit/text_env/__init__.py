@@ -1,1 +1,0 @@
-"""Environments of texts, written for gymnasium, TextArena, SkyRL-gym or rLLM."""

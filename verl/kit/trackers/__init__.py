@@ -1,1 +1,0 @@
-"""Trackers of other packages, loaded by name."""

@@ -1,1 +1,0 @@
-"""Services of a run: health checks and the token of our own."""

@@ -1,0 +1,4 @@
+"""Sizes in bytes."""
+
+MIB = 1 << 20
+GIB = 1 << 30
