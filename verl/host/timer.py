@@ -30,22 +30,23 @@ def raising_after(
             yield
         return
 
-    leaving = False
+    armed = False  # a signal of an earlier timer may arrive late, by way of another thread: not before it is set, either
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not leaving:
+        if armed:
             raise error()
 
     clock = _CLOCKS[timer]
-    handler = signal.signal(_SIGNALS[timer], interrupt)
     began = clock()
-    left_s, interval_s = signal.getitimer(timer)
+    left_s, interval_s = signal.setitimer(timer, 0.0)
+    handler = signal.signal(_SIGNALS[timer], interrupt)
     try:
+        armed = True
         signal.setitimer(timer, seconds, again_s)
         yield
     finally:
         # First, and without a call: handlers run between calls, and one that raises would leave the timer set.
-        leaving = True
+        armed = False
         signal.setitimer(timer, 0.0)
         signal.signal(_SIGNALS[timer], handler)
         if left_s:

@@ -46,7 +46,7 @@ GUESSES = (
 )
 BY_CHANCE = (
     *("a thread forges while tests run", "a signal forges while tests run", "a process stays for the next run"),
-    "a fork goes on",
+    *("a fork goes on", "the most usual of several candidates"),  # in a tenth of runs all candidates are alike
 )
 
 

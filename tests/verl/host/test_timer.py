@@ -105,6 +105,23 @@ def test_code_in_a_thread_is_interrupted_too_and_nothing_outlives_its_block() ->
         assert pool.submit(lambda: sum(range(100_000))).result(60) == 4_999_950_000
 
 
+def test_a_signal_of_an_earlier_timer_that_comes_late_interrupts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may take it, and hand it on when the next block is already being set up."""
+    install, before = signal.signal, signal.getsignal(signal.SIGALRM)
+
+    def late(number: int, handler: object) -> object:
+        former = install(number, handler)  # type: ignore[arg-type]
+        if handler is not before:
+            signal.raise_signal(number)
+        return former
+
+    monkeypatch.setattr(signal, "signal", late)
+    with raising_after(30.0, RenderTimeoutError):
+        pass
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_repeating_timer_never_outlives_its_block() -> None:
     """Its signals come at every moment of the way out. The generator is driven without contextlib's own calls."""
     before = signal.getsignal(signal.SIGALRM)
