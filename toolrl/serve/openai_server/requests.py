@@ -85,9 +85,10 @@ class CheckedRequests:
             is_read = True
             if self._num_requests > MAX_REQUESTS:
                 raise _busy(f"{MAX_REQUESTS} requests are in progress")
-            raw = await _body(Request(scope, receive), hold)
+            request = Request(scope, receive)
+            pieces, length = await _pieces(request, hold)
             with _refusing():
-                body = await self._reading.run(len(raw), partial(_read, raw))
+                raw, body = await self._reading.run(length, partial(_read, pieces, is_json=_is_json(request)))
                 if path in _PATHS and isinstance(body, dict):
                     check = partial(_checked_body, raw, body, path, _model(scope))
                     raw = await self._checking.run(LARGE + 1, check)  # whatever its size
@@ -109,9 +110,11 @@ def _bound_connections(state: Any) -> None:
         _log.warning("this vLLM does not show its server: connections have no time limits")
 
 
-async def _body(request: Request, hold: Callable[[int], None]) -> bytes:
-    """Raises HTTPException for one that is too long, or too slow, and what `hold` raises for the length of a piece."""
-    pieces, length = [], 0
+async def _pieces(request: Request, hold: Callable[[int], None]) -> tuple[list[bytes], int]:
+    """The body and its length. Raises HTTPException for one that is too long, or too slow, and what `hold` raises for
+    the length of a piece."""
+    pieces: list[bytes] = []
+    length = 0
     try:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
@@ -123,7 +126,13 @@ async def _body(request: Request, hold: Callable[[int], None]) -> bytes:
                     )
     except TimeoutError as error:
         raise HTTPException(408, f"the body took more than {BODY_S:g} s") from error
-    return b"".join(pieces)
+    return pieces, length
+
+
+def _is_json(request: Request) -> bool:
+    """Whether vLLM's server reads the body as JSON, and not as a form."""
+    kind = request.headers.get("content-type", "")
+    return not kind or "json" in kind.lower()
 
 
 def _busy(problem: str) -> HTTPException:
@@ -143,20 +152,24 @@ def _refusing() -> Iterator[None]:
         raise HTTPException(400, "the JSON is nested too deep") from error
 
 
-def _read(raw: bytes) -> Any:
-    """The body; None if it is no JSON, which vLLM refuses itself. Raises TooMuchError, RecursionError."""
+def _read(pieces: Sequence[bytes], *, is_json: bool) -> tuple[bytes, Any]:
+    """(the body, its value). Small JSON that is none is None, which vLLM refuses itself; large JSON would hold up its
+    event loop. Raises RequestError, TooMuchError, RecursionError."""
+    raw = b"".join(pieces)
     try:
         body = SERVED.read(raw)
     except TooMuchError:
         raise
-    except ValueError:  # vLLM's own error
-        return None
+    except ValueError as error:
+        if is_json and len(raw) > LARGE:
+            raise RequestError(f"the body is no JSON: {error}") from error
+        return raw, None
     if len(raw) > MAX_CHARS and (chars := num_chars(body)) > MAX_CHARS:
         raise TooMuchError(f"the texts have {chars} characters; at most {MAX_CHARS} are read: send less")
     given = {name: each for name, each in body.items() if name != "prompt"} if isinstance(body, dict) else body
     if (count := _num_values(given)) > MAX_VALUES:
         raise TooMuchError(f"the request has {count} values; at most {MAX_VALUES} are read: send less")
-    return body
+    return raw, body
 
 
 def _num_values(value: Any) -> int:

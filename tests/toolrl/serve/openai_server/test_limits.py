@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any, Literal
 
+import fastapi
 import httpx2
 import pytest
 import uvicorn
@@ -81,6 +82,32 @@ async def test_what_vllm_would_check_for_long_is_bounded(path: str, body: Any, s
     async with client(vllms_server()) as asking:
         answer = await asking.post(path, json=body)
         assert (answer.status_code, problem in answer.text) == (status, True), answer.text[:500]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "seen"),
+    [
+        (b'{"messages": "' + rb"\n" * 20_000, "application/json", "the body is no JSON: Unterminated string"),
+        (b"[" + b"1," * 10_000 + b"]", "", "the body is no JSON: Expecting value"),
+        (b"\xff" * 30_000, "application/vnd.api+json", "the body is no JSON: 'utf-8' codec can't decode"),
+        (b"[1,", "application/json", "vLLM: 3"),  # small: vLLM's own error
+        (b"--x\r\n" * 10_000, "multipart/form-data; boundary=x", "vLLM: 50000"),  # not read as JSON
+    ],
+)
+async def test_large_json_that_is_none_is_refused_before_vllm_reads_it_on_its_loop(
+    body: bytes, kind: str, seen: str
+) -> None:
+    app = FastAPI()
+
+    @app.post(CHAT)
+    async def answer(request: fastapi.Request) -> str:
+        return f"vLLM: {len(await request.body())}"
+
+    app.add_middleware(CheckedRequests)
+    async with client(app) as asking:
+        response = await asking.post(CHAT, content=body, headers={"content-type": kind} if kind else {})
+    assert seen in response.text
+    assert response.status_code == (200 if seen.startswith("vLLM") else 400)
 
 
 def test_our_checks_of_large_requests_are_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
