@@ -8,9 +8,9 @@ random (seeded): scorers, sandbox workers and engines, which the run itself rest
 servers, which serve every other task and which this script restarts, as a service manager would. There is at least one
 step between two engine kills.
 Memory, descriptors, threads and sockets of controller and rank, temporary files (without logs: Ray keeps five per
-process that it has started) and the step time are sampled at every step; by linear regression none may grow by more
-than 5 % from step 100 to the last. A resource sampled at fewer than four fifths of these steps is not judged, and
-counts as a failure.
+process that it has started) and the step time, as the median of 20 steps, are sampled at every step; by linear
+regression none may grow by more than 5 % from step 100 to the last. A resource sampled at fewer than four fifths of
+these steps is not judged, and counts as a failure.
 
 break: the controller is killed with SIGKILL every --every steps and the same command is restarted until all steps are
 done. Every step must be in the metrics once, equal to an uninterrupted run, with bit-equal weights.
@@ -55,6 +55,7 @@ MIN_SAMPLED = 0.8  # share of the steps after the warm-up; fewer samples count a
 _OF_EACH = ("memory, MiB", "descriptors", "threads", "sockets")
 SAMPLED = ("temporary files", *(f"{who} {what}" for who in ("controller", "rank") for what in _OF_EACH))
 STEP_TIME = "step, s"
+STEPS_OF_TIME = 20  # a step that replaces a process takes ten times as long, and such steps are drawn at random
 KINDS = ("scorer", "sandbox", "engine", "env")
 _SERVERS = "SOAK_SERVERS"  # environment variable with the URLs of the environment servers
 _POLL_S = 0.05
@@ -297,11 +298,16 @@ def grow(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return grown(folder, soaked, options.steps, code)
 
 
+def _medians(values: Sequence[float]) -> list[float]:
+    """Of each value and those before it, STEPS_OF_TIME in all."""
+    return [statistics.median(values[max(0, end - STEPS_OF_TIME) : end]) for end in range(1, len(values) + 1)]
+
+
 def grown(folder: Path, soaked: Soaked, steps: int, code: int) -> dict[str, Any]:
     """Print the table; returns it as JSON. `met`: all resources were sampled and none has grown."""
     done = rows(folder)
-    for row in done:
-        soaked.add(row["step"], {STEP_TIME: row["time/step_s"]})
+    for row, seconds in zip(done, _medians([row["time/step_s"] for row in done]), strict=True):
+        soaked.add(row["step"], {STEP_TIME: seconds})
     finished = code == 0 and [row["step"] for row in done] == list(range(1, steps + 1))
     figures = {name: _summary(soaked, name) for name in (*SAMPLED, STEP_TIME)}
     table = Table("", "samples", "first", "median", "last", "growth")
