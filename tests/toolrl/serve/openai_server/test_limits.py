@@ -89,7 +89,7 @@ async def test_what_vllm_would_check_for_long_is_bounded(path: str, body: Any, s
     [
         (b'{"messages": "' + rb"\n" * 20_000, "application/json", "the body is no JSON: Unterminated string"),
         (b"[" + b"1," * 10_000 + b"]", "", "the body is no JSON: Expecting value"),
-        (b"\xff" * 30_000, "application/vnd.api+json", "the body is no JSON: 'utf-8' codec can't decode"),
+        (b"\xff" * 30_000, "application/vnd.api+json", "can't decode byte 0xff"),
         (b"[1,", "application/json", "vLLM: 3"),  # small: vLLM's own error
         (b"--x\r\n" * 10_000, "multipart/form-data; boundary=x", "vLLM: 50000"),  # not read as JSON
     ],
