@@ -120,7 +120,7 @@ async def test_a_gateway_that_takes_its_time_wins_none() -> None:
         began = time.monotonic()
         with pytest.raises(ServiceDownError, match="returned status 502"):
             await work(watch, client)
-        assert time.monotonic() - began < 1.3 * TIMEOUT_S  # a busy machine is late
+        assert time.monotonic() - began < 1.6 * TIMEOUT_S  # 1.8 with the time of its answers; a busy machine is late
 
 
 async def test_an_error_of_the_request_itself_is_passed_on() -> None:
