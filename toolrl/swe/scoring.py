@@ -300,7 +300,7 @@ async def _hold(runtime: Runtime, task: SweTask) -> HeldTests:
 
 
 async def _judge(runtime: Runtime, task: SweTask, guarded: Sequence[str], compiled: Path | None) -> PatchVerdict:
-    """All tests in one run; then, if they pass and are several, each that the fix must heal alone."""
+    """All tests in one run; before it, if they are several, each that the fix must heal alone, up to one that fails."""
     tests = (*task.fail_to_pass, *task.pass_to_pass)
     runs = [tests, *((name,) for name in task.fail_to_pass if len(tests) > 1)]
     own = f"/tmp/{secrets.token_hex(8)}"
@@ -362,16 +362,16 @@ def _verdict(task: SweTask, runs: Sequence[Sequence[str]], renamed: Mapping[str,
     if "problem" in report:
         raise TaskFaultError(f"{task.id}: {report['problem']}; task.environment needs a pytest of its own")
     passed: list[set[str]] = []
-    for names, run in zip(runs, report["runs"], strict=False):  # the first alone, if a test failed
+    for names, run in zip(runs, report["runs"], strict=False):  # without those after the first that failed alone
         if run["tampered"]:
             return PatchVerdict(PatchOutcome.TAMPERED, detail=f"{run['tampered'][0]}\n{run['log']}")
         if run["timeout"] or not run["ended"]:
             return PatchVerdict(PatchOutcome.TIMEOUT if run["timeout"] else PatchOutcome.NO_REPORT, detail=run["log"])
         passed.append({name for name in names if run["outcomes"].get(renamed.get(name, name)) == "passed"})
     first, alone = passed[0], passed[1:]
-    healed = set().union(*alone) if alone else first
+    healed = first - {name for names, each in zip(runs[1:], alone, strict=False) for name in names if name not in each}
     by_value = {name for run in report["runs"] for name in run["held"]}
-    resolved = len(passed) == len(runs) and healed >= set(task.fail_to_pass)
+    resolved = len(passed) == len(runs) and healed >= {*task.fail_to_pass, *task.pass_to_pass}
     outcome = PatchOutcome.RESOLVED if resolved else PatchOutcome.UNRESOLVED
     return PatchVerdict(
         outcome,

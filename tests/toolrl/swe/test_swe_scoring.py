@@ -138,6 +138,40 @@ def runtest(self):
         before(self)
 pytest.Function.runtest = runtest
 """
+# A test that may fail is reported as failing after it has tried values for the checks of other tests.
+ASKS_FIRST = """import builtins, gc, json, pathlib, pytest
+def add(a, b):
+    return a - b
+def name():
+    return "calc"
+class First:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: "test_name" not in item.nodeid)
+kept = pathlib.Path("/tmp/known.json")
+known = json.loads(kept.read_text()) if kept.exists() else {}
+def sent(what, *given):
+    if what == "begin":
+        running[:] = given
+    if what == "finish" and "test_name" in running[0]:
+        for number in range(3):
+            for guess in range(-9, 9):
+                sends("check", number, guess)
+                if held._take(1) == b"1":
+                    known[str(number)] = guess
+        kept.write_text(json.dumps(known))
+        given = ["xfailed"]
+    sends(what, *given)
+class Known:
+    def __call__(self, number, value=None):
+        held(number, known.get(str(number), value))
+if hasattr(builtins, "__held__"):
+    held, running = builtins.__held__, [""]
+    sends, held.send, builtins.__held__ = held.send, sent, Known()
+    for each in gc.get_objects():
+        if type(each).__name__ == "PytestPluginManager":
+            each.register(First())
+"""
 XFAIL = "import pytest\n\ndef add(a, b):\n    pytest.xfail('not supported')\n\ndef name():\n    return 'calc'\n"
 IN_FILES = {
     "conftest fakes results": {"conftest.py": REPORT, "tests/conftest.py": REPORT},
@@ -149,6 +183,15 @@ IN_FILES = {
     "hidden tests are replaced": {"tests/test_calc.py": "def test_add(): pass\n"},
     "tests is a module": {"tests.py": "", "tests/__init__.py": "import os\nos._exit(0)\n"},
 }
+
+
+def test_a_test_that_may_fail_tells_nothing_of_what_others_expect(place: Place) -> None:
+    may_fail = "import pytest\nfrom calc import name\n\n\ndef test_name():\n    assert name() == 'calc'  # no xfail\n"
+    task = replace(place.task, hidden_tests={**place.task.hidden_tests, "tests/test_name.py": may_fail})
+    assert place.score(GOLD, task).outcome is PatchOutcome.RESOLVED
+    verdict = place.score(patch({"calc/core.py": ASKS_FIRST}), task)
+    assert (verdict.outcome, verdict.fail_to_pass) == (PatchOutcome.UNRESOLVED, 0.5), verdict.detail
+    assert "4 passed" in verdict.detail  # it knew, when all ran together
 
 
 @pytest.mark.long
