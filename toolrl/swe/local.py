@@ -243,9 +243,11 @@ class LocalRuntime(FilesByPrograms):
         if not name.isdecimal():
             raise CommandFailedError(f"there is no snapshot {name!r}")
         await self.supervisor.ask("restore", name=name)
-        for shell in self._shells.values():
-            shell.forget()
-        self._shells.clear()
+        self._forget_shells()
+
+    async def end_processes(self) -> None:
+        await self.supervisor.ask("kill")
+        self._forget_shells()
 
     async def close(self) -> None:
         if not self._closed:
@@ -270,6 +272,11 @@ class LocalRuntime(FilesByPrograms):
         path = f"{ENVIRONMENT}/bin:{folders}" if self._environment else folders
         own = {"VIRTUAL_ENV": ENVIRONMENT} if self._environment else {}
         return {**VARIABLES, "PATH": path, **own, **(env or {})}
+
+    def _forget_shells(self) -> None:
+        for shell in self._shells.values():
+            shell.forget()
+        self._shells.clear()
 
     def _shell(self, session: str) -> RuntimeShell:
         supervisor = self.supervisor

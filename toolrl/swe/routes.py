@@ -113,6 +113,7 @@ class CommandRoutes(_RuntimeRoutes):
     def add_to(self, app: FastAPI) -> None:
         app.post("/snapshot")(self.snapshot)
         app.post("/restore")(self.restore)
+        app.post("/end_processes")(self.end_processes)
         app.post("/create_session")(self.create_session)
         app.post("/run_in_session")(self.run_in_session)
         app.post("/close_session")(self.close_session)
@@ -123,6 +124,10 @@ class CommandRoutes(_RuntimeRoutes):
 
     async def restore(self, request: Request, body: wire.Snapshot) -> dict[str, str]:
         await self._once(request, lambda leased: leased.runtime.restore(body.name))
+        return {}
+
+    async def end_processes(self, request: Request) -> dict[str, str]:
+        await self._once(request, lambda leased: leased.runtime.end_processes())
         return {}
 
     async def create_session(self, request: Request, body: wire.SessionRequest) -> dict[str, str]:

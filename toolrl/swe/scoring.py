@@ -59,9 +59,10 @@ export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJE
 export GIT_ALTERNATE_OBJECT_DIRECTORIES={BASE_GIT}/objects GIT_CONFIG_NOSYSTEM=1 HOME=$rest
 trusted="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.autocrlf=false -c safe.directory=*"
 """
-# $0 is the folder of the interpreter, if the repository holds it.
+# Without pipes, which git would wait for. $0 is the folder of the interpreter, if the repository holds it.
 COLLECT = f"""{TRUSTED}
 ulimit -S -t {COLLECT_CPU_S}
+find . ! -type f ! -type d ! -type l -delete 2>/dev/null
 $trusted read-tree HEAD && $trusted add -A --ignore-errors -- . ${{0:+":(exclude)$0"}} 2>/dev/null
 code=$?; [ $code -le 128 ] || {{ echo "git add was killed" >&2; rm -rf $rest; exit $code; }}
 $trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames HEAD -- . "$@" \\
@@ -77,12 +78,14 @@ SET_BACK = f"""{TRUSTED}
 $trusted read-tree HEAD && $trusted checkout-index -f -z --stdin
 code=$?; rm -rf $rest; exit $code
 """
-# What a patch can cause ends git by itself: its CPU time and its memory, where its unpacked files are, have limits.
+# What a patch can cause ends git by itself: its CPU time and its memory, where its unpacked files are, have limits. Its
+# attributes would decide in which encoding git writes tests, and whether it can read files at all.
 APPLY = f"""
 export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent
 ulimit -S -t {APPLY_CPU_S}; ulimit -S -v $1
 interpreter=$2; shift 2
-git apply --whitespace=nowarn ${{interpreter:+"--exclude=$interpreter/*"}} "$@" "$0" 2>"$0.log"
+git apply --whitespace=nowarn --exclude=.gitattributes '--exclude=*/.gitattributes' \\
+  ${{interpreter:+"--exclude=$interpreter/*"}} "$@" "$0" 2>"$0.log"
 code=$?; tail -c 400 "$0.log" >&2; rm -f "$0" "$0.log"; exit $code
 """
 PRESENT = """for name; do [ ! -f "$name" ] || printf '%s\\0' "$name"; done"""  # without the fix some are not
@@ -166,6 +169,7 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
         excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
         command, folder = ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded], TESTBED
     async with paused():
+        await runtime.end_processes()  # they could stop those that collect, and change what these write
         began = perf_counter()
         done = await runtime.execute(command, cwd=folder, timeout_s=COLLECT_S)
     if done.exit_code is None and perf_counter() - began >= COLLECT_S:

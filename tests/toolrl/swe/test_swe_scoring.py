@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from scripts.data.validation import diff
+from tests.toolrl.swe import verdicts
 from tests.toolrl.swe.repositories import BUG, FILES, FIX, GOLD, TEST, git, patch, pytest_environment, write
 from tests.toolrl.swe.verdicts import Place, place
 from toolrl.swe import scoring
 from toolrl.swe.cheats import CHEATS
 from toolrl.swe.local import LocalRuntime, LocalRuntimes
-from toolrl.swe.runtime import CommandFailedError, Completed, RuntimeLimits, RuntimeLostError
-from toolrl.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, score_patch
+from toolrl.swe.runtime import CommandFailedError, Completed, Runtime, RuntimeLimits, RuntimeLostError
+from toolrl.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, collect_patch, score_patch
 from toolrl.swe.tasks import Repository, SweTask
 
 __all__ = ["place"]
@@ -175,6 +177,10 @@ if hasattr(builtins, "__held__"):
 XFAIL = "import pytest\n\ndef add(a, b):\n    pytest.xfail('not supported')\n\ndef name():\n    return 'calc'\n"
 IN_FILES = {
     "conftest fakes results": {"conftest.py": REPORT, "tests/conftest.py": REPORT},
+    "attributes of git": {
+        ".gitattributes": "* working-tree-encoding=UTF-16\n",
+        "calc/.gitattributes": "* working-tree-encoding=none\n",
+    },
     "sitecustomize": {"sitecustomize.py": SELECTIVE, "usercustomize/__init__.py": SELECTIVE},
     "pytest is shadowed": {"pytest.py": "import sys\nsys.exit(0)\n", "_pytest/__init__.py": "", "unittest.py": ""},
     "settings collect nothing": {"pytest.ini": "[pytest]\naddopts = --collect-only\n"},
@@ -730,6 +736,41 @@ def test_a_machine_that_is_too_slow_to_collect_a_patch_is_at_fault(
     monkeypatch.setattr(scoring, "COLLECT_S", 0.5)
     with pytest.raises(RuntimeLostError, match=r"calc: its patch was not collected within 0\.5 s"):
         place.session("true")
+
+
+# Another process cannot run, as soon as this one does.
+STOPS = """cat >/tmp/stops.py <<'END'
+import os, signal
+while True:
+    try:
+        os.kill(-1, signal.SIGSTOP)
+    except ProcessLookupError:
+        pass
+END
+sed -i 's/a - b/a + b/' calc/core.py
+(sleep 0.3; exec setsid python /tmp/stops.py) >/dev/null 2>&1 &
+"""
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        STOPS,
+        "mkfifo .gitignore .gitattributes; sed -i 's/a - b/a + b/' calc/core.py",
+        "mkdir inner; cd inner; git init -q; rm .git/HEAD; mkfifo .git/HEAD; sed -i 's/a - b/a + b/' ../calc/core.py",
+    ],
+    ids=["a process stops others", "pipes", "a pipe in a repository"],
+)
+def test_collecting_waits_for_nothing_that_the_session_left(
+    place: Place, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    async def collect(runtime: Runtime, task: SweTask) -> str:
+        await asyncio.sleep(1.0)  # until the process runs
+        return await collect_patch(runtime, task)
+
+    monkeypatch.setattr(verdicts, "collect_patch", collect)
+    monkeypatch.setattr(scoring, "COLLECT_S", 20.0)
+    assert "+    return a + b" in place.session(left)
 
 
 def test_collecting_survives_unreadable_files(place: Place) -> None:
