@@ -332,7 +332,7 @@ async def _judge(runtime: Runtime, task: SweTask, guarded: Sequence[str], compil
     await runtime.write(f"{own}/request.json", json.dumps(request).encode())
     await runtime.write(f"{own}/plan.json", json.dumps(plan).encode())
     await runtime.write(f"{own}/run_tests.py", files("toolrl.swe.inside").joinpath("run_tests.py").read_bytes())
-    command = [task.python, "-I", f"{own}/run_tests.py", f"{own}/request.json", f"{own}/plan.json"]
+    command = [task.python, "-I", "-S", f"{own}/run_tests.py", f"{own}/request.json", f"{own}/plan.json"]
     variables = await _variables(runtime) if task.setup else {}
     done = await runtime.execute(command, env=variables, timeout_s=len(runs) * task.test_timeout_s + SLACK_S)
     return _verdict(task, runs, held.renamed, done)

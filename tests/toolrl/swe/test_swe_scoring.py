@@ -272,6 +272,30 @@ def test_ignored_files_do_not_invalidate_a_fix(place: Place, name: str) -> None:
     assert place.score(patch({**IN_FILES[name], "calc/core.py": FIX})).outcome is PatchOutcome.RESOLVED
 
 
+# What the judge would print, by a module that Python looks for on Linux, too.
+JUDGES = """import json, os, sys
+if sys.orig_argv[-1].endswith("plan.json") and "pytest" not in sys.modules:
+    with open(sys.orig_argv[-1]) as file:
+        runs = json.load(file)["runs"]
+    passed = [{"outcomes": dict.fromkeys(run["tests"], "passed"), "held": [], "opened": [], "ended": True,
+               "timeout": False, "tampered": [], "log": ""} for run in runs]
+    sys.stdout.write(json.dumps({"runs": passed}))
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_the_judge_imports_nothing_of_a_repository_that_is_installed_in_place(place: Place) -> None:
+    packages = next(Path(place.task.environment).glob("lib/python*/site-packages"))
+    (packages / "in_place.pth").write_text("/testbed\n")
+    try:
+        made = {"nt.py": JUDGES, "xdist/__init__.py": ""}
+        assert place.score(patch(made)).outcome is PatchOutcome.UNRESOLVED
+        assert place.score(patch({**made, "calc/core.py": FIX})).outcome is PatchOutcome.RESOLVED
+    finally:
+        (packages / "in_place.pth").unlink()
+
+
 def test_an_overlong_patch_is_not_read_further(place: Place) -> None:
     task = replace(place.task, limits=RuntimeLimits(memory_mib=512, file_mib=256))
     made = place.session("dd if=/dev/urandom of=random.bin bs=1M count=24 2>/dev/null", task)

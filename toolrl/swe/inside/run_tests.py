@@ -1,6 +1,9 @@
 """Runs tests in a runtime and judges them, and prints what each test did.
 
-    python -I run_tests.py REQUEST.json PLAN.json
+    python -I -S run_tests.py REQUEST.json PLAN.json
+
+`-S`: an environment's .pth files may name the repository, whose files a patch brings: its `sitecustomize`, or modules
+that Python looks for and does not have. They count in the child alone.
 
 Three kinds of processes, none of which can read another's memory:
 
@@ -36,6 +39,7 @@ import random
 import re
 import select
 import signal
+import site
 import socket
 import struct
 import sys
@@ -85,6 +89,8 @@ def main() -> None:
     settings = json.loads(request.read_text())
     request.unlink()
     sys.dont_write_bytecode = True
+    prefix = _prefix()
+    sys.path += site.getsitepackages([prefix])
     try:
         import pytest
 
@@ -92,7 +98,7 @@ def main() -> None:
     except ImportError as error:
         sys.stdout.write(json.dumps({"problem": f"pytest cannot be imported: {error}"}))
         return
-    own, place = f"{sys.prefix}{os.sep}", str(pytest.__file__)  # an interpreter in the repository is no part of patches
+    own, place = f"{prefix}{os.sep}", str(pytest.__file__)  # an interpreter in the repository is no part of patches
     if place.startswith(settings["root"]) and not place.startswith(own):
         sys.stdout.write(json.dumps({"problem": "pytest is the repository's, which a patch can change"}))
         return
@@ -118,6 +124,12 @@ def main() -> None:
     late = [each for each in alone if each["timeout"]]
     runs = late or [_Run(channel, settings, held, first, pytest).judge(), *alone]
     sys.stdout.write(json.dumps({"runs": runs}))
+
+
+def _prefix() -> str:
+    """The folder of the environment, virtual or not, which is known without `site` from Python 3.14 on alone."""
+    folder = Path(sys.executable).parent.parent
+    return str(folder) if (folder / "pyvenv.cfg").is_file() else sys.prefix
 
 
 def _preload(package: str) -> None:
@@ -754,6 +766,8 @@ def _run_pytest(settings: dict[str, Any], run: dict[str, Any], pytest: Any, judg
     )
     builtins.__held__ = held  # type: ignore[attr-defined]
     try:
+        sys.path[:] = [each for each in sys.path if each not in site.getsitepackages([_prefix()])]
+        site.main()
         os.chdir(root)
         sys.argv = ["pytest"]
         options = ["-o", f"cache_dir={tempfile.gettempdir()}/cache-{os.getpid()}", "--continue-on-collection-errors"]
