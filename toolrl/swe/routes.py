@@ -8,7 +8,7 @@ import json
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -16,6 +16,7 @@ from fastapi import FastAPI, File, Form, HTTPException, Request, UploadFile
 from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
 
+from toolrl.servers.answers import PIECE, streamed
 from toolrl.swe import wire
 from toolrl.swe.leases import SHARED, Leased, Leases
 from toolrl.swe.local import LocalRuntime
@@ -29,7 +30,6 @@ KEPT_ANSWERS = 16  # per lease, for repeated requests
 WRITTEN_BYTES = 4 << 20  # of an image, at a time
 IMAGE_SECONDS, IMAGE_FILES = 300.0, 1_000_000
 MAX_REF_BYTES = 1 << 10  # of .git/HEAD and of the branch that it names
-PIECE_BYTES = 1 << 16  # of an output that is decoded: no step of it holds up other threads
 QUOTED_BYTES = 1 << 16  # of an output in an error
 SLOW_ENCODINGS = ("idna", "punycode")  # in Python, with loops in loops
 UNZIP = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
@@ -151,7 +151,7 @@ class CommandRoutes(_RuntimeRoutes):
     async def execute(self, request: Request, body: wire.CommandRequest) -> StreamingResponse:
         """Answers with a CommandResponse."""
         self._leases.check_seconds(body.timeout)
-        return _json(await self._once(request, lambda leased: _execute(leased, body)))
+        return streamed(await self._once(request, lambda leased: _execute(leased, body)))
 
 
 class FileRoutes(_RuntimeRoutes):
@@ -167,7 +167,7 @@ class FileRoutes(_RuntimeRoutes):
         data: bytes = await self._once(request, lambda leased: leased.runtime.read(body.path))
         try:
             content = _text("content", data, body.encoding or "utf-8", body.errors or "strict")
-            return _json(await asyncio.to_thread(lambda: [b"{", *content, b"}"]))
+            return streamed(await asyncio.to_thread(lambda: [b"{", *content, b"}"]))
         except (ValueError, LookupError) as error:
             raise Failure("builtins.ValueError", f"{body.path}: {str(error)[:1000]}") from error
 
@@ -325,18 +325,10 @@ def _text(name: str, data: bytes, encoding: str = "utf-8", errors: str = "backsl
         raise LookupError(f"{encoding} is not supported")
     decoder = codecs.getincrementaldecoder(encoding)(errors)
     yield f'"{name}":"'.encode()
-    for start in range(0, len(data), PIECE_BYTES):
-        piece = decoder.decode(data[start : start + PIECE_BYTES], start + PIECE_BYTES >= len(data))
+    for start in range(0, len(data), PIECE):
+        piece = decoder.decode(data[start : start + PIECE], start + PIECE >= len(data))
         yield json.dumps(piece)[1:-1].encode()
     yield b'"'
-
-
-def _json(pieces: Iterable[bytes]) -> StreamingResponse:
-    async def each() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
-
-    return StreamingResponse(each(), media_type="application/json")
 
 
 async def _upload(runtime: LocalRuntime, data: bytes, target: str, unzip: bool) -> None:

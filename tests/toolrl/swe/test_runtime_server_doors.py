@@ -17,8 +17,9 @@ from tests.support.at_a_path import SECRET, host_file
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from tests.toolrl.swe.test_swe_remote import TOKEN, runtime_server
 from tests.verl.host.test_unpacking import FILE, FOLDER, HARD, LINK, PIPE, Member, beyond_path_max, packed
+from toolrl.servers.answers import PIECE
 from toolrl.swe import wire
-from toolrl.swe.routes import PIECE_BYTES, _text
+from toolrl.swe.routes import _text
 
 pytestmark = pytest.mark.long
 GIT: list[Member] = [(".git", FOLDER, ""), (".git/HEAD", FILE, "ref: refs/heads/main\n"), ("file", FILE, "one")]
@@ -218,7 +219,7 @@ def test_an_output_of_a_program_holds_up_no_other_request(client: httpx2.Client,
 
 
 def test_an_output_in_pieces_is_the_whole() -> None:
-    data = ("\u00e4\u20ac\U0001f600" * PIECE_BYTES).encode() + b"\xff\xe2\x82"
+    data = ("\u00e4\u20ac\U0001f600" * PIECE).encode() + b"\xff\xe2\x82"
     for shift in range(4):
         text = (b"x" * shift + data).decode(errors="backslashreplace")
         assert json.loads(b"".join([b"{", *_text("stdout", b"x" * shift + data), b"}"])) == {"stdout": text}
