@@ -64,8 +64,8 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
         """Answers with a RunCodeResponse."""
         limits = protocol.limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
-            stdin, files = request.stdin or "", _files(request.files)
-            done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
+            stdin, given = request.stdin or "", _files(request.files)
+            done = await sandbox.run(request.code, request.language, stdin, given, request.fetch_files, limits)
         except ServiceDownError as error:
             return await json_answer(protocol.RunCodeResponse(status="SandboxError", message=str(error)).model_dump())
         result = protocol.CommandRunResult(

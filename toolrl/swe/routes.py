@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
+import io
 import json
 import secrets
 import tempfile
@@ -320,13 +320,11 @@ def _response(done: Completed) -> list[bytes]:
 
 def _text(name: str, data: bytes, encoding: str = "utf-8", errors: str = "backslashreplace") -> Iterator[bytes]:
     """A field of a JSON object. Raises ValueError, LookupError."""
-    b" ".decode(encoding, "ignore")  # refuses what is no encoding of texts
-    if codecs.lookup(encoding).name in SLOW_ENCODINGS:
+    if encoding.lower() in SLOW_ENCODINGS:
         raise LookupError(f"{encoding} is not supported")
-    decoder = codecs.getincrementaldecoder(encoding)(errors)
+    text = io.TextIOWrapper(io.BytesIO(data), encoding, errors, newline="")
     yield f'"{name}":"'.encode()
-    for start in range(0, len(data), PIECE):
-        piece = decoder.decode(data[start : start + PIECE], start + PIECE >= len(data))
+    while piece := text.read(PIECE):
         yield json.dumps(piece)[1:-1].encode()
     yield b'"'
 

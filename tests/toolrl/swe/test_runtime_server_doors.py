@@ -225,10 +225,8 @@ def test_an_output_in_pieces_is_the_whole() -> None:
         assert json.loads(b"".join([b"{", *_text("stdout", b"x" * shift + data), b"}"])) == {"stdout": text}
 
 
-@pytest.mark.parametrize("encoding", ["punycode", "idna", "zlib_codec", "none", "\0"])
-def test_a_file_is_read_in_encodings_of_texts_alone(
-    client: httpx2.Client, lease: dict[str, str], encoding: str
-) -> None:
+@pytest.mark.parametrize("encoding", ["punycode", "idna", "rot13", "none", "\0"])
+def test_files_are_read_in_encodings_of_texts(client: httpx2.Client, lease: dict[str, str], encoding: str) -> None:
     assert client.post("/read_file", json={"path": "file"}, headers=lease).json() == {"content": "one"}
     answer = client.post("/read_file", json={"path": "file", "encoding": encoding}, headers=lease)
     assert answer.status_code == wire.FAILED, answer.text

@@ -191,7 +191,7 @@ IN_FILES = {
 }
 
 
-def test_a_test_that_may_fail_tells_nothing_of_what_others_expect(place: Place) -> None:
+def test_a_test_that_may_fail_does_not_ask_for_others(place: Place) -> None:
     may_fail = "import pytest\nfrom calc import name\n\n\ndef test_name():\n    assert name() == 'calc'  # no xfail\n"
     task = replace(place.task, hidden_tests={**place.task.hidden_tests, "tests/test_name.py": may_fail})
     assert place.score(GOLD, task).outcome is PatchOutcome.RESOLVED
