@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from toolrl.sandbox import protocol
 from toolrl.sandbox.inside import frames
 from toolrl.sandbox.local import LANGUAGES, LocalSandbox
+from toolrl.servers.answers import json_answer
 from toolrl.servers.serving import add_serving_arguments, new_app, serve, serving_config
 from verl.envs.sandbox import Execution, Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 
 LARGEST = Limits(wall_s=300.0, memory_mib=4096)
+MOST_CHARS, MOST_LINES = 1 << 13, 100  # of a traceback, the last ones: each newline could be a line
 
 
 def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
@@ -58,13 +60,14 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
         return "pong"
 
     @app.post("/run_code")
-    async def run_code(request: protocol.RunCodeRequest) -> protocol.RunCodeResponse:
+    async def run_code(request: protocol.RunCodeRequest) -> StreamingResponse:
+        """Answers with a RunCodeResponse."""
         limits = protocol.limits_of(request.run_timeout, request.memory_limit_MB, sandbox.limits, largest)
         try:
-            stdin, files = request.stdin or "", _files(request.files)
-            done = await sandbox.run(request.code, request.language, stdin, files, request.fetch_files, limits)
+            stdin, given = request.stdin or "", _files(request.files)
+            done = await sandbox.run(request.code, request.language, stdin, given, request.fetch_files, limits)
         except ServiceDownError as error:
-            return protocol.RunCodeResponse(status="SandboxError", message=str(error))
+            return await json_answer(protocol.RunCodeResponse(status="SandboxError", message=str(error)).model_dump())
         result = protocol.CommandRunResult(
             status=protocol.RUN_STATUS[done.status],
             execution_time=done.seconds,
@@ -73,15 +76,18 @@ def make_app(sandbox: LocalSandbox, largest: Limits = LARGEST) -> FastAPI:
             stderr=done.stderr,
         )
         status = "Success" if done.status is Status.FINISHED else "Failed"
-        return protocol.RunCodeResponse(status=status, run_result=result, files=frames.pack_files(done.files))
+        files = frames.pack_files(done.files)
+        return await json_answer(protocol.RunCodeResponse(status=status, run_result=result, files=files).model_dump())
 
     @app.post("/run_jupyter")
-    async def run_jupyter(request: protocol.RunJupyterRequest) -> protocol.RunJupyterResponse:
-        """Run cells in one interpreter, in order. A failed cell does not stop the next ones."""
+    async def run_jupyter(request: protocol.RunJupyterRequest) -> StreamingResponse:
+        """Run cells in one interpreter, in order. A failed cell does not stop the next ones. Answers with a
+        RunJupyterResponse."""
         try:
-            return await _run_cells(sandbox, request, largest)
+            response = await _run_cells(sandbox, request, largest)
         except ServiceDownError as error:
-            return protocol.RunJupyterResponse(status="SandboxError", message=str(error))
+            response = protocol.RunJupyterResponse(status="SandboxError", message=str(error))
+        return await json_answer(response.model_dump())
 
     return app
 
@@ -119,8 +125,9 @@ async def _run_cells(
 
 def _cell(done: Execution) -> protocol.CellResult:
     """A traceback goes to stderr and to `error`, for programs and for notebooks."""
-    name, _, value = done.stderr.strip().rpartition("\n")[2].partition(": ")
-    error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": done.stderr.splitlines()}]
+    end = done.stderr[-MOST_CHARS:]
+    name, _, value = end.strip().rpartition("\n")[2].partition(": ")
+    error: list[dict[str, Any]] = [{"ename": name, "evalue": value, "traceback": end.splitlines()[-MOST_LINES:]}]
     failed = done.status is not Status.FINISHED
     return protocol.CellResult(stdout=done.stdout, stderr=done.stderr, error=error if failed else [])
 

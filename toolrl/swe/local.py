@@ -221,8 +221,7 @@ class LocalRuntime(FilesByPrograms):
         try:
             with contextlib.ExitStack() as stack:
                 files = [stack.enter_context(tempfile.TemporaryFile(dir=self._owner.episodes)) for _ in range(3)]
-                files[0].write(stdin)
-                files[0].seek(0)
+                await asyncio.to_thread(_fill, files[0], stdin)
                 pid = await supervisor.spawn(argv, self.variables(env), cwd, [file.fileno() for file in files])
                 end = supervisor.ended(pid)
                 await asyncio.wait({end}, timeout=hard_s)
@@ -231,7 +230,7 @@ class LocalRuntime(FilesByPrograms):
                 code = await end
                 if sum(os.fstat(file.fileno()).st_size for file in files[1:]) > MAX_OUTPUT_MIB << 20:
                     return Completed(None, b"", f"more than {MAX_OUTPUT_MIB} MiB of output".encode())
-                stdout, stderr = (_contents(file) for file in files[1:])
+                stdout, stderr = [await asyncio.to_thread(_contents, file) for file in files[1:]]
         except OSError as error:
             raise RuntimeLostError(f"{self._owner.episodes}: {error}") from error
         return Completed(None if code < 0 else code, stdout, stderr)
@@ -243,9 +242,11 @@ class LocalRuntime(FilesByPrograms):
         if not name.isdecimal():
             raise CommandFailedError(f"there is no snapshot {name!r}")
         await self.supervisor.ask("restore", name=name)
-        for shell in self._shells.values():
-            shell.forget()
-        self._shells.clear()
+        self._forget_shells()
+
+    async def end_processes(self) -> None:
+        await self.supervisor.ask("kill")
+        self._forget_shells()
 
     async def close(self) -> None:
         if not self._closed:
@@ -270,6 +271,11 @@ class LocalRuntime(FilesByPrograms):
         path = f"{ENVIRONMENT}/bin:{folders}" if self._environment else folders
         own = {"VIRTUAL_ENV": ENVIRONMENT} if self._environment else {}
         return {**VARIABLES, "PATH": path, **own, **(env or {})}
+
+    def _forget_shells(self) -> None:
+        for shell in self._shells.values():
+            shell.forget()
+        self._shells.clear()
 
     def _shell(self, session: str) -> RuntimeShell:
         supervisor = self.supervisor
@@ -409,6 +415,11 @@ def _fail(future: asyncio.Future[Any], problem: str) -> None:
     if not future.done():
         future.set_exception(RuntimeLostError(problem))
         future.exception()  # retrieved: there may be no waiter
+
+
+def _fill(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+    file.seek(0)
 
 
 def _contents(file: IO[bytes]) -> bytes:

@@ -286,6 +286,11 @@ class RemoteRuntime(FilesByPrograms):
         self._sessions.clear()
         await self._ask("restore", {"name": name}, self._limits.command_s)
 
+    async def end_processes(self) -> None:
+        if self._lease:
+            self._sessions.clear()
+            await self._ask("end_processes", None, self._limits.command_s)
+
     async def close(self) -> None:
         if self._renewing:
             self._renewing.cancel()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 from fastapi import FastAPI, File, Form, HTTPException, Request, UploadFile
 from fastapi import Path as PathParameter
+from fastapi.responses import StreamingResponse
 
+from toolrl.servers.answers import PIECE, streamed
 from toolrl.swe import wire
 from toolrl.swe.leases import SHARED, Leased, Leases
 from toolrl.swe.local import LocalRuntime
-from toolrl.swe.runtime import TESTBED, CommandFailedError, CommandStatus, RuntimeLostError
+from toolrl.swe.runtime import TESTBED, CommandFailedError, CommandStatus, Completed, RuntimeLostError
 from verl.errors import DataError
 from verl.host import untrusted_files
 from verl.host.untrusted_files import Limits, shown
@@ -26,6 +30,8 @@ KEPT_ANSWERS = 16  # per lease, for repeated requests
 WRITTEN_BYTES = 4 << 20  # of an image, at a time
 IMAGE_SECONDS, IMAGE_FILES = 300.0, 1_000_000
 MAX_REF_BYTES = 1 << 10  # of .git/HEAD and of the branch that it names
+QUOTED_BYTES = 1 << 16  # of an output in an error
+SLOW_ENCODINGS = ("idna", "punycode")  # in Python, with loops in loops
 UNZIP = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
 
 
@@ -113,6 +119,7 @@ class CommandRoutes(_RuntimeRoutes):
     def add_to(self, app: FastAPI) -> None:
         app.post("/snapshot")(self.snapshot)
         app.post("/restore")(self.restore)
+        app.post("/end_processes")(self.end_processes)
         app.post("/create_session")(self.create_session)
         app.post("/run_in_session")(self.run_in_session)
         app.post("/close_session")(self.close_session)
@@ -123,6 +130,10 @@ class CommandRoutes(_RuntimeRoutes):
 
     async def restore(self, request: Request, body: wire.Snapshot) -> dict[str, str]:
         await self._once(request, lambda leased: leased.runtime.restore(body.name))
+        return {}
+
+    async def end_processes(self, request: Request) -> dict[str, str]:
+        await self._once(request, lambda leased: leased.runtime.end_processes())
         return {}
 
     async def create_session(self, request: Request, body: wire.SessionRequest) -> dict[str, str]:
@@ -137,10 +148,10 @@ class CommandRoutes(_RuntimeRoutes):
         await self._once(request, lambda leased: _close_session(leased, body.session))
         return {"session_type": "bash"}
 
-    async def execute(self, request: Request, body: wire.CommandRequest) -> wire.CommandResponse:
+    async def execute(self, request: Request, body: wire.CommandRequest) -> StreamingResponse:
+        """Answers with a CommandResponse."""
         self._leases.check_seconds(body.timeout)
-        response: wire.CommandResponse = await self._once(request, lambda leased: _execute(leased, body))
-        return response
+        return streamed(await self._once(request, lambda leased: _execute(leased, body)))
 
 
 class FileRoutes(_RuntimeRoutes):
@@ -151,15 +162,21 @@ class FileRoutes(_RuntimeRoutes):
         app.post("/write_file")(self.write_file)
         app.post("/upload")(self.upload)
 
-    async def read_file(self, request: Request, body: wire.ReadFile) -> dict[str, str]:
+    async def read_file(self, request: Request, body: wire.ReadFile) -> StreamingResponse:
+        """Answers with the `content`."""
         data: bytes = await self._once(request, lambda leased: leased.runtime.read(body.path))
         try:
-            return {"content": data.decode(body.encoding or "utf-8", body.errors or "strict")}
-        except (UnicodeError, LookupError) as error:
-            raise Failure("builtins.ValueError", f"{body.path}: {error}") from error
+            content = _text("content", data, body.encoding or "utf-8", body.errors or "strict")
+            return streamed(await asyncio.to_thread(lambda: [b"{", *content, b"}"]))
+        except (ValueError, LookupError) as error:
+            raise Failure("builtins.ValueError", f"{body.path}: {str(error)[:1000]}") from error
 
     async def write_file(self, request: Request, body: wire.WriteFile) -> dict[str, str]:
-        await self._once(request, lambda leased: leased.runtime.write(body.path, body.content.encode()))
+        try:
+            content = body.content.encode()
+        except UnicodeEncodeError as error:
+            raise Failure("builtins.ValueError", f"{body.path}: {error.reason}") from error
+        await self._once(request, lambda leased: leased.runtime.write(body.path, content))
         return {}
 
     async def upload(
@@ -279,7 +296,7 @@ async def _act(leased: Leased, body: wire.ActionRequest) -> wire.ActionResponse:
     return observation
 
 
-async def _execute(leased: Leased, body: wire.CommandRequest) -> wire.CommandResponse:
+async def _execute(leased: Leased, body: wire.CommandRequest) -> list[bytes]:
     argv = body.command if isinstance(body.command, list) else [body.command]
     argv = ["/bin/sh", "-c", *argv] if body.shell else argv
     if body.merge_output_streams:
@@ -287,11 +304,29 @@ async def _execute(leased: Leased, body: wire.CommandRequest) -> wire.CommandRes
     done = await leased.runtime.execute(argv, b"", body.cwd or TESTBED, body.env, body.timeout)
     if done.exit_code is None:
         raise Failure("CommandTimeoutError", f"Timeout ({body.timeout}s) exceeded, or killed, while running command")
-    stdout, stderr = (stream.decode(errors="backslashreplace") for stream in (done.stdout, done.stderr))
     if body.check and done.exit_code != 0:
+        ends = (stream[-QUOTED_BYTES:] for stream in (done.stdout, done.stderr))
+        stdout, stderr = (end.decode(errors="backslashreplace") for end in ends)
         problem = f"Command {body.command!r} failed with exit code {done.exit_code}. {stdout!r} {stderr!r}"
         raise Failure("NonZeroExitCodeError", f"{body.error_msg}: {problem}".removeprefix(": "))
-    return wire.CommandResponse(stdout=stdout, stderr=stderr, exit_code=done.exit_code)
+    return await asyncio.to_thread(_response, done)
+
+
+def _response(done: Completed) -> list[bytes]:
+    """A CommandResponse as JSON, in pieces."""
+    stdout, stderr = _text("stdout", done.stdout), _text("stderr", done.stderr)
+    return [b"{", *stdout, b",", *stderr, f',"exit_code":{done.exit_code}}}'.encode()]
+
+
+def _text(name: str, data: bytes, encoding: str = "utf-8", errors: str = "backslashreplace") -> Iterator[bytes]:
+    """A field of a JSON object. Raises ValueError, LookupError."""
+    if encoding.lower() in SLOW_ENCODINGS:
+        raise LookupError(f"{encoding} is not supported")
+    text = io.TextIOWrapper(io.BytesIO(data), encoding, errors, newline="")
+    yield f'"{name}":"'.encode()
+    while piece := text.read(PIECE):
+        yield json.dumps(piece)[1:-1].encode()
+    yield b'"'
 
 
 async def _upload(runtime: LocalRuntime, data: bytes, target: str, unzip: bool) -> None:

@@ -146,6 +146,9 @@ class Runtime(Protocol):
     async def restore(self, name: str) -> None:
         """Set all files back; all processes end."""
 
+    async def end_processes(self) -> None:
+        """End what the code has started, sessions included; files stay. Without effect in containers."""
+
     async def close(self) -> None:
         """End all processes and remove all files."""
 

@@ -59,9 +59,10 @@ export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_INDEX_FILE=$rest/index GIT_OBJE
 export GIT_ALTERNATE_OBJECT_DIRECTORIES={BASE_GIT}/objects GIT_CONFIG_NOSYSTEM=1 HOME=$rest
 trusted="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.autocrlf=false -c safe.directory=*"
 """
-# $0 is the folder of the interpreter, if the repository holds it.
+# Without pipes, which git would wait for. $0 is the folder of the interpreter, if the repository holds it.
 COLLECT = f"""{TRUSTED}
 ulimit -S -t {COLLECT_CPU_S}
+find . ! -type f ! -type d ! -type l -delete 2>/dev/null
 $trusted read-tree HEAD && $trusted add -A --ignore-errors -- . ${{0:+":(exclude)$0"}} 2>/dev/null
 code=$?; [ $code -le 128 ] || {{ echo "git add was killed" >&2; rm -rf $rest; exit $code; }}
 $trusted diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames HEAD -- . "$@" \\
@@ -77,12 +78,14 @@ SET_BACK = f"""{TRUSTED}
 $trusted read-tree HEAD && $trusted checkout-index -f -z --stdin
 code=$?; rm -rf $rest; exit $code
 """
-# What a patch can cause ends git by itself: its CPU time and its memory, where its unpacked files are, have limits.
+# What a patch can cause ends git by itself: its CPU time and its memory, where its unpacked files are, have limits. Its
+# attributes would decide in which encoding git writes tests, and whether it can read files at all.
 APPLY = f"""
 export GIT_DIR={BASE_GIT} GIT_WORK_TREE=$PWD GIT_CONFIG_NOSYSTEM=1 HOME=/nonexistent
 ulimit -S -t {APPLY_CPU_S}; ulimit -S -v $1
 interpreter=$2; shift 2
-git apply --whitespace=nowarn ${{interpreter:+"--exclude=$interpreter/*"}} "$@" "$0" 2>"$0.log"
+git apply --whitespace=nowarn --exclude=.gitattributes '--exclude=*/.gitattributes' \\
+  ${{interpreter:+"--exclude=$interpreter/*"}} "$@" "$0" 2>"$0.log"
 code=$?; tail -c 400 "$0.log" >&2; rm -f "$0" "$0.log"; exit $code
 """
 PRESENT = """for name; do [ ! -f "$name" ] || printf '%s\\0' "$name"; done"""  # without the fix some are not
@@ -166,6 +169,7 @@ async def collect_patch(runtime: Runtime, task: SweTask) -> str:
         excluded += [f":(exclude,literal){name}" for name in placed_files(task)]
         command, folder = ["/bin/sh", "-c", COLLECT, task.own_interpreter, *excluded], TESTBED
     async with paused():
+        await runtime.end_processes()  # they could stop those that collect, and change what these write
         began = perf_counter()
         done = await runtime.execute(command, cwd=folder, timeout_s=COLLECT_S)
     if done.exit_code is None and perf_counter() - began >= COLLECT_S:
@@ -300,7 +304,7 @@ async def _hold(runtime: Runtime, task: SweTask) -> HeldTests:
 
 
 async def _judge(runtime: Runtime, task: SweTask, guarded: Sequence[str], compiled: Path | None) -> PatchVerdict:
-    """All tests in one run; then, if they pass and are several, each that the fix must heal alone."""
+    """All tests in one run; before it, if they are several, each that the fix must heal alone, up to one that fails."""
     tests = (*task.fail_to_pass, *task.pass_to_pass)
     runs = [tests, *((name,) for name in task.fail_to_pass if len(tests) > 1)]
     own = f"/tmp/{secrets.token_hex(8)}"
@@ -328,7 +332,7 @@ async def _judge(runtime: Runtime, task: SweTask, guarded: Sequence[str], compil
     await runtime.write(f"{own}/request.json", json.dumps(request).encode())
     await runtime.write(f"{own}/plan.json", json.dumps(plan).encode())
     await runtime.write(f"{own}/run_tests.py", files("toolrl.swe.inside").joinpath("run_tests.py").read_bytes())
-    command = [task.python, "-I", f"{own}/run_tests.py", f"{own}/request.json", f"{own}/plan.json"]
+    command = [task.python, "-I", "-S", f"{own}/run_tests.py", f"{own}/request.json", f"{own}/plan.json"]
     variables = await _variables(runtime) if task.setup else {}
     done = await runtime.execute(command, env=variables, timeout_s=len(runs) * task.test_timeout_s + SLACK_S)
     return _verdict(task, runs, held.renamed, done)
@@ -362,16 +366,16 @@ def _verdict(task: SweTask, runs: Sequence[Sequence[str]], renamed: Mapping[str,
     if "problem" in report:
         raise TaskFaultError(f"{task.id}: {report['problem']}; task.environment needs a pytest of its own")
     passed: list[set[str]] = []
-    for names, run in zip(runs, report["runs"], strict=False):  # the first alone, if a test failed
+    for names, run in zip(runs, report["runs"], strict=False):  # without those after the first that failed alone
         if run["tampered"]:
             return PatchVerdict(PatchOutcome.TAMPERED, detail=f"{run['tampered'][0]}\n{run['log']}")
         if run["timeout"] or not run["ended"]:
             return PatchVerdict(PatchOutcome.TIMEOUT if run["timeout"] else PatchOutcome.NO_REPORT, detail=run["log"])
         passed.append({name for name in names if run["outcomes"].get(renamed.get(name, name)) == "passed"})
     first, alone = passed[0], passed[1:]
-    healed = set().union(*alone) if alone else first
+    healed = first - {name for names, each in zip(runs[1:], alone, strict=False) for name in names if name not in each}
     by_value = {name for run in report["runs"] for name in run["held"]}
-    resolved = len(passed) == len(runs) and healed >= set(task.fail_to_pass)
+    resolved = len(passed) == len(runs) and healed >= {*task.fail_to_pass, *task.pass_to_pass}
     outcome = PatchOutcome.RESOLVED if resolved else PatchOutcome.UNRESOLVED
     return PatchVerdict(
         outcome,

@@ -45,11 +45,11 @@ def make_app(leases: Leases) -> FastAPI:
 
     @app.exception_handler(Failure)
     async def fail(_: Request, error: Failure) -> JSONResponse:
-        return JSONResponse(wire.failure(error.class_path, str(error)), status_code=wire.FAILED)
+        return JSONResponse(wire.failure(error.class_path, _printable(error)), status_code=wire.FAILED)
 
     @app.exception_handler(CommandFailedError)
     async def fail_command(_: Request, error: CommandFailedError) -> JSONResponse:
-        return JSONResponse(wire.failure("builtins.OSError", str(error)), status_code=wire.FAILED)
+        return JSONResponse(wire.failure("builtins.OSError", _printable(error)), status_code=wire.FAILED)
 
     @app.exception_handler(DataError)
     async def refuse(_: Request, error: DataError) -> JSONResponse:
@@ -62,6 +62,11 @@ def make_app(leases: Leases) -> FastAPI:
     for routes in (LeaseRoutes(leases), CommandRoutes(leases), FileRoutes(leases)):
         routes.add_to(app)
     return app
+
+
+def _printable(error: Exception) -> str:
+    """Its text may quote a path with half a character."""
+    return str(error).encode(errors="backslashreplace").decode()
 
 
 def arguments() -> Arguments:

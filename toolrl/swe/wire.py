@@ -7,7 +7,7 @@ An error of a runtime is status 511 with `swerexception`. Our additions: a lease
 ends when no request renews it; images by digest; statuses and soft time-outs of commands; snapshots.
 
     PUT  /image/DIGEST  a tar file          POST /lease           LeaseRequest -> Lease; 429: full, 409: no such image
-    POST /snapshot -> Snapshot              POST /restore         Snapshot
+    POST /snapshot -> Snapshot              POST /restore         Snapshot        POST /end_processes
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from toolrl.sandbox.client import RemoteSandbox
 from toolrl.sandbox.local import LocalSandbox
 from toolrl.sandbox.protocol import CommandRunResult, RunCodeResponse
-from toolrl.sandbox.server import make_app
+from toolrl.sandbox.server import MOST_LINES, make_app
 from verl.envs.sandbox import Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
 
@@ -99,6 +99,12 @@ def test_cells_on_the_wire(url: str) -> None:
     (error,) = answer["cells"][1]["error"]
     assert (error["ename"], error["evalue"]) == ("ZeroDivisionError", "division by zero")
     assert answer["files"] == {"a": "aGk="}
+    lines = {"cells": ["import sys; sys.stderr.write('\\n' * 10_000 + 'KeyError: 1'); sys.exit(1)"]}
+    (cell,) = httpx2.post(f"{url}/run_jupyter", json=lines).json()["cells"]
+    assert cell["stderr"].count("\n") >= 10_000 and (len(cell["error"][0]["traceback"]), cell["error"][0]["ename"]) == (
+        MOST_LINES,
+        "KeyError",
+    )
     late = httpx2.post(f"{url}/run_jupyter", json={"cells": ["1", "while True: pass", "3"], "cell_timeout": 0.5}).json()
     assert (late["status"], late["driver"]["status"], len(late["cells"])) == ("Failed", "TimeLimitExceeded", 2)
 

@@ -416,6 +416,7 @@ def test_a_test_passes_by_its_values() -> None:
         [BEGIN, ["check", 0, 4], PASSED, BEGIN, RIGHT, PASSED],
         [BEGIN, RIGHT, PASSED, BEGIN, ["check", 0, 4], PASSED],
         [BEGIN, OBJECT, PASSED],
+        [BEGIN, RIGHT, OBJECT, PASSED],  # it has seen candidates, which other tests may expect
         [BEGIN, OBJECT, ["opened", [False] * 8], PASSED],
         [BEGIN, ["check", 0, ["bytes", "3"]], PASSED],
     ],
@@ -467,6 +468,21 @@ def test_an_object_equal_to_the_expected_value_only_is_right() -> None:
         False,
     )
     assert (made._opened, made._held) == ({0}, set())
+
+
+@pytest.mark.parametrize(
+    ("names", "passes"),
+    [
+        (["KeyError", "LookupError", "Exception"], True),
+        (["KeyError", "AttributeError", "LookupError", "Exception", "NoKind", "int"], True),
+        (["KeyError", "AttributeError", "TypeError", "Exception"], False),
+    ],
+)
+def test_no_exception_is_of_every_kind(names: list[str], passes: bool) -> None:
+    made = judge("import pytest\ndef test_f():\n    with pytest.raises(KeyError):\n        f()\n")
+    raised = ["check", 0, [[f"builtins.{name}" for name in names], "text"]]
+    assert outcome(made, BEGIN, raised, PASSED)[0] == {"t.py::test_f": "passed"}
+    assert bool(made._tampered) is not passes
 
 
 def test_each_row_expects_its_own_value() -> None:

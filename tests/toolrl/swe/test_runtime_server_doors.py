@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from tests.support.at_a_path import SECRET, host_file
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from tests.toolrl.swe.test_swe_remote import TOKEN, runtime_server
 from tests.verl.host.test_unpacking import FILE, FOLDER, HARD, LINK, PIPE, Member, beyond_path_max, packed
+from toolrl.servers.answers import PIECE
 from toolrl.swe import wire
+from toolrl.swe.routes import _text
 
 pytestmark = pytest.mark.long
 GIT: list[Member] = [(".git", FOLDER, ""), (".git/HEAD", FILE, "ref: refs/heads/main\n"), ("file", FILE, "one")]
@@ -180,3 +184,56 @@ def test_a_command_has_a_time_limit_that_the_server_allows(client: httpx2.Client
     body = json.dumps({"command": "cd /app && ls", "shell": True, "timeout": 600})
     assert client.post("/execute", content=body, headers=headers).json()["stdout"] == "file\n"
     client.post("/close", headers=headers)
+
+
+@pytest.fixture
+def lease(client: httpx2.Client) -> Iterator[dict[str, str]]:
+    assert put(client, "b" * 40, GIT).status_code == 200
+    headers = {wire.LEASE: started(client).json()["lease"]}
+    yield headers
+    client.post("/close", headers=headers)
+
+
+def test_an_output_of_a_program_holds_up_no_other_request(client: httpx2.Client, lease: dict[str, str]) -> None:
+    """Bytes that are no text take longest to write as JSON."""
+    ended, waits = threading.Event(), [0.0]
+
+    def ask() -> None:
+        with httpx2.Client(base_url=client.base_url, headers=client.headers, trust_env=False, timeout=60) as other:
+            while not ended.is_set():
+                began = time.perf_counter()
+                assert other.get("/health").status_code == 200
+                waits.append(time.perf_counter() - began)
+
+    asking = threading.Thread(target=ask)
+    began = time.perf_counter()
+    asking.start()
+    try:
+        command = {"command": "head -c 15000000 /dev/urandom", "shell": True}
+        answer = client.post("/execute", json=command, headers=lease).content
+    finally:
+        ended.set()
+        asking.join()
+    took = time.perf_counter() - began
+    assert len(answer) > 15_000_000 and max(waits) < took / 3, (max(waits), took)
+
+
+def test_an_output_in_pieces_is_the_whole() -> None:
+    data = ("\u00e4\u20ac\U0001f600" * PIECE).encode() + b"\xff\xe2\x82"
+    for shift in range(4):
+        text = (b"x" * shift + data).decode(errors="backslashreplace")
+        assert json.loads(b"".join([b"{", *_text("stdout", b"x" * shift + data), b"}"])) == {"stdout": text}
+
+
+@pytest.mark.parametrize("encoding", ["punycode", "idna", "rot13", "none", "\0"])
+def test_files_are_read_in_encodings_of_texts(client: httpx2.Client, lease: dict[str, str], encoding: str) -> None:
+    assert client.post("/read_file", json={"path": "file"}, headers=lease).json() == {"content": "one"}
+    answer = client.post("/read_file", json={"path": "file", "encoding": encoding}, headers=lease)
+    assert answer.status_code == wire.FAILED, answer.text
+
+
+@pytest.mark.parametrize("field", ["path", "content"])
+def test_half_a_character_is_the_requests_fault(client: httpx2.Client, lease: dict[str, str], field: str) -> None:
+    body = json.dumps({"path": "x", "content": "x", field: "\ud800"})
+    headers = {**lease, "Content-Type": "application/json"}
+    assert client.post("/write_file", content=body, headers=headers).status_code == wire.FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from scripts.data.validation import diff
+from tests.toolrl.swe import verdicts
 from tests.toolrl.swe.repositories import BUG, FILES, FIX, GOLD, TEST, git, patch, pytest_environment, write
 from tests.toolrl.swe.verdicts import Place, place
 from toolrl.swe import scoring
 from toolrl.swe.cheats import CHEATS
 from toolrl.swe.local import LocalRuntime, LocalRuntimes
-from toolrl.swe.runtime import CommandFailedError, Completed, RuntimeLimits, RuntimeLostError
-from toolrl.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, score_patch
+from toolrl.swe.runtime import CommandFailedError, Completed, Runtime, RuntimeLimits, RuntimeLostError
+from toolrl.swe.scoring import MAX_PATCH_BYTES, PatchOutcome, collect_patch, score_patch
 from toolrl.swe.tasks import Repository, SweTask
 
 __all__ = ["place"]
@@ -138,9 +140,47 @@ def runtest(self):
         before(self)
 pytest.Function.runtest = runtest
 """
+# A test that may fail is reported as failing after it has tried values for the checks of other tests.
+ASKS_FIRST = """import builtins, gc, json, pathlib, pytest
+def add(a, b):
+    return a - b
+def name():
+    return "calc"
+class First:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: "test_name" not in item.nodeid)
+kept = pathlib.Path("/tmp/known.json")
+known = json.loads(kept.read_text()) if kept.exists() else {}
+def sent(what, *given):
+    if what == "begin":
+        running[:] = given
+    if what == "finish" and "test_name" in running[0]:
+        for number in range(3):
+            for guess in range(-9, 9):
+                sends("check", number, guess)
+                if held._take(1) == b"1":
+                    known[str(number)] = guess
+        kept.write_text(json.dumps(known))
+        given = ["xfailed"]
+    sends(what, *given)
+class Known:
+    def __call__(self, number, value=None):
+        held(number, known.get(str(number), value))
+if hasattr(builtins, "__held__"):
+    held, running = builtins.__held__, [""]
+    sends, held.send, builtins.__held__ = held.send, sent, Known()
+    for each in gc.get_objects():
+        if type(each).__name__ == "PytestPluginManager":
+            each.register(First())
+"""
 XFAIL = "import pytest\n\ndef add(a, b):\n    pytest.xfail('not supported')\n\ndef name():\n    return 'calc'\n"
 IN_FILES = {
     "conftest fakes results": {"conftest.py": REPORT, "tests/conftest.py": REPORT},
+    "attributes of git": {
+        ".gitattributes": "* working-tree-encoding=UTF-16\n",
+        "calc/.gitattributes": "* working-tree-encoding=none\n",
+    },
     "sitecustomize": {"sitecustomize.py": SELECTIVE, "usercustomize/__init__.py": SELECTIVE},
     "pytest is shadowed": {"pytest.py": "import sys\nsys.exit(0)\n", "_pytest/__init__.py": "", "unittest.py": ""},
     "settings collect nothing": {"pytest.ini": "[pytest]\naddopts = --collect-only\n"},
@@ -149,6 +189,15 @@ IN_FILES = {
     "hidden tests are replaced": {"tests/test_calc.py": "def test_add(): pass\n"},
     "tests is a module": {"tests.py": "", "tests/__init__.py": "import os\nos._exit(0)\n"},
 }
+
+
+def test_a_test_that_may_fail_does_not_ask_for_others(place: Place) -> None:
+    may_fail = "import pytest\nfrom calc import name\n\n\ndef test_name():\n    assert name() == 'calc'  # no xfail\n"
+    task = replace(place.task, hidden_tests={**place.task.hidden_tests, "tests/test_name.py": may_fail})
+    assert place.score(GOLD, task).outcome is PatchOutcome.RESOLVED
+    verdict = place.score(patch({"calc/core.py": ASKS_FIRST}), task)
+    assert (verdict.outcome, verdict.fail_to_pass) == (PatchOutcome.UNRESOLVED, 0.5), verdict.detail
+    assert "4 passed" in verdict.detail  # it knew, when all ran together
 
 
 @pytest.mark.long
@@ -221,6 +270,30 @@ def test_a_failure_that_a_patch_expects_is_one(place: Place) -> None:
 def test_ignored_files_do_not_invalidate_a_fix(place: Place, name: str) -> None:
     """They are dropped: the patch is judged by what it fixes."""
     assert place.score(patch({**IN_FILES[name], "calc/core.py": FIX})).outcome is PatchOutcome.RESOLVED
+
+
+# What the judge would print, by a module that Python looks for on Linux, too.
+JUDGES = """import json, os, sys
+if sys.orig_argv[-1].endswith("plan.json") and "pytest" not in sys.modules:
+    with open(sys.orig_argv[-1]) as file:
+        runs = json.load(file)["runs"]
+    passed = [{"outcomes": dict.fromkeys(run["tests"], "passed"), "held": [], "opened": [], "ended": True,
+               "timeout": False, "tampered": [], "log": ""} for run in runs]
+    sys.stdout.write(json.dumps({"runs": passed}))
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_the_judge_imports_nothing_of_a_repository_that_is_installed_in_place(place: Place) -> None:
+    packages = next(Path(place.task.environment).glob("lib/python*/site-packages"))
+    (packages / "in_place.pth").write_text("/testbed\n")
+    try:
+        made = {"nt.py": JUDGES, "xdist/__init__.py": ""}
+        assert place.score(patch(made)).outcome is PatchOutcome.UNRESOLVED
+        assert place.score(patch({**made, "calc/core.py": FIX})).outcome is PatchOutcome.RESOLVED
+    finally:
+        (packages / "in_place.pth").unlink()
 
 
 def test_an_overlong_patch_is_not_read_further(place: Place) -> None:
@@ -687,6 +760,41 @@ def test_a_machine_that_is_too_slow_to_collect_a_patch_is_at_fault(
     monkeypatch.setattr(scoring, "COLLECT_S", 0.5)
     with pytest.raises(RuntimeLostError, match=r"calc: its patch was not collected within 0\.5 s"):
         place.session("true")
+
+
+# Another process cannot run, as soon as this one does.
+STOPS = """cat >/tmp/stops.py <<'END'
+import os, signal
+while True:
+    try:
+        os.kill(-1, signal.SIGSTOP)
+    except ProcessLookupError:
+        pass
+END
+sed -i 's/a - b/a + b/' calc/core.py
+(sleep 0.3; exec setsid python /tmp/stops.py) >/dev/null 2>&1 &
+"""
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        STOPS,
+        "mkfifo .gitignore .gitattributes; sed -i 's/a - b/a + b/' calc/core.py",
+        "mkdir inner; cd inner; git init -q; rm .git/HEAD; mkfifo .git/HEAD; sed -i 's/a - b/a + b/' ../calc/core.py",
+    ],
+    ids=["a process stops others", "pipes", "a pipe in a repository"],
+)
+def test_collecting_waits_for_nothing_that_the_session_left(
+    place: Place, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    async def collect(runtime: Runtime, task: SweTask) -> str:
+        await asyncio.sleep(1.0)  # until the process runs
+        return await collect_patch(runtime, task)
+
+    monkeypatch.setattr(verdicts, "collect_patch", collect)
+    monkeypatch.setattr(scoring, "COLLECT_S", 20.0)
+    assert "+    return a + b" in place.session(left)
 
 
 def test_collecting_survives_unreadable_files(place: Place) -> None:

@@ -1,6 +1,9 @@
 """Runs tests in a runtime and judges them, and prints what each test did.
 
-    python -I run_tests.py REQUEST.json PLAN.json
+    python -I -S run_tests.py REQUEST.json PLAN.json
+
+`-S`: an environment's .pth files may name the repository, whose files a patch brings: its `sitecustomize`, or modules
+that Python looks for and does not have. They count in the child alone.
 
 Three kinds of processes, none of which can read another's memory:
 
@@ -36,6 +39,7 @@ import random
 import re
 import select
 import signal
+import site
 import socket
 import struct
 import sys
@@ -55,6 +59,7 @@ MAX_REST_BYTES = 64 << 20  # that are still read of a run that has ended
 SEND_S = 5.0  # a child that sends and does not read
 LOG_BYTES = 4000  # of the end of the output
 DECOYS = 7  # beside what a test expects
+MOST_RAISED = 2  # builtin exceptions, besides their bases, that one exception may be
 OK, WRONG, OPEN = b"1", b"0", b"?"
 DISTINCT = ("eq", "almost", "has")  # predicates that few values fulfill
 KINDS: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
@@ -84,6 +89,8 @@ def main() -> None:
     settings = json.loads(request.read_text())
     request.unlink()
     sys.dont_write_bytecode = True
+    prefix = _prefix()
+    sys.path += site.getsitepackages([prefix])
     try:
         import pytest
 
@@ -91,7 +98,7 @@ def main() -> None:
     except ImportError as error:
         sys.stdout.write(json.dumps({"problem": f"pytest cannot be imported: {error}"}))
         return
-    own, place = f"{sys.prefix}{os.sep}", str(pytest.__file__)  # an interpreter in the repository is no part of patches
+    own, place = f"{prefix}{os.sep}", str(pytest.__file__)  # an interpreter in the repository is no part of patches
     if place.startswith(settings["root"]) and not place.startswith(own):
         sys.stdout.write(json.dumps({"problem": "pytest is the repository's, which a patch can change"}))
         return
@@ -109,10 +116,20 @@ def main() -> None:
     held = json.loads(plan.read_text())  # after the fork: the zygote and its children do not have it
     plan.unlink()
     first, *rest = held["runs"]
-    runs = [_Run(channel, settings, held, first, pytest).judge()]
-    if all(runs[0]["outcomes"].get(name) == "passed" for name in first["tests"]):
-        runs += [_Run(channel, settings, held, run, pytest).judge() for run in rest]
+    alone: list[dict[str, Any]] = []
+    for run in rest:  # before the run of all, where a test that may fail can ask what others expect
+        alone.append(_Run(channel, settings, held, run, pytest).judge())
+        if any(alone[-1]["outcomes"].get(name) != "passed" for name in run["tests"]):
+            break
+    late = [each for each in alone if each["timeout"]]
+    runs = late or [_Run(channel, settings, held, first, pytest).judge(), *alone]
     sys.stdout.write(json.dumps({"runs": runs}))
+
+
+def _prefix() -> str:
+    """The folder of the environment, virtual or not, which is known without `site` from Python 3.14 on alone."""
+    folder = Path(sys.executable).parent.parent
+    return str(folder) if (folder / "pyvenv.cfg").is_file() else sys.prefix
 
 
 def _preload(package: str) -> None:
@@ -289,6 +306,8 @@ class _Run:
         except Exception as error:  # noqa: BLE001  as it would be in the test
             return self._decided(key, False, error)
         if plain == "raises":
+            if sent is not None and len(_leaves(sent[0])) > MOST_RAISED:
+                self._tampered.append(f"{self._test}: an exception of every kind (line {self._checks[key]['line']})")
             return self._decided(key, sent is not None and _is_raised(sent, *expected), sent)
         if isinstance(sent, list) and sent[0] == "object":
             return self._object(key, sent, plain, negated, expected)
@@ -340,6 +359,8 @@ class _Run:
         if not test:
             raise ValueError("no test runs")
         missing = self._needs(test) - self._reached
+        if self._asked:  # candidates that it has seen and not compared
+            self._wrong = self._wrong or f"line {self._checks[self._asked[0]]['line']}: an object is not compared"
         if self._wrong:
             self._failures.append(f"{test} {self._wrong}")
         if outcome == "passed" and (self._wrong or missing):
@@ -377,6 +398,13 @@ def _is_raised(sent: Any, expected: Any, pattern: str) -> bool:
     kinds = expected if isinstance(expected, tuple) else (expected,)
     found = any(f"builtins.{kind.__name__}" in classes for kind in kinds)
     return found and (pattern is None or re.search(pattern, text) is not None)
+
+
+def _leaves(classes: Sequence[str]) -> list[Any]:
+    """The builtin exceptions among the names of classes that are no bases of others."""
+    named = [getattr(builtins, each[len("builtins.") :], None) for each in classes if each.startswith("builtins.")]
+    kinds = {each for each in named if isinstance(each, type) and issubclass(each, BaseException)}
+    return [each for each in kinds if not any(other is not each and issubclass(other, each) for other in kinds)]
 
 
 def decoded(sent: Any) -> Any:
@@ -738,6 +766,8 @@ def _run_pytest(settings: dict[str, Any], run: dict[str, Any], pytest: Any, judg
     )
     builtins.__held__ = held  # type: ignore[attr-defined]
     try:
+        sys.path[:] = [each for each in sys.path if each not in site.getsitepackages([_prefix()])]
+        site.main()
         os.chdir(root)
         sys.argv = ["pytest"]
         options = ["-o", f"cache_dir={tempfile.gettempdir()}/cache-{os.getpid()}", "--continue-on-collection-errors"]

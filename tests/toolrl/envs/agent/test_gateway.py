@@ -994,7 +994,8 @@ async def test_a_reward_is_posted() -> None:
     async with opened() as door, door.plain() as client:
         for wrong in ({}, {"reward": "one"}, {"reward": True}, {"reward": 1, "score": 2}, {"parts": {"a": 1}}):
             assert (await client.post("/reward", json=wrong)).status_code == 400
-        for parts in ([], 0, {"a": True}):
+        many = {str(number): 0.5 for number in range(65)}  # each name would be a metric
+        for parts in ([], 0, {"a": True}, many, {"a" * 101: 0.5}):
             assert (await client.post("/reward", json={"reward": 1, "parts": parts})).status_code == 400
         assert (await client.post("/reward", content=b"[1]")).status_code == 400
         assert door.session.score is None
