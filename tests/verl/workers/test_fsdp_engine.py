@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.every import every
 from tests.verl.batch.test_packing import random_samples, tiny_model
@@ -116,6 +117,29 @@ def test_two_ranks_equal_one(kind: str, fused: bool, tmp_path: Path) -> None:
             torch.testing.assert_close(two[f"{name} weights"][key], weight, rtol=1e-6, atol=2e-5)
     assert one["policy"][1].loss < one["policy"][0].loss
     assert one["critic"][1].loss < one["critic"][0].loss == pytest.approx(1.0)  # values start at zero
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_scales_its_loss_by_the_number_of_ranks(rank: int) -> None:
+    """FSDP takes the mean of the ranks' gradients, and losses are parts of one sum. The other rank does not exist here:
+    what collectives return is of no use, but the scale is applied before."""
+    scales: list[float] = []
+
+    def loss(module: Any, packed: Any) -> Any:
+        value, metrics = policy_loss(module, packed)
+        value.register_hook(lambda gradient: scales.append(float(gradient)))
+        return value, metrics
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        batch = with_loss_weights(batch_of(random_samples(5)), Aggregation.TOKEN_SUM)
+        module = PackedPolicy(tiny_model("qwen2", True, torch.float32))
+        engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (2,)), OptimizerSettings())
+        engine.backward([pack([unit], batch) for unit in make_units(batch, True, MAX_TOKENS)], loss)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+    assert len(scales) > 1 and set(scales) == {2.0}
 
 
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
