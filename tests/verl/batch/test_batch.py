@@ -15,7 +15,10 @@ from torch import Tensor
 
 from tests.verl.batch.test_packing import random_samples
 from toolrl.check.preflight.local_group import LocalGroup
+from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.estimators.grpo import GRPO
 from verl.batch import token_batch
+from verl.batch.experience import with_advantages
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import assign, make_units, pack
 from verl.batch.samples import batch_of, to_batch
@@ -140,6 +143,15 @@ def test_a_batch_of_groups_by_hand(observed: bool) -> None:
     assert column(batch.rewards).tolist() == [0.0, 0.5, *[0.0] * observed, 1.0, 2.0]
     assert column(batch.baselines).tolist() == [0.25, 0.25]
     assert to_batch([replace(group, baseline=None)]).baselines is None
+
+
+def test_every_token_of_a_group_has_the_advantage_of_its_own_reward() -> None:
+    """Rewards of 1 to 4 in each of six groups: -1.5 to 1.5, divided by their unbiased standard deviation, 1.29."""
+    samples = random_samples(7, group_sizes=(4,) * 6)
+    rewarded = [replace(each, reward=1.0 + place % 4) for place, each in enumerate(samples)]
+    batch = with_advantages(batch_of(rewarded), replace(GRPO, kl=KLTerm()))
+    of_samples = np.array([-1.5, -0.5, 0.5, 1.5] * 6) / (5 / 3) ** 0.5
+    np.testing.assert_allclose(column(batch.advantages), of_samples.repeat(batch.num_trained), rtol=1e-5)
 
 
 def test_a_shard_travels_as_bytes_of_its_arrays() -> None:

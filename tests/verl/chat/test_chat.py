@@ -70,6 +70,19 @@ def test_the_tokens_of_an_episode_are_those_of_the_whole_dialogue(name: str, fol
     assert chat.answer_ids(following, ended=False) == (chat.end_token_id, *ended)
 
 
+def test_a_turn_keeps_the_special_tokens_that_the_policy_wrote() -> None:
+    """Rewards read the turn's text: without them a broken response would be a sound one. Its end is no part of it."""
+    chat = format_of("mini")
+    one, other, end = (
+        chat.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("spare_0", "im_start", "im_end")
+    )
+    paused = (*chat.encoded_ids("Yes"), one)
+    ids = (*chat.encoded_ids(" or"), other, *chat.encoded_ids(" no"), end)
+    whole = chat.turn_of(chat.prompt_ids((QUESTION,)), (*paused, *ids))
+    assert whole == (Message("assistant", "Yes<|spare_0|> or<|im_start|> no"), "")
+    assert chat.turn_of((), ids, before=paused)[0].content == " or<|im_start|> no"
+
+
 @pytest.mark.parametrize(
     ("name", "following", "text"),
     [

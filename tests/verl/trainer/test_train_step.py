@@ -668,11 +668,23 @@ def test_kl_or_entropy_in_the_loss_is_a_signal_of_its_own() -> None:
 
 def test_the_engine_generates_with_the_trained_weights() -> None:
     learning = trainer(PLAIN)
-    stepped(learning)
     engine = learning.rollouts.rollout.engine
     assert isinstance(engine, HFEngine)
-    own = dict(engine._model.named_parameters(remove_duplicate=False))
-    assert every(torch.equal(own[name], full) for name, full in weights(learning).items())
+    for _ in range(2):
+        stepped(learning)
+        own = dict(engine._model.named_parameters(remove_duplicate=False))
+        assert every(torch.equal(own[name], full) for name, full in weights(learning).items())
+
+
+def test_a_step_trains_its_own_rollouts_with_their_rewards() -> None:
+    learning = trainer(PLAIN)
+    for _ in range(2):
+        result = asyncio.run(learning.train_step())
+        assert result.batch.rewards is not None
+        by_sample = np.split(result.batch.rewards, result.batch.bounds.trained[1:-1])
+        assert [each.sum() for each in by_sample] == pytest.approx(
+            [r for group in result.groups for r in group.rewards]
+        )
 
 
 def sample(mask: tuple[bool, ...], reward: float, group: int = 0) -> Sample:
