@@ -1,4 +1,8 @@
-"""A mistake as an edit of the source, and a copy of the packages with one mistake planted."""
+"""A mistake as an edit of the source, and a copy of the packages with one mistake planted.
+
+An edit reaches every process that runs in the copy: ranks, engines and scorers of a whole training, too. The simulation
+stays in one process, so its defects are patches there (tests/simulation/mutants.py).
+"""
 
 from __future__ import annotations
 

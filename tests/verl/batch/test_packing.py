@@ -72,6 +72,19 @@ def test_two_responses_of_one_prompt_by_hand() -> None:
     assert packed.old_logprobs is None
 
 
+def test_every_column_of_a_pack_is_the_batchs_own() -> None:
+    batch = batch_of(random_samples(1))
+    trained = np.arange(float(batch.num_trained.sum()))
+    names = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
+    columns = {name: 1000 * number + trained for number, name in enumerate(names)}
+    packed = pack(make_units(batch, True, 1000), replace(batch, **columns, selected=trained % 3 == 0))
+    place = packed.advantages
+    assert place is not None and sorted(place.tolist()) == trained.tolist()
+    for number, name in enumerate(names):
+        assert getattr(packed, name).tolist() == (1000 * number + place).tolist()
+    assert packed.selected is not None and packed.selected.tolist() == (place % 3 == 0).tolist()
+
+
 def test_positions_after_the_last_input_are_not_computed() -> None:
     """An observation behind the last trained token; a sample that trains nothing."""
     samples = [sample([7, 8], [1, 2, 3, 4], masked=(2, 3)), sample([5], [6], 1, masked=(0,))]

@@ -81,8 +81,24 @@ def test_key_that_does_not_overlap_earns_the_name_only() -> None:
     assert score(render_response("t", [{"name": "A", "parameters": {"r": 1}}]), gold) == pytest.approx(1 + 6 / 3 - 3)
 
 
+def test_a_parameter_that_is_null_in_the_gold_is_not_matched_by_its_absence() -> None:
+    gold = render_response("t", [{"name": "A", "parameters": {"p": None}}])
+    # S_max = 3: name 1 point, and 2 more if the parameter is there and null
+    assert score(render_response("t", [{"name": "A", "parameters": {"p": None}}]), gold) == 4.0
+    assert score(render_response("t", [{"name": "A", "parameters": {}}]), gold) == pytest.approx(1 + 6 / 3 - 3)
+    assert score(render_response("t", [{"name": "A", "parameters": {"q": 1}}]), gold) == pytest.approx(1 + 6 / 3 - 3)
+
+
 def test_a_space_for_the_newline_costs_the_format_point_alone() -> None:
     assert compute_score(GOLD.replace("</think>\n", "</think> "), GOLD, 0, DEFAULT) == (3.0, 0.0, 3.0, 0.0)
+
+
+@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>"])
+def test_a_tag_that_occurs_twice_costs_the_format_point(tag: str) -> None:
+    """In a thought, so that the blocks are still those of the gold, from the first character to the last."""
+    gold = render_response("t", [A])
+    assert compute_score(gold, gold, 0, DEFAULT)[1] == 1.0
+    assert compute_score(render_response(f"t {tag}", [A]), gold, 0, DEFAULT)[1] == 0.0
 
 
 def test_blank_line_between_calls_is_the_minimum() -> None:
@@ -149,6 +165,14 @@ def test_greedy_and_optimal_matching_part_ways() -> None:
     optimal = 1 + 1 + 3  # second with {"p": 3}: key 1, value 0; first with its equal: 1 + 2
     assert score(response, gold) == pytest.approx(1 + 6 * greedy / 6 - 3)
     assert score(response, gold, options=RllaOptions(matching="optimal")) == pytest.approx(1 + 6 * optimal / 6 - 3)
+
+
+def test_of_equally_similar_predictions_the_first_is_taken() -> None:
+    gold = [{"name": "A", "parameters": {"p": p, "q": q}} for p, q in ((1, 2), (7, 8))]
+    response = [{"name": "A", "parameters": {"p": p, "q": q}} for p, q in ((1, 9), (7, 2))]
+    # Both have the keys and one value of the first gold call; the second one is left for the other, with a value, too.
+    points = 1 + (1 + 1) + (1 + 1)
+    assert score(render_response("t", response), render_response("t", gold)) == pytest.approx(1 + 6 * points / 7 - 3)
 
 
 def test_refined_ignores_order_is_the_papers_set_equality() -> None:
