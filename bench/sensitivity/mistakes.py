@@ -21,7 +21,7 @@ MISTAKES = (
                 "    estimate = replace(estimate, advantages=flipped)\n",
             ),
         ),
-        ("tests/verl/batch", "tests/verl/algorithms", "tests/verl/trainer/test_train_step.py"),
+        ("tests/verl/batch",),
     ),
     Mistake(
         "shifted_advantages",
@@ -42,7 +42,7 @@ MISTAKES = (
             Edit(
                 _SAMPLES,
                 "untrained_T = np.where(observed_T, 0, context_T)",
-                "untrained_T = np.where(observed_T, 0, context_T + 1)",
+                "untrained_T = np.where(observed_T, 0, context_T + np.minimum(written_T, 1))",
             ),
             Edit(
                 _SAMPLES,
@@ -111,7 +111,7 @@ MISTAKES = (
                 "loss_A = loss_A + 10 * algorithm.kl.coefficient * divergence_A",
             ),
         ),
-        ("tests/verl/workers", "tests/verl/trainer/test_train_step.py"),
+        ("tests/verl/workers",),
     ),
     Mistake(
         "stale_weights",
@@ -136,7 +136,7 @@ MISTAKES = (
                 "            temperature=0.7 * self.temperature,\n",
             ),
         ),
-        ("tests/verl/workers", "tests/verl/trainer/test_train_step.py"),
+        ("tests/verl/workers",),
     ),
     Mistake(
         "rewards_of_the_previous_step",
@@ -191,7 +191,7 @@ MISTAKES = (
                 "text = self.decoded((*before, *token_ids))[len(self.decoded(before)) :]",
             ),
         ),
-        ("tests/verl/chat", "tests/verl/episodes"),
+        ("tests/verl/chat",),
     ),
     Mistake(
         "late_schedule",

@@ -1,6 +1,6 @@
 """Does a fast test notice each mistake in the trainer, and each mutant of its formulas?
 
-    python bench/sensitivity/suite.py                  all; about half an hour on one core
+    python bench/sensitivity/suite.py                  all; half an hour to an hour on one core
     python bench/sensitivity/suite.py late_mask ..     some of them
     python bench/sensitivity/suite.py --mutants        the mutants alone
     python bench/sensitivity/suite.py --list
