@@ -56,6 +56,7 @@ class Algorithm:
     greedy_baseline: bool = False  # one extra greedy response per prompt, not trained on: AdvantageInputs.baseline_B
     needs_turns: bool = False  # AdvantageInputs.turns
     takes_turn_rewards: bool = False  # whether its advantage uses per-turn rewards
+    learns_without_advantage: bool = False  # whether its loss has a gradient on samples without advantages
     by_group: bool = False  # whether the advantages of a group depend on that group alone
     selection: TokenSelection | None = None  # sets LossInputs.selected_T
     filters: tuple[Filter, ...] = ()  # rejection sampling: which rollouts are trained on

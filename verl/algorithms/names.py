@@ -28,6 +28,7 @@ class KLEstimate(StrEnum):
     K2 = "k2"
     K3 = "k3"
     ABS = "abs"
+    UNBIASED_K3 = "unbiased_k3"
 
 
 class OldLogprobs(StrEnum):

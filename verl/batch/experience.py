@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,11 +51,16 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
         None if batch.values is None else per_episode(torch.from_numpy(batch.values), batch),
         None if baselines is None else torch.from_numpy(baselines[first]),
         turns_of(batch) if algorithm.needs_turns else None,
+        {} if batch.parts is None else _by_name(batch.parts[first]),
     )
     estimate = algorithm.advantage(inputs)
     returns = None if batch.values is None or estimate.returns is None else _flat(estimate.returns)
     whitening = None if estimate.whitening is None else (estimate.whitening.mean, estimate.whitening.std)
     return replace(batch, advantages=_flat(estimate.advantages), returns=returns, whitening=whitening)
+
+
+def _by_name(parts: npt.NDArray[np.void]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(parts[name].copy()) for name in parts.dtype.names or ()}
 
 
 def sampling_logprobs(batch: TokenBatch) -> Floats:
@@ -140,7 +146,7 @@ def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
     selected among them, or advantages are deferred.
     """
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
-    if in_loss or algorithm.selection is not None or minibatch.advantages is None:
+    if in_loss or algorithm.learns_without_advantage or algorithm.selection is not None or minibatch.advantages is None:
         return np.arange(len(minibatch))
     some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start
     nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.bounds.trained[some])

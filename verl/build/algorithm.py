@@ -22,6 +22,7 @@ from verl.utils.reward_score.base import GroupReward, Reward
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparameters with config keys
 _SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE = (lambda value: value > 0, "positive")
+_AT_LEAST_ONE = (lambda value: value >= 1, "at least 1")
 _NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
 # {function.option: (predicate, its description)} for our own presets and filters; covariance bounds are unrestricted
 _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
@@ -31,8 +32,13 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "soft_gated.tau_pos": _POSITIVE,
     "soft_gated.tau_neg": _POSITIVE,
     "gigpo.turn_weight": _NOT_NEGATIVE,
+    "within_total_variation.ratio_cap": _AT_LEAST_ONE,
+    "within_binary_kl.ratio_cap": _AT_LEAST_ONE,
+    "penalized_within_bounds.bound": _SHARE,
+    "penalized_within_bounds.tau": _NOT_NEGATIVE,
+    "clipped_unless_off_policy.max_divergence": _NOT_NEGATIVE,
     "grader_faults.max_share": _SHARE,
-    "length.max_tokens": (lambda value: value >= 1, "at least 1"),
+    "length.max_tokens": _AT_LEAST_ONE,
     "zero_variance.least_spread": _NOT_NEGATIVE,
 }
 

@@ -399,7 +399,7 @@ class AlgorithmConfig:
 
     name: str = "ppo"  # preset: grpo, ppo, dapo ..; `toolrl algorithms` lists all (docs/algorithms.md)
     # the advantage estimator only, by veRL's name: gae | grpo | dr_grpo | reinforce_plus_plus |
-    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo
+    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo | gdpo | max_rl | lite_ppo
     adv_estimator: str | None = None
     clip_low: float | None = None  # the ratio is clipped below 1 - clip_low
     clip_high: float | None = None  # the ratio is clipped above 1 + clip_high
@@ -410,7 +410,7 @@ class AlgorithmConfig:
     old_logprobs: str | None = None  # trainer | rollout: source of the old log-probs in the ratio
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl_placement: str | None = None  # where the KL penalty is applied: none | reward | loss
-    kl_estimator: str | None = None  # estimator of the KL divergence: k1 | k2 | k3 | abs
+    kl_estimator: str | None = None  # estimator of the KL divergence: k1 | k2 | k3 | abs | unbiased_k3
     kl_coefficient: float | None = None  # coefficient of the KL penalty
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
     entropy_coefficient: float | None = None  # coefficient of the entropy bonus

@@ -30,7 +30,9 @@ def raising_after(
             yield
         return
 
-    armed = False  # a signal of an earlier timer may arrive late, by way of another thread: not before it is set, either
+    armed = (
+        False  # a signal of an earlier timer may arrive late, by way of another thread: not before it is set, either
+    )
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if armed:

@@ -136,7 +136,8 @@ def test_weights_are_within_their_bound_and_a_sample_stands_or_falls_as_one(
 
 @pytest.mark.parametrize("algorithm", presets(), ids=lambda each: each.name)
 def test_every_preset_takes_a_correction(algorithm: Algorithm) -> None:
-    assert replace(algorithm, correction=Correction()).correction == Correction()
+    corrected = replace(algorithm, correction=Correction(), old_logprobs=OldLogprobs.TRAINER)
+    assert corrected.correction == Correction()
     with pytest.raises(AssertionError, match="corrects already"):
         replace(algorithm, correction=Correction(), old_logprobs=OldLogprobs.ROLLOUT)
 

@@ -607,7 +607,7 @@ def test_reward_options_are_open() -> None:
         (["algorithm.max_resample_rounds=0"], "algorithm.max_resample_rounds must be at least 1"),
         (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer must be 0 or more"),
         (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
-        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, abs, got 'k9'"),
+        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, abs, unbiased_k3, got 'k9'"),
         (["algorithm.aggregation=mean"], "algorithm.aggregation must be one of token-mean"),
         (["algorithm.kl_coefficient=nan"], "algorithm.kl_coefficient must be a finite number"),
         (["actor.optim.lr=inf"], "actor.optim.lr must be a finite number"),

@@ -20,14 +20,14 @@ from transformers import ByT5Tokenizer
 
 from tests.support.tiny import MINI, run_overrides, save_tiny_model
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.algorithm import KLTerm, load_preset
 from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.filters import FILTERS, name_of
 from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.losses.ppo import PPO
-from verl.algorithms.names import Aggregation, KLPlacement, Level
+from verl.algorithms.names import Aggregation, KLPlacement, Level, OldLogprobs
 from verl.algorithms.overlong import Overlong
 from verl.batch.samples import to_batch
 from verl.build.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm, check_rewards
@@ -109,8 +109,11 @@ def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
-    assert build_algorithm(AlgorithmConfig(name=name), 64, 0).correction is None
-    assert build_algorithm(AlgorithmConfig(name=name), 64, 1).correction == Correction(Level.TOKEN, is_cap=2.0)
+    """Unless its ratio is to the engine's log-probs, which corrects already."""
+    preset = load_preset(name)
+    assert build_algorithm(AlgorithmConfig(name=name), 64, 0).correction == preset.correction
+    usual = Correction(Level.TOKEN, is_cap=2.0) if preset.old_logprobs is OldLogprobs.TRAINER else None
+    assert build_algorithm(AlgorithmConfig(name=name), 64, 1).correction == (preset.correction or usual)
     for off in {"correction": CorrectionConfig(is_level="none")}, {"old_logprobs": "rollout"}:
         assert build_algorithm(AlgorithmConfig(name=name, **off), 64, 1).correction is None  # type: ignore[arg-type]
 

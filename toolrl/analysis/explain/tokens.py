@@ -16,7 +16,7 @@ from toolrl.analysis.report.loss import ComputedLoss, why_not_computed
 from toolrl.analysis.samples.sample_files import KeptSample, StepSamples
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import Correction, token_weights
-from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.text import counted
@@ -140,7 +140,8 @@ def _token_losses(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Al
     if algorithm.entropy_coefficient:
         terms.append(f"- {algorithm.entropy_coefficient:g} * entropy")
     if algorithm.kl.placement is KLPlacement.LOSS:
-        kl_A = KL_ESTIMATORS[algorithm.kl.estimator](columns["logprobs"], columns["ref_logprobs"])
+        logprobs_A, old_A = columns["logprobs"], _old_logprobs(columns, algorithm)
+        kl_A = loss_divergence(algorithm.kl.estimator, logprobs_A, columns["ref_logprobs"], old_A)
         loss_A = loss_A + algorithm.kl.coefficient * kl_A
         terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
     return loss_A, terms

@@ -5,8 +5,8 @@ Every estimator maps an `AdvantageInputs` to an `Advantages`. The tensors hold t
 one prompt, L trained tokens of one episode, in all of its segments.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,13 +25,14 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The estimator's view of a batch. The last three fields are set where the algorithm requests them."""
+    """The estimator's view of a batch. Values, baselines and turns are set where the algorithm requests them."""
 
     token_rewards: list[Tensor]  # [B][L]; an episode's reward is their sum
     group_B: Tensor  # [B] group id: the prompt that each episode belongs to
     values: list[Tensor] | None = None  # [B][L] value estimates of the critic
     baseline_B: Tensor | None = None  # [B] the reward of the greedy response to each episode's prompt
     turns: list[Turns] | None = None  # [B]
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # [B] the parts of each episode's score, by name
 
     @property
     def rewards(self) -> Tensor:

@@ -36,7 +36,8 @@ class TokenLoss:
     ratio_T: Tensor | None = None
 
 
-# Must have zero gradient where all advantages of a sample are zero: such samples may be skipped.
+# Where all advantages of a sample are zero its gradient must be, too: such samples may be skipped, unless the algorithm
+# has `learns_without_advantage`.
 PolicyLoss = Callable[[LossInputs], TokenLoss]
 
 
@@ -69,6 +70,14 @@ def surrogate(inputs: LossInputs, ratio_T: Tensor, clip_low: float, clip_high: f
 def policy_gradient(inputs: LossInputs) -> TokenLoss:
     """REINFORCE (Williams 1992): -A log p, without importance sampling: meant for on-policy updates."""
     return token_loss(-inputs.advantages_T * inputs.logprobs_T, ppo_kl=-log_ratios(inputs))
+
+
+def within_trust_region(inputs: LossInputs, kept_T: Tensor, ratio_cap: float) -> TokenLoss:
+    """-stop(min(r, cap)) * A * log p where `kept_T`, else 0: REINFORCE with truncated ratios r = p / p_old."""
+    log_ratio_T = log_ratios(inputs)
+    ratio_T = log_ratio_T.detach().exp()
+    loss_T = -inputs.advantages_T * ratio_T.clamp(max=ratio_cap) * inputs.logprobs_T * kept_T
+    return token_loss(loss_T, ratio_T, clip_fraction=~kept_T, ppo_kl=-log_ratio_T)
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:
