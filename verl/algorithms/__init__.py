@@ -32,6 +32,12 @@ ALGORITHMS: Mapping[str, str] = {
     "dppo_kl": "verl.algorithms.losses.dppo_kl:DPPO_KL",
     "ipo": "verl.algorithms.losses.ipo:IPO",
     "opsm": "verl.algorithms.losses.opsm:OPSM",
+    "kpop": "verl.algorithms.losses.kpop:KPOP",
+    "simpletir": "verl.algorithms.estimators.simpletir:SIMPLETIR",
+    "grpo_roc": "verl.algorithms.estimators.grpo_roc:GRPO_ROC",
+    "matchtir": "verl.algorithms.estimators.matchtir:MATCHTIR",
+    "aspo": "verl.algorithms.estimators.aspo:ASPO",
+    "raft_pp": "verl.algorithms.estimators.raft_pp:RAFT_PP",
 }
 
 # Name of an advantage estimator, veRL's if it has one -> the preset that has it.
@@ -50,4 +56,6 @@ ADV_ESTIMATORS: Mapping[str, str] = {
     "gdpo": "gdpo",
     "max_rl": "max_rl",
     "lite_ppo": "lite_ppo",
+    "matchtir": "matchtir",
+    "aspo": "aspo",
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from math import isfinite
 from typing import Any, cast
 
 from verl.algorithms.algorithm import Algorithm, KLTerm, load_preset
@@ -23,6 +24,7 @@ _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparam
 _SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE = (lambda value: value > 0, "positive")
 _AT_LEAST_ONE = (lambda value: value >= 1, "at least 1")
+_FINITE = (isfinite, "finite")
 _NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
 # {function.option: (predicate, its description)} for our own presets and filters; covariance bounds are unrestricted
 _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
@@ -32,6 +34,12 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "soft_gated.tau_pos": _POSITIVE,
     "soft_gated.tau_neg": _POSITIVE,
     "gigpo.turn_weight": _NOT_NEGATIVE,
+    "by_turn_and_rollout.turn_weight": _SHARE,
+    "aspo.delta": _FINITE,
+    "aspo.k": _SHARE,
+    "right_only.threshold": _FINITE,
+    "resample_on_correct.share": _SHARE,
+    "resample_on_correct.least": _NOT_NEGATIVE,
     "within_total_variation.ratio_cap": _AT_LEAST_ONE,
     "within_binary_kl.ratio_cap": _AT_LEAST_ONE,
     "penalized_within_bounds.bound": _SHARE,

@@ -369,13 +369,13 @@ _CHOICES = {
 class CorrectionConfig:
     """Off-policy correction of the engine-trainer mismatch: importance sampling and rejection (docs/algorithms.md).
 
-    A ratio is the trainer's probability before the update divided by the engine's. None keeps the preset's value; our
+    A ratio is the trainer's probability before the update divided by the engine's. None keeps the preset's value; most
     presets have no correction, so the default is that of `Correction`.
     """
 
     is_level: str = "auto"  # auto (the preset's, else token if rollout.max_staleness > 0) | none | token | sequence
     is_cap: float | None = None  # truncation of importance weights; usually 2
-    rejection_level: str | None = None  # none | token | sequence | geometric: the ratio that the bounds apply to
+    rejection_level: str | None = None  # none | token | sequence | geometric | binary_kl: what the bounds apply to
     rejection_bounds: list[float] | None = None  # [lower, upper]; usually [0.5, 2]
     token_veto: float | None = None  # token ratio below which the whole sample is rejected, such as 1e-4
 
@@ -399,7 +399,8 @@ class AlgorithmConfig:
 
     name: str = "ppo"  # preset: grpo, ppo, dapo ..; `toolrl algorithms` lists all (docs/algorithms.md)
     # the advantage estimator only, by veRL's name: gae | grpo | dr_grpo | reinforce_plus_plus |
-    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo | gdpo | max_rl | lite_ppo
+    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo | gdpo; or ours: max_rl |
+    # lite_ppo | matchtir | aspo
     adv_estimator: str | None = None
     clip_low: float | None = None  # the ratio is clipped below 1 - clip_low
     clip_high: float | None = None  # the ratio is clipped above 1 + clip_high

@@ -299,6 +299,6 @@ def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:
     if given and not algorithm.takes_turn_rewards:
         raise ConfigError(
             f"the environment of {group.task.id} returns turn-level rewards (StepResult.reward), but "
-            f"algorithm.name={algorithm.name} supports only one reward per episode; choose gigpo or ppo, or let the "
-            "environment return one score at the end (`judge`)"
+            f"algorithm.name={algorithm.name} supports only one reward per episode; choose matchtir, gigpo or ppo, add "
+            "algorithm.adv_estimator=matchtir, or let the environment return one score at the end (`judge`)"
         )

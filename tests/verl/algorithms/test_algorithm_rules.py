@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +15,39 @@ from torch import Tensor
 
 from tests.verl.algorithms.test_algorithm_family import close, learned, per_token, rollouts
 from verl.algorithms.aggregate import episode_weights
-from verl.algorithms.estimators.advantage import AdvantageInputs
+from verl.algorithms.correction import token_weights
+from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
+from verl.algorithms.estimators.aspo import aspo
 from verl.algorithms.estimators.gdpo import gdpo
 from verl.algorithms.estimators.lite_ppo import lite_ppo
+from verl.algorithms.estimators.matchtir import by_turn_and_rollout
 from verl.algorithms.estimators.max_rl import max_rl
+from verl.algorithms.estimators.raft_pp import right_only
+from verl.algorithms.filters import resample_on_correct, void_turns
 from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.dppo_kl import within_binary_kl
 from verl.algorithms.losses.dppo_tv import within_total_variation
 from verl.algorithms.losses.ipo import penalized_within_bounds
+from verl.algorithms.losses.kpop import KPOP
 from verl.algorithms.losses.opsm import clipped_unless_off_policy
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import Aggregation, KLEstimate
 from verl.errors import ConfigError
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    ParsedResponse,
+    Score,
+    StopReason,
+    Task,
+    ToolStatus,
+    ToolUse,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 PEERS = Path(__file__).parent / "peers"
 TRL, VERL = (json.loads((PEERS / f"{name}.json").read_text()) for name in ("trl", "verl"))
@@ -176,3 +199,107 @@ def test_opsm_and_the_unbiased_kl_equal_trls() -> None:
     assert 0 < float(token.metrics_T["off_policy_fraction"].mean()) < 1
     kl_T = loss_divergence(KLEstimate.UNBIASED_K3, inputs.logprobs_T, columns["ref"], inputs.old_logprobs_T)
     assert_loss_of_trl("opsm", inputs, token.loss_T + 0.1 * kl_T, weights_T)
+
+
+def in_turns(rewards: list[list[float]], turns: list[list[int]], groups: list[int]) -> AdvantageInputs:
+    """turns: that each token belongs to"""
+    states = [Turns(torch.tensor(each), torch.arange(max(each) + 1)) for each in turns]
+    return AdvantageInputs([torch.tensor(each) for each in rewards], torch.tensor(groups), turns=states)
+
+
+def test_matchtir_by_hand() -> None:
+    # Rewards 1 and 2 of the two turns of a rollout, 0 of the other's only one: discounted by half the first turns
+    # return 2 and 0, the rollouts 3 and 0. Both are +-1 / sqrt(2) of their group. The second turn is alone.
+    given = in_turns([[0.0, 1.0, 2.0], [0.0]], [[0, 0, 1], [0]], [0, 0])
+    unit = 1 / math.sqrt(2)
+    got = by_turn_and_rollout(given, gamma=0.5, turn_weight=0.5)
+    assert torch.cat(got.advantages).tolist() == pytest.approx([unit, unit, unit / 2, -unit], abs=1e-5)
+    turns_alone = by_turn_and_rollout(given, gamma=0.5, turn_weight=1.0)
+    assert torch.cat(turns_alone.advantages).tolist() == pytest.approx([unit, unit, 0.0, -unit], abs=1e-5)
+
+
+def test_a_turn_is_compared_with_those_of_its_number_and_its_group_alone() -> None:
+    # first turns 0 and 4, second ones 2 and 2, at gamma 0 what each was given; another group with the same numbers
+    rewards, turns = [[0.0, 2.0], [4.0, 2.0]], [[0, 1], [0, 1]]
+    got = by_turn_and_rollout(in_turns(rewards + [[9.0, 9.0]] * 2, turns * 2, [0, 0, 1, 1]), 0.0, 1.0)
+    unit = 1 / math.sqrt(2)
+    assert torch.cat(got.advantages).tolist() == pytest.approx([-unit, 0.0, unit, 0.0] + [0.0] * 4, abs=1e-5)
+
+
+def test_aspo_by_hand() -> None:
+    # Right responses of 4 and 6 tokens call after 1 and 3, the third makes no call, the fourth is wrong: A = +-1/2. The
+    # means are 2 and 5, so the bonus of delta = -1 is +-1/5.
+    turns = [[0, 1, 1, 1], [0, 0, 0, 1, 1, 1], [0], [0, 1]]
+    rewards = [[0.0] * (len(each) - 1) + [reward] for each, reward in zip(turns, (1.0, 1.0, 1.0, 0.0), strict=True)]
+    given = in_turns(rewards, turns, [0] * 4)
+    right, wrong = 0.25 / 0.5, -0.75 / 0.5  # a std of 1/2
+    got = [each[0].item() for each in aspo(given, delta=-1.0, k=0.7).advantages]
+    assert got == pytest.approx([right + 0.2, right - 0.2, right, wrong], abs=1e-5)
+    bounded = [each[0].item() for each in aspo(given, delta=-10.0, k=0.5).advantages]
+    assert bounded == pytest.approx([1.5 * right, 0.5 * right, right, wrong], abs=1e-5)
+
+
+def test_raft_pp_by_hand() -> None:
+    assert per_token(right_only(rollouts([[0.0, 1.0], [0.0], [-1.0], [0.2]], [0, 0, 1, 2])).advantages) == [
+        [1.0, 1.0],
+        [0.0],
+        [0.0],
+        [1.0],
+    ]
+    assert per_token(right_only(rollouts([[0.5], [0.6]], [0, 0]), threshold=0.5).advantages) == [[0.0], [1.0]]
+
+
+def test_kpop_by_hand() -> None:
+    # The engine at 1/2: d(3/4) is 0.144 and 0.131, d(0.55) 0.005. A rare token may be five times as likely. What the
+    # engine did not sample is kept.
+    trainer, engine = torch.tensor([0.75, 0.55, 5e-3, 0.5]).log(), torch.tensor([0.5, 0.5, 1e-3, float("nan")]).log()
+    for bound, kept in (0.14, [0.0, 1.1, 5.0, 1.0]), (0.15, [1.5, 1.1, 5.0, 1.0]):
+        correction = replace(KPOP.correction, rejection_upper=math.exp(bound))  # type: ignore[type-var]
+        weights = token_weights(correction, trainer, engine, torch.zeros(4, dtype=torch.long))
+        assert weights.weight_T.tolist() == pytest.approx(kept, abs=1e-4)
+
+
+def played(*turns: Turn, uses: Sequence[ToolStatus] = (), malformed: int = 0) -> Trajectory:
+    task, made = Task("t", (), "", "s"), tuple(ToolUse("f", each, 0.0) for each in uses)
+    return Trajectory(task, 0, turns, StopReason.STOP, Outcome.SCORED, made, num_malformed_calls=malformed)
+
+
+def turn_of(parsed: ParsedResponse | None, answered: bool = False) -> Turn:
+    completion = Completion((5,), (-1.0,), FinishReason.STOP, 0)
+    return Turn((1,), completion, Message("assistant", "x"), (Message("tool", "y"),) * answered, parsed=parsed)
+
+
+def group_of(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> TrajectoryGroup:
+    scores = tuple(Score(reward, {}) for reward in rewards)
+    return TrajectoryGroup(trajectories[0].task, tuple(trajectories), scores, tuple(rewards))
+
+
+def test_rollouts_with_a_void_turn_are_dropped() -> None:
+    good, empty = ParsedResponse(), ParsedResponse(complete=False)
+    pause = turn_of(empty)  # what a format continues in the same turn
+    cases = [
+        (played(turn_of(good, True), turn_of(good)), True),
+        (played(turn_of(good, True), pause, turn_of(good)), True),
+        (played(turn_of(empty, True), turn_of(good)), False),
+        (played(turn_of(good, True), turn_of(None)), False),
+        (played(turn_of(ParsedResponse(error="no JSON"), True), turn_of(good)), False),
+        (played(), True),
+    ]
+    assert void_turns(group_of([each for each, _ in cases], [0.0] * 6)) == [kept for _, kept in cases]
+
+
+def test_right_rollouts_with_the_fewest_tool_errors_are_kept() -> None:
+    ok, error, late = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT
+    half, none = played(uses=[ok, error]), played(uses=[ok])
+    all_, unreadable, silent = played(uses=[late]), played(uses=[ok, ok], malformed=2), played()
+    # errors 1/2, 1, 0, 1/2 (calls that could not be read) and 1/2 (no call) of right ones, three wrong ones
+    group = group_of([half, all_, none, unreadable, silent, none, none, none], [1.0] * 5 + [0.0] * 3)
+    assert resample_on_correct(group, 0.5, least=1) == [True, False, True, False, False, True, True, False]
+    # two of each, though a share of the two wrong ones would be one
+    assert resample_on_correct(group_of([none] * 8, [1.0] * 6 + [0.0] * 2)) == [True, True] + [False] * 4 + [True, True]
+    # of one kind alone
+    assert resample_on_correct(group_of([none, all_, none, half], [1.0] * 4)) == [True, False, True, False]
+    assert resample_on_correct(group_of([none] * 4, [0.0] * 4)) == [True, True, False, False]
+    # a fault of a service is no error of the policy
+    down = played(uses=[ToolStatus.UNAVAILABLE])
+    assert resample_on_correct(group_of([half, down], [1.0, 1.0])) == [False, True]

@@ -114,7 +114,8 @@ def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
     assert build_algorithm(AlgorithmConfig(name=name), 64, 0).correction == preset.correction
     usual = Correction(Level.TOKEN, is_cap=2.0) if preset.old_logprobs is OldLogprobs.TRAINER else None
     assert build_algorithm(AlgorithmConfig(name=name), 64, 1).correction == (preset.correction or usual)
-    for off in {"correction": CorrectionConfig(is_level="none")}, {"old_logprobs": "rollout"}:
+    nothing = CorrectionConfig(is_level="none", rejection_level="none")
+    for off in {"correction": nothing}, {"old_logprobs": "rollout"}:
         assert build_algorithm(AlgorithmConfig(name=name, **off), 64, 1).correction is None  # type: ignore[arg-type]
 
 

@@ -107,9 +107,14 @@ def _rejections(correction: Correction, gap_A: Tensor) -> list[str]:
     """
     lines = []
     if correction.rejection_level is not None:
-        of = {Level.TOKEN: "of the token", Level.SEQUENCE: "of the sequence", Level.GEOMETRIC: "as a geometric mean"}
+        of = {
+            Level.TOKEN: "the ratio of the token",
+            Level.SEQUENCE: "the ratio of the sequence",
+            Level.GEOMETRIC: "the ratio as a geometric mean",
+            Level.BINARY_KL: "e^KL of the token",
+        }
         bounds = f"{correction.rejection_lower:g} to {correction.rejection_upper:g}"
-        lines.append(f"rejection: weight 0 where the ratio {of[correction.rejection_level]} is not from {bounds}")
+        lines.append(f"rejection: weight 0 where {of[correction.rejection_level]} is not from {bounds}")
     if correction.token_veto is not None:
         lines.append(
             f"veto: weight 0 on all tokens if the ratio of one is below {correction.token_veto:g} "

@@ -86,6 +86,11 @@ def group_normalized(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
     return advantages_G.to(rewards_G.dtype)
 
 
+def compared(returns_G: Tensor, divide_by_std: bool = True) -> Tensor:
+    """[G] `group_normalized`, but 0 for a group of one: there is nothing to compare it with."""
+    return torch.zeros_like(returns_G) if returns_G.numel() == 1 else group_normalized(returns_G, divide_by_std)
+
+
 def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
     """[N] `estimate` applied to each group, on the group's slice of every tensor of `values_N`."""
     order_N = group_N.argsort(stable=True)

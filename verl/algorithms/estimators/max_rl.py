@@ -8,16 +8,17 @@ group has responses. So a right response counts for more, the rarer it is. Rewar
 The formula is that of prime-rl and SkyRL, too.
 """
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, group_advantage, group_normalized
+from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages, compared, group_advantage
 
 
 def divided_by_mean(rewards_G: Tensor) -> Tensor:
     """[G] a group of one has the advantage 0."""
     mean = float(rewards_G.double().mean())
-    return group_normalized(rewards_G, False) / mean if mean > 0.0 and len(rewards_G) > 1 else 0.0 * rewards_G
+    return compared(rewards_G, False) / mean if mean > 0.0 else torch.zeros_like(rewards_G)
 
 
 def max_rl(rollouts: AdvantageInputs) -> Advantages:
