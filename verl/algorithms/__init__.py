@@ -32,6 +32,8 @@ ALGORITHMS: Mapping[str, str] = {
     "dppo_kl": "verl.algorithms.losses.dppo_kl:DPPO_KL",
     "ipo": "verl.algorithms.losses.ipo:IPO",
     "opsm": "verl.algorithms.losses.opsm:OPSM",
+    "high_entropy": "verl.algorithms.losses.high_entropy:HIGH_ENTROPY",
+    "vapo": "verl.algorithms.losses.vapo:VAPO",
     "kpop": "verl.algorithms.losses.kpop:KPOP",
     "simpletir": "verl.algorithms.estimators.simpletir:SIMPLETIR",
     "grpo_roc": "verl.algorithms.estimators.grpo_roc:GRPO_ROC",

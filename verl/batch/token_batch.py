@@ -58,7 +58,7 @@ class TokenBatch:
     advantages: Floats | None = None  # [A]
     returns: Floats | None = None  # [A] targets of the critic
     whitening: tuple[float, float] | None = None  # mean and standard deviation that whitened the step's advantages
-    selected: Bools | None = None  # [A] tokens that the policy loss treats differently
+    selected: npt.NDArray[Any] | None = None  # [A] tokens that the policy loss treats differently, or their weights
 
     # Weights in a mini-batch. The denominators count all its samples, wherever they are computed.
     loss_weights: Floats | None = None  # [B] weight of each trained token of a sample in the loss

@@ -30,6 +30,11 @@ _NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
 _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "within_bounds.share": _SHARE,
     "largest.share": _SHARE,
+    "highest_entropy.share": _SHARE,
+    "right_tokens.threshold": _FINITE,
+    "clipped_with_nll.nll_weight": _NOT_NEGATIVE,
+    "gae.critic_lam": _SHARE,
+    "gae.length_alpha": _POSITIVE,
     "penalty_where_selected.beta": _NOT_NEGATIVE,
     "soft_gated.tau_pos": _POSITIVE,
     "soft_gated.tau_neg": _POSITIVE,

@@ -41,6 +41,11 @@ class PolicyWorker:
         scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
         return torch.cat(scores).float().numpy()
 
+    def entropies(self, shard: Shard) -> Floats:
+        """[A] entropies at the shard's trained tokens."""
+        scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, True).entropy)
+        return torch.cat(scores).float().numpy()
+
     def update(self, shard: Shard, algorithm: Algorithm, compare_engine: bool) -> UpdateResult:
         """One optimizer step.
 

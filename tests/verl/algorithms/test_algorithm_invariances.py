@@ -47,7 +47,7 @@ MASKS = (
 )
 GROUPS, REWARDS, GREEDY = (0, 0, 0, 1, 1, 1), (1.0, 0.0, 0.25, 2.0, 0.5, 0.5), (0.5, 0.5, 0.5, 1.0, 1.0, 1.0)
 NAN = float("nan")
-ABSOLUTE = ("max_rl", "raft_pp")  # advantages that depend on more than differences of rewards
+ABSOLUTE = ("max_rl", "raft_pp", "vapo")  # advantages that depend on more than differences of rewards
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,13 @@ def batch_for_update(algorithm: Algorithm, given: Case) -> TokenBatch:
     each token's place."""
     batch = built(algorithm, given)
     batch = replace(batch, returns=np.arange(int(batch.num_trained.sum()), dtype=np.float32))
-    return policy_minibatch(batch, replace(algorithm, entropy_coefficient=1.0), 3)
+    return policy_minibatch(batch, replace(algorithm, entropy_coefficient=1.0), 3, entropies)
+
+
+def entropies(batch: TokenBatch) -> Any:
+    """Some, which depend on the token alone."""
+    assert batch.old_logprobs is not None
+    return np.abs(np.sin(9.0 * batch.old_logprobs))
 
 
 @dataclass(frozen=True)

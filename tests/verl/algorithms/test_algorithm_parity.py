@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import real_data
+from tests.verl.algorithms.test_algorithm_family import selection_of
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.correction import Correction, token_weights
 from verl.algorithms.estimators.advantage import (
@@ -230,7 +231,7 @@ def test_gmpo_differs_from_verls_by_rows_without_tokens(published: Published) ->
 
 def test_kl_cov_equals_verls(published: Published) -> None:
     """The choice from the log-probs that veRL chooses by, which are those of the update."""
-    chosen_T = largest(published["in/logp"], published["in/advantages"], torch.Generator(), share=0.05)
+    chosen_T = largest(selection_of(published["in/logp"], published["in/advantages"]), share=0.05)
     inputs = inputs_of(published)
     absolute = (inputs.logprobs_T - inputs.old_logprobs_T).abs().mean()
     assert_close(absolute.detach(), published["loss/kl_cov/metric/ppo_kl"])  # veRL's is absolute

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.verl.algorithms.test_algorithm_family import close, learned, per_token, rollouts
+from tests.verl.algorithms.test_algorithm_family import close, learned, per_token, rollouts, selection_of
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.correction import token_weights
-from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
+from verl.algorithms.estimators.advantage import AdvantageInputs, Turns, gae
 from verl.algorithms.estimators.aspo import aspo
 from verl.algorithms.estimators.gdpo import gdpo
 from verl.algorithms.estimators.lite_ppo import lite_ppo
@@ -27,10 +27,12 @@ from verl.algorithms.filters import resample_on_correct, void_turns
 from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.dppo_kl import within_binary_kl
 from verl.algorithms.losses.dppo_tv import within_total_variation
+from verl.algorithms.losses.high_entropy import clipped_where_selected, highest_entropy
 from verl.algorithms.losses.ipo import penalized_within_bounds
 from verl.algorithms.losses.kpop import KPOP
 from verl.algorithms.losses.opsm import clipped_unless_off_policy
-from verl.algorithms.losses.policy_loss import LossInputs
+from verl.algorithms.losses.policy_loss import LossInputs, SelectionInputs
+from verl.algorithms.losses.vapo import clipped_with_nll, right_tokens
 from verl.algorithms.names import Aggregation, KLEstimate
 from verl.errors import ConfigError
 from verl.types import (
@@ -199,6 +201,47 @@ def test_opsm_and_the_unbiased_kl_equal_trls() -> None:
     assert 0 < float(token.metrics_T["off_policy_fraction"].mean()) < 1
     kl_T = loss_divergence(KLEstimate.UNBIASED_K3, inputs.logprobs_T, columns["ref"], inputs.old_logprobs_T)
     assert_loss_of_trl("opsm", inputs, token.loss_T + 0.1 * kl_T, weights_T)
+
+
+def test_the_selection_of_high_entropy_equals_trls() -> None:
+    inputs, columns, weights_T = tokens_of_trl()
+    given = SelectionInputs(*[columns["logprobs"]] * 3, torch.Generator(), lambda: columns["entropies"])
+    selected_T = highest_entropy(given).float()
+    assert int(selected_T.sum()) == 5  # of 25
+    inputs = replace(inputs, selected_T=selected_T)
+    assert_loss_of_trl("entropy", inputs, clipped_where_selected(inputs).loss_T, weights_T)
+
+
+def test_high_entropy_by_hand() -> None:
+    given = selection_of(torch.zeros(5), torch.tensor([0.1, 0.9, 0.5, 0.4, 0.2]))  # the second is the entropies, too
+    assert highest_entropy(given, share=0.25).tolist() == [False, True, True, False, False]  # the quantile is 0.5
+    close(learned(clipped_where_selected, [1.0, 1.0], [1.0, 1.0], [0, 0], [0.0, 1.0]), [0.0, -1.0], [0.0, -1.0])
+
+
+def test_vapo_by_hand() -> None:
+    # Two right tokens of four weigh 2 each: over all four their mean is the mean over the two.
+    given = replace(selection_of(torch.zeros(4), torch.zeros(4)), rewards_N=torch.tensor([1.0, 1.0, 0.0, -1.0]))
+    assert right_tokens(given).tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert not right_tokens(given, threshold=1.0).any()
+    # clipped above at 1.28; the NLL adds 0.1 * 2 * -log p on the first, where the advantage is 0 too
+    got = learned(partial(clipped_with_nll, nll_weight=0.1), [1.0, 2.0], [0.0, 1.0], [0, 0], [2.0, 0.0], logprob=HALF)
+    close(got, [-0.2 * HALF, -1.28], [-0.2, 0.0])
+
+
+def test_gae_of_vapo_by_hand() -> None:
+    # Deltas 0.2, 0.2 and 0.4: with lambda 1 the critic's targets are all 1. Three tokens at alpha = 2/3 have lambda
+    # 1/2: advantages 0.4, 0.4 and 0.4, whitened 0. At alpha = 0.1 it would be below 0: the deltas are left.
+    values, rewards = [torch.tensor([0.2, 0.4, 0.6])], [torch.tensor([0.0, 0.0, 1.0])]
+    given = AdvantageInputs(rewards, torch.tensor([0]), values)
+    half = gae(given, critic_lam=1.0, length_alpha=2 / 3)
+    assert half.returns is not None and half.returns[0].tolist() == pytest.approx([1.0, 1.0, 1.0])
+    assert half.whitening is not None and half.whitening.mean == pytest.approx(0.4)
+    assert half.advantages[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-2)
+    short = gae(given, length_alpha=0.1)
+    assert short.returns is not None and short.returns[0].tolist() == pytest.approx([0.4, 0.6, 1.0])
+    apart = gae(given, lam=0.0, critic_lam=1.0)
+    assert apart.returns is not None and apart.returns[0].tolist() == pytest.approx([1.0, 1.0, 1.0])
+    assert apart.advantages[0].tolist() == pytest.approx(short.advantages[0].tolist())
 
 
 def in_turns(rewards: list[list[float]], turns: list[list[int]], groups: list[int]) -> AdvantageInputs:

@@ -21,7 +21,18 @@ class LossInputs:
     old_logprobs_T: Tensor  # old policy, the denominator of the ratio
     advantages_T: Tensor
     sample_T: Tensor  # index of the sample that each token belongs to; samples are never split over packs
-    selected_T: Tensor | None = None  # 1.0 where `Algorithm.selection` selected the token, else 0.0
+    selected_T: Tensor | None = None  # the weights of `Algorithm.selection`: 0 where it did not select the token
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionInputs:
+    """What tokens of a mini-batch are selected by. N: its trained tokens."""
+
+    logprobs_N: Tensor  # in the denominator of the ratio
+    advantages_N: Tensor
+    rewards_N: Tensor  # of the token's episode
+    generator: torch.Generator
+    entropies: Callable[[], Tensor]  # [N] of the policy before the update; a forward pass
 
 
 @dataclass(frozen=True, slots=True)
