@@ -95,6 +95,13 @@ def check_algorithm(algorithm: Algorithm, config: Config) -> None:
             "engine are unusable for algorithm.old_logprobs=rollout and algorithm.correction (on by default if "
             "rollout.max_staleness > 0); disable either of them"
         )
+    honors = config.env.name == "agent" and config.env.options.get("on_sampling") == "honor"
+    if algorithm.old_logprobs is OldLogprobs.ROLLOUT and (config.env.train_on_observations or honors):
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} takes the engine's log-probs; those of observations "
+            "(env.train_on_observations) or under a program's sampling settings (env.options.on_sampling=honor) are "
+            "unusable: set algorithm.old_logprobs=trainer"
+        )
     if algorithm.needs_group and config.rollout.n < 2:
         chosen = config.algorithm.adv_estimator or config.algorithm.name
         raise ConfigError(f"{chosen} needs rollout.n >= 2 (advantages are group-relative); got {config.rollout.n}")

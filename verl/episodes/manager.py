@@ -189,10 +189,12 @@ class RolloutManager:
     async def _roll(self, task: Task, version: int, seed: int | None) -> _Rolled:
         """One prompt's rollouts, scored for the first update that can train them."""
         update = version + 1
-        rolled = self.rollout.run(task, self.config.rollout.n, update, seed)
+        turns = self.config.env.turns_at(update)
+        rollout = self.rollout if turns is None else self.rollout.within(turns)
+        rolled = rollout.run(task, self.config.rollout.n, update, seed)
         if not self.algorithm.greedy_baseline:
             return await rolled, None
-        greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
+        greedy = replace(rollout, sampling=replace(rollout.sampling, temperature=0.0))
         return await asyncio.gather(rolled, greedy.run(task, 1, update, seed))
 
     async def _group(self, slot: _Slot, step: int) -> TrajectoryGroup:

@@ -301,6 +301,17 @@ def test_unmet_requirements_of_an_algorithm_are_an_error() -> None:
     check_rewards(build_algorithm(remax.algorithm, 64, 0), [build_reward("math")])
 
 
+def test_a_ratio_to_the_engines_log_probs_needs_them_of_all_tokens() -> None:
+    config = load_config(["algorithm.name=ipo", "rollout.n=2"])
+    check_algorithm(build_algorithm(config.algorithm, 64, 0), config)
+    watching = replace(config, env=replace(config.env, train_on_observations=True))
+    agent = replace(config.env, name="agent", tool_call_format="native", options={"on_sampling": "honor"})
+    for each in (watching, replace(config, env=agent)):
+        with pytest.raises(ConfigError, match=r"algorithm\.name=ipo takes the engine's log-probs; .* unusable"):
+            check_algorithm(build_algorithm(config.algorithm, 64, 0), each)
+        check_algorithm(build_algorithm(replace(config.algorithm, old_logprobs="trainer"), 64, 0), each)
+
+
 @pytest.mark.parametrize(
     "chosen", ["algorithm.name=grpo", "algorithm.adv_estimator=grpo", "algorithm.name=rloo", "OWN"]
 )
