@@ -287,6 +287,7 @@ def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
         "k2": [each * each / 2 for each in log_ratios],
         "k3": [math.exp(each) - each - 1 for each in log_ratios],
         "abs": [abs(each) for each in log_ratios],
+        "unbiased_k3": [math.exp(each) - each - 1 for each in log_ratios],  # its ratio is 1
     }[estimator]
     last = 1.0 - 0.5 * by_hand[1]
     returns = torch.tensor([last - 0.5 * by_hand[0], last])
