@@ -25,9 +25,24 @@ ALGORITHMS: Mapping[str, str] = {
     "kl_cov": "verl.algorithms.losses.kl_cov:KL_COV",
     "pass_at_k": "verl.algorithms.estimators.pass_at_k:PASS_AT_K",
     "gigpo": "verl.algorithms.estimators.gigpo:GIGPO",
+    "gdpo": "verl.algorithms.estimators.gdpo:GDPO",
+    "max_rl": "verl.algorithms.estimators.max_rl:MAX_RL",
+    "lite_ppo": "verl.algorithms.estimators.lite_ppo:LITE_PPO",
+    "dppo_tv": "verl.algorithms.losses.dppo_tv:DPPO_TV",
+    "dppo_kl": "verl.algorithms.losses.dppo_kl:DPPO_KL",
+    "ipo": "verl.algorithms.losses.ipo:IPO",
+    "opsm": "verl.algorithms.losses.opsm:OPSM",
+    "high_entropy": "verl.algorithms.losses.high_entropy:HIGH_ENTROPY",
+    "vapo": "verl.algorithms.losses.vapo:VAPO",
+    "kpop": "verl.algorithms.losses.kpop:KPOP",
+    "simpletir": "verl.algorithms.estimators.simpletir:SIMPLETIR",
+    "grpo_roc": "verl.algorithms.estimators.grpo_roc:GRPO_ROC",
+    "matchtir": "verl.algorithms.estimators.matchtir:MATCHTIR",
+    "aspo": "verl.algorithms.estimators.aspo:ASPO",
+    "raft_pp": "verl.algorithms.estimators.raft_pp:RAFT_PP",
 }
 
-# veRL's name of an advantage estimator -> the preset that has it.
+# Name of an advantage estimator, veRL's if it has one -> the preset that has it.
 ADV_ESTIMATORS: Mapping[str, str] = {
     "gae": "ppo",
     "grpo": "grpo",
@@ -40,4 +55,9 @@ ADV_ESTIMATORS: Mapping[str, str] = {
     "gpg": "gpg",
     "grpo_passk": "pass_at_k",
     "gigpo": "gigpo",
+    "gdpo": "gdpo",
+    "max_rl": "max_rl",
+    "lite_ppo": "lite_ppo",
+    "matchtir": "matchtir",
+    "aspo": "aspo",
 }

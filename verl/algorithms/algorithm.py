@@ -4,14 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.advantage import AdvantageEstimator
 from verl.algorithms.filters import Filter
-from verl.algorithms.losses.policy_loss import PolicyLoss, clipped
+from verl.algorithms.losses.policy_loss import PolicyLoss, SelectionInputs, clipped
 from verl.algorithms.names import Aggregation, KLPlacement, OldLogprobs
 from verl.algorithms.overlong import Overlong
 from verl.errors import ConfigError
@@ -32,9 +31,9 @@ class KLTerm:
         assert (self.placement is KLPlacement.NONE) == (self.coefficient == 0.0)
 
 
-# (log-probs [N] before the update, advantages [N], generator) -> [N] bool: the trained tokens of a mini-batch that the
-# policy loss treats differently. Selected before the split into packs, so that the split cannot change it.
-TokenSelection = Callable[[Tensor, Tensor, torch.Generator], Tensor]
+# -> [N] the trained tokens of a mini-batch that the policy loss treats differently: True, or a weight that is not 0.
+# Selected before the split into packs, so that the split cannot change it.
+TokenSelection = Callable[[SelectionInputs], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ class Algorithm:
     greedy_baseline: bool = False  # one extra greedy response per prompt, not trained on: AdvantageInputs.baseline_B
     needs_turns: bool = False  # AdvantageInputs.turns
     takes_turn_rewards: bool = False  # whether its advantage uses per-turn rewards
+    learns_without_advantage: bool = False  # whether its loss has a gradient on samples without advantages
     by_group: bool = False  # whether the advantages of a group depend on that group alone
     selection: TokenSelection | None = None  # sets LossInputs.selected_T
     filters: tuple[Filter, ...] = ()  # rejection sampling: which rollouts are trained on

@@ -8,7 +8,8 @@ arXiv 2110.00641), a token's policy loss is multiplied by a weight that carries 
     level      token: the token's own ratio; sequence: the product over its sample; geometric: the geometric mean
     is_level   weight min(ratio, is_cap): truncated importance sampling, TIS (Ionides 2008)
     rejection  weight 0 unless lower <= ratio <= upper. IcePop (arXiv 2510.18855) at token level; sequence and geometric
-               as in Liu, Li et al. 2025, "When Speed Kills Stability"
+               as in Liu, Li et al. 2025, "When Speed Kills Stability". With binary_kl the ratio is e^d, d the larger KL
+               of both directions between "this token" and "another one" (KPop, ringtech.notion.site/kpop)
     veto       weight 0 for all tokens of a sample if one of them has a catastrophically small ratio
 
 Sequence weights are unbiased, with a variance that grows with the length; token weights are biased, with bounded
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.algorithms.kl import MAX_LOG_RATIO, k3
+from verl.algorithms.kl import MAX_LOG_RATIO, binary_kl, k3
 from verl.algorithms.losses.policy_loss import sample_sums
 from verl.algorithms.names import Level
 
@@ -43,7 +44,7 @@ class Correction:
     token_veto: float | None = None  # token ratio below which the whole sample is rejected
 
     def __post_init__(self) -> None:
-        assert self.is_level is not Level.GEOMETRIC, "a geometric mean is not an importance weight"
+        assert self.is_level not in (Level.GEOMETRIC, Level.BINARY_KL), "not an importance weight"
         assert self.is_cap >= 1.0 and self.rejection_lower <= 1.0 <= self.rejection_upper, (
             "the bounds must include 1, the ratio of equal policies"
         )
@@ -79,7 +80,11 @@ def token_weights(
         return sample_sums(values_T.double(), sample_T)
 
     def ratios(level: Level) -> Tensor:
-        log_T = token_T if level is Level.TOKEN else sums(token_T)
+        if level is Level.BINARY_KL:
+            engine_T = logprobs_T - token_T
+            log_T = torch.maximum(binary_kl(logprobs_T, engine_T), binary_kl(engine_T, logprobs_T))
+        else:
+            log_T = token_T if level is Level.TOKEN else sums(token_T)
         if level is Level.GEOMETRIC:
             log_T = log_T / sums(sampled_T).clamp(min=1.0)
         return log_T.to(logprobs_T.dtype).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

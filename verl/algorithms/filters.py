@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import compress
 
-from verl.types import StopReason, Trajectory, TrajectoryGroup
+from verl.types import StopReason, ToolStatus, Trajectory, TrajectoryGroup, Turn
 
 Filter = Callable[[TrajectoryGroup], Sequence[bool]]  # [G]
 
@@ -48,8 +48,51 @@ def truncated(group: TrajectoryGroup) -> list[bool]:
     return [trajectory.stop_reason is not StopReason.LENGTH for trajectory in group.trajectories]
 
 
+def void_turns(group: TrajectoryGroup) -> list[bool]:
+    """Drop rollouts with a turn that has neither a call that can be read nor an answer (SimpleTIR, arXiv 2509.02479).
+
+    So is a turn cut at the token limit. A pause of the format ends no turn.
+    """
+    return [not any(map(_is_void, _ended(trajectory))) for trajectory in group.trajectories]
+
+
+def resample_on_correct(group: TrajectoryGroup, share: float = 0.5, least: int = 2) -> list[bool]:
+    """Keep `share` of a group: the right rollouts (reward above 0) with the fewest tool errors, and any wrong ones.
+
+    GRPO-RoC (rStar2-Agent, arXiv 2508.20722): right and wrong ones in their proportion, of each at least `least` if
+    there are any. The error of a rollout is the share of its calls that failed by the policy, 0.5 without calls.
+    """
+    size = len(group.trajectories)
+    order = sorted(range(size), key=lambda index: _tool_errors(group.trajectories[index]))
+    right = [index for index in order if group.rewards[index] > 0]
+    wrong = [index for index in range(size) if group.rewards[index] <= 0]
+    count = max(1, round(share * size))
+    least = min(least, count // 2)
+    low = max(min(least, len(wrong)), count - len(right))
+    high = min(len(wrong), count - min(least, len(right)))
+    num_wrong = min(max(round(share * len(wrong)), low), high)
+    kept = {*wrong[:num_wrong], *right[: count - num_wrong]}
+    return [index in kept for index in range(size)]
+
+
+def _ended(trajectory: Trajectory) -> list[Turn]:
+    """The turns that the environment answered, and the last one."""
+    return [turn for turn in trajectory.turns if turn.responses or turn is trajectory.turns[-1]]
+
+
+def _is_void(turn: Turn) -> bool:
+    return turn.parsed is None or turn.parsed.error is not None or not turn.parsed.complete
+
+
+def _tool_errors(trajectory: Trajectory) -> float:
+    failed = sum(use.status in (ToolStatus.USER_ERROR, ToolStatus.TIMEOUT) for use in trajectory.tool_uses)
+    made = len(trajectory.tool_uses) + trajectory.num_malformed_calls
+    return (failed + trajectory.num_malformed_calls) / made if made else 0.5
+
+
 FILTERS: Mapping[str, Callable[..., Sequence[bool]]] = {
-    each.__name__: each for each in (zero_variance, accuracy, grader_faults, length, truncated)
+    each.__name__: each
+    for each in (zero_variance, accuracy, grader_faults, length, truncated, void_turns, resample_on_correct)
 }
 
 

@@ -28,6 +28,7 @@ class KLEstimate(StrEnum):
     K2 = "k2"
     K3 = "k3"
     ABS = "abs"
+    UNBIASED_K3 = "unbiased_k3"
 
 
 class OldLogprobs(StrEnum):
@@ -42,8 +43,13 @@ class OldLogprobs(StrEnum):
 
 
 class Level(StrEnum):
-    """The unit that a ratio refers to. GEOMETRIC, the geometric mean of a sample's ratios, is for rejection only."""
+    """The unit that a ratio refers to.
+
+    For rejection only: GEOMETRIC, the geometric mean of a sample's ratios, and BINARY_KL, e to the power of the token's
+    KL divergence, which is 1 for equal policies, too.
+    """
 
     TOKEN = "token"
     SEQUENCE = "sequence"
     GEOMETRIC = "geometric"
+    BINARY_KL = "binary_kl"

@@ -15,10 +15,13 @@ Shape legend: B samples, E episodes, A trained tokens of all samples, L trained 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +29,7 @@ from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
 from verl.algorithms.kl import apply_kl_penalty
+from verl.algorithms.losses.policy_loss import SelectionInputs
 from verl.algorithms.names import Aggregation, KLPlacement, OldLogprobs
 from verl.batch.token_batch import Bools, Floats, Ints, TokenBatch
 
@@ -50,11 +54,16 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
         None if batch.values is None else per_episode(torch.from_numpy(batch.values), batch),
         None if baselines is None else torch.from_numpy(baselines[first]),
         turns_of(batch) if algorithm.needs_turns else None,
+        {} if batch.parts is None else _by_name(batch.parts[first]),
     )
     estimate = algorithm.advantage(inputs)
     returns = None if batch.values is None or estimate.returns is None else _flat(estimate.returns)
     whitening = None if estimate.whitening is None else (estimate.whitening.mean, estimate.whitening.std)
     return replace(batch, advantages=_flat(estimate.advantages), returns=returns, whitening=whitening)
+
+
+def _by_name(parts: npt.NDArray[np.void]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(parts[name].copy()) for name in parts.dtype.names or ()}
 
 
 def sampling_logprobs(batch: TokenBatch) -> Floats:
@@ -110,27 +119,44 @@ def _turns(token_ids: Ints, mask: Bools, group: int, states: dict[tuple[int, byt
     return Turns(torch.from_numpy(turn_L), torch.tensor(states_N, dtype=torch.long))
 
 
-def policy_minibatch(minibatch: TokenBatch, algorithm: Algorithm, seed: int = 0) -> TokenBatch:
+def policy_minibatch(
+    minibatch: TokenBatch,
+    algorithm: Algorithm,
+    seed: int = 0,
+    entropies: Callable[[TokenBatch], Floats] | None = None,
+) -> TokenBatch:
     """What the policy's update computes: samples with gradient, with the weights of loss and metrics.
 
-    Tokens are selected (clip_cov, kl_cov) among all trained ones, by the log-probs in the denominator of the ratio, and
-    the denominators of the loss count all samples of the mini-batch. Metrics are means over the tokens of the computed
-    samples: the trained ones, or those that the engine sampled. Others (observations) have NaN for its log-probs.
+    Tokens are selected (clip_cov, high_entropy, vapo ..) among all trained ones, before samples without gradient are
+    left out, and the denominators of the loss count all samples of the mini-batch. Metrics are means over the tokens of
+    the computed samples: the trained ones, or those that the engine sampled. Others (observations) have NaN for its
+    log-probs.
 
-    seed: of the selection
+    seed: of the selection; entropies: [A] those of the policy, for a selection by them
     """
     if algorithm.selection is not None:
         from_engine = algorithm.old_logprobs is OldLogprobs.ROLLOUT
         logprobs = minibatch.rollout_logprobs if from_engine else minibatch.old_logprobs
-        assert logprobs is not None and minibatch.advantages is not None
-        generator = torch.Generator().manual_seed(seed)
-        selected_A = algorithm.selection(torch.from_numpy(logprobs), torch.from_numpy(minibatch.advantages), generator)
-        minibatch = replace(minibatch, selected=selected_A.numpy())
+        assert logprobs is not None and minibatch.advantages is not None and minibatch.rewards is not None
+        rewards = per_episode(torch.from_numpy(minibatch.rewards), minibatch)
+        inputs = SelectionInputs(
+            torch.from_numpy(logprobs),
+            torch.from_numpy(minibatch.advantages),
+            torch.cat([each_L.sum().expand(len(each_L)) for each_L in rewards]),
+            torch.Generator().manual_seed(seed),
+            partial(_entropies, minibatch, entropies),
+        )
+        minibatch = replace(minibatch, selected=algorithm.selection(inputs).numpy())
     weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
     computed = weighted.rows(nonzero_advantage_rows(weighted, algorithm))
     assert computed.rollout_logprobs is not None
     num_trained, num_observed = len(computed.rollout_logprobs), int(np.isnan(computed.rollout_logprobs).sum())
     return replace(computed, metric_weight=_weight(num_trained), sampled_weight=_weight(num_trained - num_observed))
+
+
+def _entropies(minibatch: TokenBatch, entropies: Callable[[TokenBatch], Floats] | None) -> Tensor:
+    assert entropies is not None
+    return torch.from_numpy(entropies(minibatch))
 
 
 def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
@@ -140,7 +166,7 @@ def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
     selected among them, or advantages are deferred.
     """
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
-    if in_loss or algorithm.selection is not None or minibatch.advantages is None:
+    if in_loss or algorithm.learns_without_advantage or algorithm.selection is not None or minibatch.advantages is None:
         return np.arange(len(minibatch))
     some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start
     nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.bounds.trained[some])

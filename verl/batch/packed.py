@@ -42,7 +42,7 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
-    selected: Tensor | None = None  # 1.0 or 0.0
+    selected: Tensor | None = None  # 0 where not selected, else 1 or a weight
     loss_weights: Tensor | None = None
     metric_weight: float = 0.0
     sampled_weight: float = 0.0

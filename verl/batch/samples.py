@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.batch.token_batch import Bools, Floats, Ints, TokenBatch
-from verl.types import Completion, TrajectoryGroup, Turn
+from verl.types import Completion, Score, TrajectoryGroup, Turn
 
 _UNKNOWN = float("nan")  # the engine's log-prob of a token it did not sample
 
@@ -35,25 +35,25 @@ def to_batch(groups: Sequence[TrajectoryGroup], train_on_observations: bool = Fa
     has one reward, on the last trained token of all its samples. E: episodes, T: turns of all samples.
     """
     scored = [
-        (segments, number, reward)
+        (segments, number, reward, score)
         for number, group in enumerate(groups)
-        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
+        for trajectory, reward, score in zip(group.trajectories, group.rewards, group.scores, strict=True)
         if (segments := trajectory.segments)
     ]
-    samples = list(chain.from_iterable(segments for segments, _, _ in scored))
+    samples = list(chain.from_iterable(segments for segments, *_ in scored))
     turns = list(chain.from_iterable(samples))
     first = _starts(np.array([len(each) for each in samples], dtype=np.int64))  # turn of each sample
-    samples_E = np.array([len(segments) for segments, _, _ in scored], dtype=np.int64)
-    groups_E = np.array([number for _, number, _ in scored], dtype=np.int64)
+    samples_E = np.array([len(segments) for segments, *_ in scored], dtype=np.int64)
+    groups_E = np.array([number for _, number, *_ in scored], dtype=np.int64)
     context_T = np.array([len(turn.context_ids) for turn in turns], dtype=np.int64)
     written_T = np.array([len(turn.completion.token_ids) for turn in turns], dtype=np.int64)
     observed_T = np.full(len(turns), train_on_observations)
     observed_T[first] = False
     untrained_T = np.where(observed_T, 0, context_T)
     trained_T = context_T + written_T - untrained_T
-    baselines = [groups[number].baseline for _, number, _ in scored]
+    baselines = [groups[number].baseline for _, number, *_ in scored]
     rewards_T = np.array([turn.reward or 0.0 for turn in turns], dtype=np.float32)
-    rewards_E = np.array([reward for _, _, reward in scored], dtype=np.float32)
+    rewards_E = np.array([reward for _, _, reward, _ in scored], dtype=np.float32)
     num_trained = np.add.reduceat(trained_T, first)
     return TokenBatch(
         token_ids=_flat([ids for turn in turns for ids in (turn.context_ids, turn.completion.token_ids)], np.int32),
@@ -65,7 +65,15 @@ def to_batch(groups: Sequence[TrajectoryGroup], train_on_observations: bool = Fa
         rollout_logprobs=_flat(list(_logprobs(turns, observed_T.tolist())), np.float32),
         rewards=_at_ends(rewards_T, trained_T) + _at_ends(rewards_E, np.add.reduceat(num_trained, _starts(samples_E))),
         baselines=None if None in baselines else np.array(baselines, dtype=np.float32).repeat(samples_E),
+        parts=_parts([score for *_, score in scored], samples_E),
     )
+
+
+def _parts(scores: Sequence[Score], samples_E: Ints) -> npt.NDArray[np.void] | None:
+    """[B] the parts of the scores, 0 where a score lacks one; None without any."""
+    names = dict.fromkeys(name for score in scores for name in score.parts)
+    rows = [tuple(score.parts.get(name, 0.0) for name in names) for score in scores]
+    return np.array(rows, dtype=[(name, np.float32) for name in names]).repeat(samples_E) if names else None
 
 
 def _starts(counts: Ints) -> Ints:

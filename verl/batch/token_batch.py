@@ -47,6 +47,7 @@ class TokenBatch:
     rollout_logprobs: Floats | None = None  # [A] the engine's; NaN at tokens that it did not sample (observations)
     rewards: Floats | None = None  # [A] an episode's reward on its last trained token, a turn's on the turn's last
     baselines: Floats | None = None  # [B] reward of the greedy response to each sample's prompt
+    parts: npt.NDArray[np.void] | None = None  # [B] the parts of the episode's score, a field each
 
     # From the models, before the update. Without old log-probs and advantages the update computes them (`Deferred`).
     old_logprobs: Floats | None = None  # [A] of the policy
@@ -57,7 +58,7 @@ class TokenBatch:
     advantages: Floats | None = None  # [A]
     returns: Floats | None = None  # [A] targets of the critic
     whitening: tuple[float, float] | None = None  # mean and standard deviation that whitened the step's advantages
-    selected: Bools | None = None  # [A] tokens that the policy loss treats differently
+    selected: npt.NDArray[Any] | None = None  # [A] tokens that the policy loss treats differently, or their weights
 
     # Weights in a mini-batch. The denominators count all its samples, wherever they are computed.
     loss_weights: Floats | None = None  # [B] weight of each trained token of a sample in the loss
@@ -106,6 +107,7 @@ class TokenBatch:
             rollout_logprobs=_taken_if(self.rollout_logprobs, trained),
             rewards=_taken_if(self.rewards, trained),
             baselines=None if self.baselines is None else self.baselines[rows],
+            parts=None if self.parts is None else self.parts[rows],
             old_logprobs=_taken_if(self.old_logprobs, trained),
             ref_logprobs=_taken_if(self.ref_logprobs, trained),
             values=_taken_if(self.values, trained),
@@ -140,7 +142,8 @@ class TokenBatch:
         """Small arrays in one buffer: pickled one by one, those of a few samples cost the controller as much as all the
         rest that it does for them. Large ones are not copied."""
         columns = {field.name: getattr(self, field.name) for field in _FIELDS}
-        small = {name: each for name, each in columns.items() if isinstance(each, np.ndarray) and each.nbytes <= _SMALL}
+        arrays = {name: each for name, each in columns.items() if isinstance(each, np.ndarray) and not each.dtype.names}
+        small = {name: each for name, each in arrays.items() if each.nbytes <= _SMALL}
         others = {name: each for name, each in columns.items() if name not in small and each is not None}
         widest_first = sorted(small.items(), key=lambda named: -named[1].itemsize)  # so that each is aligned
         layout = tuple((name, array.dtype.char, len(array)) for name, array in widest_first)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from math import isfinite
 from typing import Any, cast
 
 from verl.algorithms.algorithm import Algorithm, KLTerm, load_preset
@@ -22,17 +23,35 @@ from verl.utils.reward_score.base import GroupReward, Reward
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparameters with config keys
 _SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE = (lambda value: value > 0, "positive")
+_AT_LEAST_ONE = (lambda value: value >= 1, "at least 1")
+_FINITE = (isfinite, "finite")
 _NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
 # {function.option: (predicate, its description)} for our own presets and filters; covariance bounds are unrestricted
 _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "within_bounds.share": _SHARE,
     "largest.share": _SHARE,
+    "highest_entropy.share": _SHARE,
+    "right_tokens.threshold": _FINITE,
+    "clipped_with_nll.nll_weight": _NOT_NEGATIVE,
+    "gae.critic_lam": _SHARE,
+    "gae.length_alpha": _POSITIVE,
     "penalty_where_selected.beta": _NOT_NEGATIVE,
     "soft_gated.tau_pos": _POSITIVE,
     "soft_gated.tau_neg": _POSITIVE,
     "gigpo.turn_weight": _NOT_NEGATIVE,
+    "by_turn_and_rollout.turn_weight": _SHARE,
+    "aspo.delta": _FINITE,
+    "aspo.k": _SHARE,
+    "right_only.threshold": _FINITE,
+    "resample_on_correct.share": _SHARE,
+    "resample_on_correct.least": _NOT_NEGATIVE,
+    "within_total_variation.ratio_cap": _AT_LEAST_ONE,
+    "within_binary_kl.ratio_cap": _AT_LEAST_ONE,
+    "penalized_within_bounds.bound": _SHARE,
+    "penalized_within_bounds.tau": _NOT_NEGATIVE,
+    "clipped_unless_off_policy.max_divergence": _NOT_NEGATIVE,
     "grader_faults.max_share": _SHARE,
-    "length.max_tokens": (lambda value: value >= 1, "at least 1"),
+    "length.max_tokens": _AT_LEAST_ONE,
     "zero_variance.least_spread": _NOT_NEGATIVE,
 }
 
@@ -75,6 +94,13 @@ def check_algorithm(algorithm: Algorithm, config: Config) -> None:
             "rollout.top_p, top_k and repetition_penalty change the sampled distribution: the log-probs of the "
             "engine are unusable for algorithm.old_logprobs=rollout and algorithm.correction (on by default if "
             "rollout.max_staleness > 0); disable either of them"
+        )
+    honors = config.env.name == "agent" and config.env.options.get("on_sampling") == "honor"
+    if algorithm.old_logprobs is OldLogprobs.ROLLOUT and (config.env.train_on_observations or honors):
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} takes the engine's log-probs; those of observations "
+            "(env.train_on_observations) or under a program's sampling settings (env.options.on_sampling=honor) are "
+            "unusable: set algorithm.old_logprobs=trainer"
         )
     if algorithm.needs_group and config.rollout.n < 2:
         chosen = config.algorithm.adv_estimator or config.algorithm.name

@@ -8,6 +8,7 @@ frequencies in steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple, cast
 
@@ -281,6 +282,8 @@ class EnvConfig:
     )  # options of the format (docs/tool_call_formats.md)
     tools: list[Any] = field(default_factory=list)  # names, or {name: .., option: ..}; your own: file.py:attribute
     max_turns: int | None = None  # max assistant turns; default: enough for max_tool_calls. No tools in the last one
+    # [[step, turns], ..]: in training at most so many from each of these steps on, such as [[1, 5], [100, 10]]
+    turn_schedule: list[list[int]] = field(default_factory=list)
     # Per episode; when they are used up, one last turn without tools follows. Default: 8; benchmarks have their own
     max_tool_calls: int | None = None
     max_turn_tokens: int | None = None  # per turn; default: the rest of data.max_response_length
@@ -304,6 +307,12 @@ class EnvConfig:
             type(trained) is bool or number, "env.train_on_observations", "true, false or a number of steps", trained
         )
         _one_of(("feedback", "terminate"), "env.on_parse_error", self.on_parse_error)
+        pairs = all(len(pair) == 2 and min(pair) >= 1 for pair in self.turn_schedule)
+        rises = pairs and all(earlier < later for (earlier, _), (later, _) in pairwise(self.turn_schedule))
+        expected = "pairs [step, turns] of numbers from 1, in the order of steps"
+        _require(rises, "env.turn_schedule", expected, self.turn_schedule)
+        if self.turn_schedule and not self.multi_turn:
+            raise ConfigError("env.turn_schedule has no effect: without env.tool_call_format an episode has one turn")
         if self.name != "agent" and (self.agent or self.command):
             raise ConfigError(f"env.agent and env.command need env.name=agent; it is {self.name}")
         if self.name == "agent" and self.max_tool_calls is not None:
@@ -331,6 +340,11 @@ class EnvConfig:
         """Whether the update with this number, from 1, trains observation tokens."""
         trained = self.train_on_observations
         return trained if isinstance(trained, bool) else step <= trained
+
+    def turns_at(self, step: int) -> int | None:
+        """The scheduled limit of turns for the update with this number, from 1; None without one."""
+        started = [turns for first, turns in self.turn_schedule if first <= step]
+        return started[-1] if started else None
 
     @property
     def call_limit(self) -> int:
@@ -369,13 +383,13 @@ _CHOICES = {
 class CorrectionConfig:
     """Off-policy correction of the engine-trainer mismatch: importance sampling and rejection (docs/algorithms.md).
 
-    A ratio is the trainer's probability before the update divided by the engine's. None keeps the preset's value; our
+    A ratio is the trainer's probability before the update divided by the engine's. None keeps the preset's value; most
     presets have no correction, so the default is that of `Correction`.
     """
 
     is_level: str = "auto"  # auto (the preset's, else token if rollout.max_staleness > 0) | none | token | sequence
     is_cap: float | None = None  # truncation of importance weights; usually 2
-    rejection_level: str | None = None  # none | token | sequence | geometric: the ratio that the bounds apply to
+    rejection_level: str | None = None  # none | token | sequence | geometric | binary_kl: what the bounds apply to
     rejection_bounds: list[float] | None = None  # [lower, upper]; usually [0.5, 2]
     token_veto: float | None = None  # token ratio below which the whole sample is rejected, such as 1e-4
 
@@ -399,7 +413,8 @@ class AlgorithmConfig:
 
     name: str = "ppo"  # preset: grpo, ppo, dapo ..; `toolrl algorithms` lists all (docs/algorithms.md)
     # the advantage estimator only, by veRL's name: gae | grpo | dr_grpo | reinforce_plus_plus |
-    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo
+    # reinforce_plus_plus_baseline | remax | rloo | opo | gpg | grpo_passk | gigpo | gdpo; or ours: max_rl |
+    # lite_ppo | matchtir | aspo
     adv_estimator: str | None = None
     clip_low: float | None = None  # the ratio is clipped below 1 - clip_low
     clip_high: float | None = None  # the ratio is clipped above 1 + clip_high
@@ -410,7 +425,7 @@ class AlgorithmConfig:
     old_logprobs: str | None = None  # trainer | rollout: source of the old log-probs in the ratio
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl_placement: str | None = None  # where the KL penalty is applied: none | reward | loss
-    kl_estimator: str | None = None  # estimator of the KL divergence: k1 | k2 | k3 | abs
+    kl_estimator: str | None = None  # estimator of the KL divergence: k1 | k2 | k3 | abs | unbiased_k3
     kl_coefficient: float | None = None  # coefficient of the KL penalty
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
     entropy_coefficient: float | None = None  # coefficient of the entropy bonus

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from verl.episodes.episode import EpisodeRunner
 from verl.errors import LostRequestError, VerlError
@@ -40,6 +41,12 @@ class GroupRollout:
         judged = await asyncio.gather(*(self._judge(task, *numbered, step) for numbered in enumerate(started)))
         lost = tuple(use for each in judged for use in (each if isinstance(each, Fault) else each[0]).lost_uses)
         return _scored(TrajectoryGroup(task, (), (), (), lost_uses=lost), judged)
+
+    def within(self, max_turns: int) -> Self:
+        """With at most so many turns per episode."""
+        limits = self.episode_runner.limits
+        fewer = replace(limits, max_turns=min(limits.max_turns, max_turns))
+        return replace(self, episode_runner=replace(self.episode_runner, limits=fewer))
 
     async def rescored(self, group: TrajectoryGroup, step: int) -> TrajectoryGroup:
         """The same episodes with their scores at another step, before any shaping."""

@@ -189,10 +189,12 @@ class RolloutManager:
     async def _roll(self, task: Task, version: int, seed: int | None) -> _Rolled:
         """One prompt's rollouts, scored for the first update that can train them."""
         update = version + 1
-        rolled = self.rollout.run(task, self.config.rollout.n, update, seed)
+        turns = self.config.env.turns_at(update)
+        rollout = self.rollout if turns is None else self.rollout.within(turns)
+        rolled = rollout.run(task, self.config.rollout.n, update, seed)
         if not self.algorithm.greedy_baseline:
             return await rolled, None
-        greedy = replace(self.rollout, sampling=replace(self.rollout.sampling, temperature=0.0))
+        greedy = replace(rollout, sampling=replace(rollout.sampling, temperature=0.0))
         return await asyncio.gather(rolled, greedy.run(task, 1, update, seed))
 
     async def _group(self, slot: _Slot, step: int) -> TrajectoryGroup:
@@ -299,6 +301,6 @@ def check_turn_rewards(group: TrajectoryGroup, algorithm: Algorithm) -> None:
     if given and not algorithm.takes_turn_rewards:
         raise ConfigError(
             f"the environment of {group.task.id} returns turn-level rewards (StepResult.reward), but "
-            f"algorithm.name={algorithm.name} supports only one reward per episode; choose gigpo or ppo, or let the "
-            "environment return one score at the end (`judge`)"
+            f"algorithm.name={algorithm.name} supports only one reward per episode; choose matchtir, gigpo or ppo, add "
+            "algorithm.adv_estimator=matchtir, or let the environment return one score at the end (`judge`)"
         )

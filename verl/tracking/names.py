@@ -70,7 +70,12 @@ METRICS = (
     Metric("actor/computed_share", "share", "samples computed in the update; the others had zero advantage"),
     Metric("actor/clip_fraction", "share", "tokens at which the clip was active (veRL's pg_clipfrac)"),
     Metric("actor/dual_clip_fraction", "share", "tokens at which the dual clip was active"),
-    Metric("actor/selected_fraction", "share", "tokens selected by the algorithm (Clip-Cov, KL-Cov)"),
+    Metric(
+        "actor/selected_fraction",
+        "share",
+        "tokens selected by the algorithm (Clip-Cov, KL-Cov, high entropy, VAPO)",
+    ),
+    Metric("actor/off_policy_fraction", "share", "tokens of samples left out because the policy has left them (OPSM)"),
     Metric("actor/ppo_kl", "nats", "token mean of log p_old - log p: size of the step's policy change"),
     Metric("actor/kl", "nats", "token mean of the KL estimate to the reference, if KL is in the loss"),
     Metric("critic/loss", "1", "value loss"),

@@ -131,7 +131,7 @@ class Learner:
                 critic_updates.append(self.critic.update(minibatch))
             if plan.trains_policy:
                 algorithm = self._current_algorithm()
-                computed = policy_minibatch(minibatch, algorithm, plan.first_seed + number)
+                computed = policy_minibatch(minibatch, algorithm, plan.first_seed + number, self.policy.entropies)
                 # With the engine's old log-probs, only the first update sees the policy that has sampled.
                 compare_engine = algorithm.old_logprobs is OldLogprobs.TRAINER or not policy_updates
                 if self.observer is not None:

@@ -63,6 +63,11 @@ class Policy(ShardedModel):
 
     worker = PolicyWorker
 
+    def entropies(self, batch: TokenBatch) -> Floats:
+        """[A] the policy's entropies at the trained tokens."""
+        sharding = self.shard_for_scoring(batch)
+        return sharding.gathered(self.workers.scatter(PolicyWorker.entropies, sharding.shards()))
+
     def update(self, computed: TokenBatch, algorithm: Algorithm, compare_engine: bool = True) -> PolicyUpdate:
         """One optimizer step on what `policy_minibatch` returns.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample_size, engine_kl, token_weights
-from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import with_advantages
@@ -39,6 +39,11 @@ class PolicyWorker:
     def score(self, shard: Shard) -> Floats:
         """[A] log-probs of the shard's trained tokens."""
         scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
+        return torch.cat(scores).float().numpy()
+
+    def entropies(self, shard: Shard) -> Floats:
+        """[A] entropies at the shard's trained tokens."""
+        scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, True).entropy)
         return torch.cat(scores).float().numpy()
 
     def update(self, shard: Shard, algorithm: Algorithm, compare_engine: bool) -> UpdateResult:
@@ -173,7 +178,7 @@ def policy_loss(
     metrics_A = {**token.metrics_T, "entropy": output.entropy.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:
         assert packed.ref_logprobs is not None
-        divergence_A = KL_ESTIMATORS[algorithm.kl.estimator](output.logprobs, packed.ref_logprobs)
+        divergence_A = loss_divergence(algorithm.kl.estimator, output.logprobs, packed.ref_logprobs, old_A)
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         metrics_A["kl"] = divergence_A.detach()
     means = {name: (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}

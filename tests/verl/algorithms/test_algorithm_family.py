@@ -32,6 +32,7 @@ from verl.algorithms.losses.kl_cov import largest, penalty_where_selected
 from verl.algorithms.losses.policy_loss import (
     LossInputs,
     PolicyLoss,
+    SelectionInputs,
     covariances,
     policy_gradient,
     sample_means,
@@ -40,7 +41,11 @@ from verl.algorithms.losses.policy_loss import (
 from verl.algorithms.losses.sapo import soft_gated
 from verl.algorithms.overlong import Overlong
 
-ANY = torch.Generator()
+
+def selection_of(logprobs: torch.Tensor, advantages: torch.Tensor, seed: int = 0) -> SelectionInputs:
+    """Of tokens that have a reward of 1, and the advantages as entropies."""
+    generator = torch.Generator().manual_seed(seed)
+    return SelectionInputs(logprobs, advantages, torch.ones_like(advantages), generator, lambda: advantages)
 
 
 def rollouts(rewards: list[list[float]], groups: list[int], baselines: list[float] | None = None) -> AdvantageInputs:
@@ -206,14 +211,14 @@ def test_clip_cov_by_hand() -> None:
     # log-probs -4, 0, 0, 0 and advantages -2, 2, 0, 0: covariances 6, 2, 0, 0, of which one lies within 1 and 5
     logprobs, advantages = torch.tensor([-4.0, 0.0, 0.0, 0.0]), torch.tensor([-2.0, 2.0, 0.0, 0.0])
     assert covariances(logprobs, advantages).tolist() == [6.0, 2.0, 0.0, 0.0]
-    assert within_bounds(logprobs, advantages, ANY, share=1.0).tolist() == [False, True, False, False]
+    assert within_bounds(selection_of(logprobs, advantages), share=1.0).tolist() == [False, True, False, False]
     flat = torch.zeros(4)
-    assert not within_bounds(flat, flat, ANY, share=1.0).any()
+    assert not within_bounds(selection_of(flat, flat), share=1.0).any()
 
 
 def test_clip_cov_takes_its_share_and_repeats_itself() -> None:
     logprobs, advantages = torch.linspace(-4, 0, 1000), torch.linspace(-3, 3, 1000)
-    drawn = [within_bounds(logprobs, advantages, torch.Generator().manual_seed(seed), 0.02) for seed in (1, 1, 2)]
+    drawn = [within_bounds(selection_of(logprobs, advantages, seed), 0.02) for seed in (1, 1, 2)]
     assert [int(each.sum()) for each in drawn] == [20, 20, 20]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
@@ -223,8 +228,8 @@ def test_kl_cov_by_hand() -> None:
     got = learned(partial(penalty_where_selected, beta=0.5), [2.0, 2.0], [1.0, 1.0], [0, 0], [0.0, 1.0])
     close(got, [-2.0, -2.0 + 0.5 * math.log(2)], [-2.0, -1.5])
     logprobs, advantages = torch.tensor([-4.0, 0.0, 0.0, 0.0]), torch.tensor([-2.0, 2.0, 0.0, 0.0])
-    assert largest(logprobs, advantages, ANY, share=0.5).tolist() == [True, True, False, False]
-    assert largest(logprobs, advantages, ANY, share=1e-9).tolist() == [True, False, False, False]
+    assert largest(selection_of(logprobs, advantages), share=0.5).tolist() == [True, True, False, False]
+    assert largest(selection_of(logprobs, advantages), share=1e-9).tolist() == [True, False, False, False]
 
 
 def test_the_overlong_penalty_by_hand() -> None:

@@ -27,8 +27,10 @@ from verl.trainer.ppo import PPOTrainer
 
 PROMPTS, STEPS, LONGEST = 8, 4, 64
 LEAST_GAIN = 0.5  # nearly three standard deviations of what an untrained policy gains from one set of seeds to another
+_CRITIC = ["critic.optim.lr=1e-3", "critic.optim.weight_decay=0"]
 OWN = {
-    "ppo": ["critic.optim.lr=1e-3", "critic.optim.weight_decay=0"],
+    "ppo": _CRITIC,
+    "vapo": _CRITIC,
     # Of eight responses two are mostly equal best, and then none has an advantage; pairs show more of fewer responses.
     "pass_at_k": ["rollout.n=2", "trainer.total_training_steps=8"],
 }

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.verl.algorithms.test_algorithm_family import selection_of
 from toolrl.algorithms import presets
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
@@ -121,7 +122,7 @@ def loss_of(preset: Algorithm, new: Logprobs) -> tuple[float, list[float]]:
     rewards = [torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64)]
     advantages = torch.cat(preset.advantage(AdvantageInputs(rewards, torch.tensor([0, 0]))).advantages)
     old, logprobs = (torch.tensor(each, dtype=torch.float64) for each in (OLD, new))
-    selected = preset.selection(old, advantages, torch.Generator()).double() if preset.selection else None
+    selected = preset.selection(selection_of(old, advantages)).double() if preset.selection else None
     token = preset.policy_loss(
         LossInputs(logprobs.requires_grad_(), old, advantages, torch.tensor([0, 0, 1]), selected)
     )

@@ -64,7 +64,7 @@ def test_weights_never_read_from_the_device(level: Level) -> None:
     """They are computed on tensors without data."""
     values_T, sample_T = torch.empty(5, device="meta"), torch.empty(5, device="meta", dtype=torch.long)
     correction = only(rejection_level=level, token_veto=0.1)
-    if level is not Level.GEOMETRIC:
+    if level in (Level.TOKEN, Level.SEQUENCE):
         correction = replace(correction, is_level=level)
     assert token_weights(correction, values_T, values_T, sample_T).weight_T.shape == (5,)
 
@@ -136,7 +136,8 @@ def test_weights_are_within_their_bound_and_a_sample_stands_or_falls_as_one(
 
 @pytest.mark.parametrize("algorithm", presets(), ids=lambda each: each.name)
 def test_every_preset_takes_a_correction(algorithm: Algorithm) -> None:
-    assert replace(algorithm, correction=Correction()).correction == Correction()
+    corrected = replace(algorithm, correction=Correction(), old_logprobs=OldLogprobs.TRAINER)
+    assert corrected.correction == Correction()
     with pytest.raises(AssertionError, match="corrects already"):
         replace(algorithm, correction=Correction(), old_logprobs=OldLogprobs.ROLLOUT)
 

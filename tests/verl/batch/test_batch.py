@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.verl.batch.test_packing import random_samples
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.estimators.advantage import AdvantageInputs, Advantages
 from verl.algorithms.estimators.grpo import GRPO
 from verl.batch import token_batch
 from verl.batch.experience import with_advantages
@@ -154,6 +155,27 @@ def test_every_token_of_a_group_has_the_advantage_of_its_own_reward() -> None:
     np.testing.assert_allclose(column(batch.advantages), of_samples.repeat(batch.num_trained), rtol=1e-5)
 
 
+def test_parts_of_scores_by_hand() -> None:
+    """0 where a score lacks one; the estimator gets them by episode. They arrive as they were sent."""
+    task, scores = Task("t", (), "", "s"), [{"format": 1.0}, {"length": 0.5, "format": 0.25}]
+    episodes = [(turn((1,), (3, 4)), replace(turn((5,), (6,)), segment=1)), (turn((1, 2), (7,)),)]
+    played = tuple(Trajectory(task, n, turns, StopReason.STOP, Outcome.SCORED) for n, turns in enumerate(episodes))
+    batch = to_batch([TrajectoryGroup(task, played, tuple(Score(0.0, each) for each in scores), (0.0, 0.0))])
+    assert batch.parts is not None and batch.parts.dtype.names == ("format", "length")
+    assert batch.parts.tolist() == [(1.0, 0.0), (1.0, 0.0), (0.25, 0.5)]
+    seen: list[AdvantageInputs] = []
+
+    def spy(rollouts: AdvantageInputs) -> Advantages:
+        seen.append(rollouts)
+        return GRPO.advantage(rollouts)
+
+    with_advantages(batch, replace(GRPO, advantage=spy, kl=KLTerm()))
+    by_name = {name: part.tolist() for name, part in seen.pop().parts.items()}
+    assert by_name == {"format": [1.0, 0.25], "length": [0.0, 0.5]}
+    arrived = pickle.loads(pickle.dumps(batch.rows(np.array([2])), protocol=5))
+    assert arrived.parts.dtype == batch.parts.dtype and arrived.parts.tolist() == [(0.25, 0.5)]
+
+
 def test_a_shard_travels_as_bytes_of_its_arrays() -> None:
     """What is pickled for a rank: four bytes a token, one for its mask, four per trained token and column."""
     batch = numbered(5, (8,) * 200)
@@ -197,9 +219,10 @@ def test_a_shard_arrives_as_it_was_sent(
 
 
 def test_ranks_do_not_receive_what_only_advantages_need() -> None:
-    batch = replace(numbered(1, (2, 2)), baselines=np.ones(4, dtype=np.float32))
+    parts = np.ones(4, dtype=[("format", np.float32)])
+    batch = replace(numbered(1, (2, 2)), baselines=np.ones(4, dtype=np.float32), parts=parts)
     for shard in ShardedModel(Ranks(2), PackSettings()).shard(batch).shards():
-        assert shard.batch.rewards is None and shard.batch.baselines is None
+        assert shard.batch.rewards is None and shard.batch.baselines is None and shard.batch.parts is None
 
 
 def test_metrics_of_several_updates_are_combined_by_their_own_rule() -> None:

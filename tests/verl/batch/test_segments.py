@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.metric_names import known
-from tests.verl.algorithms.test_algorithm_invariances import EVERY, Table, lively
+from tests.verl.algorithms.test_algorithm_invariances import EVERY, Table, entropies, lively
 from tests.verl.batch.test_packing import batch_run, tiny_model
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import gae
@@ -223,7 +223,7 @@ def scored(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
 
 def weighted(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     """Zero advantages included."""
-    return policy_minibatch(batch, replace(algorithm, entropy_coefficient=1.0), 3)
+    return policy_minibatch(batch, replace(algorithm, entropy_coefficient=1.0), 3, entropies)
 
 
 def per_token(batch: TokenBatch) -> Any:

@@ -567,6 +567,14 @@ def test_reward_options_are_open() -> None:
         (["eval.limit=9"], "eval.limit=9 has no effect: eval.benchmarks is empty"),
         (["eval.data_dir=x"], "eval.data_dir=x has no effect"),
         (["eval.limit=0"], "eval.limit must be at least 1, got 0"),
+        (["env.turn_schedule=[[1,5]]"], "env.turn_schedule has no effect: without env.tool_call_format"),
+        *(
+            (
+                [f"env.turn_schedule={given}"],
+                "must be pairs [step, turns] of numbers from 1, in the order of steps",
+            )
+            for given in ("[[0,5]]", "[[1,0]]", "[[1]]", "[[9,5],[9,6]]", "[[9,5],[1,6]]")
+        ),
         (["trainer.health_timeout_s=0"], "trainer.health_timeout_s must be positive, got 0"),
         (
             ["algorithm.adv_estimator=grpo", "rollout.n=2", "critic.path=x"],
@@ -607,7 +615,7 @@ def test_reward_options_are_open() -> None:
         (["algorithm.max_resample_rounds=0"], "algorithm.max_resample_rounds must be at least 1"),
         (["algorithm.overlong_buffer=-1"], "algorithm.overlong_buffer must be 0 or more"),
         (["algorithm.clip_low=-3"], "algorithm.clip_low must be positive"),
-        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, abs, got 'k9'"),
+        (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator must be one of k1, k2, k3, abs, unbiased_k3, got 'k9'"),
         (["algorithm.aggregation=mean"], "algorithm.aggregation must be one of token-mean"),
         (["algorithm.kl_coefficient=nan"], "algorithm.kl_coefficient must be a finite number"),
         (["actor.optim.lr=inf"], "actor.optim.lr must be a finite number"),

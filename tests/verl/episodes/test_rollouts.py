@@ -32,9 +32,11 @@ from verl.batch.packing import Sharding
 from verl.batch.token_batch import Floats, TokenBatch
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.config.load import load_config
-from verl.config.schema import Config, DataConfig, RewardConfig, RolloutConfig
+from verl.config.schema import Config, DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from verl.data.tasks import TaskCursor, TaskStream
 from verl.episodes.collection import NoTrainableGroupsError, StepGroups
+from verl.episodes.episode import EpisodeLimits, EpisodeRunner
+from verl.episodes.group import GroupRollout
 from verl.episodes.lookahead import LookaheadController
 from verl.episodes.manager import RewardFaultError, RolloutManager, describe_faults
 from verl.rollout.engine import Sampling
@@ -153,6 +155,37 @@ def test_staleness_is_bounded_and_nothing_is_lost_or_trained_twice(
     assert max(started.values()) <= 2
     started_twice = {seed for seed, count in started.items() if count == 2}
     assert started_twice <= set(pending_at_kill) if staleness else not started_twice
+
+
+@dataclass
+class Bounded(Latent):
+    """Notes the limit of turns that it has for each update."""
+
+    limit: int | None = None
+    limits: list[tuple[int, int | None]] = field(default_factory=list)
+
+    def within(self, max_turns: int) -> Bounded:
+        return replace(self, limit=max_turns)
+
+    async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
+        self.limits.append((step, self.limit))
+        return group((0.0, 1.0), name=str(first_seed))
+
+
+def test_turns_grow_by_their_schedule() -> None:
+    engine = Bounded(random.Random(0))
+    source = rollouts(engine, GRPO)
+    env = EnvConfig(tool_call_format="native", turn_schedule=[[2, 3], [4, 5]])
+    source.config = replace(source.config, env=env)
+    asyncio.run(steps(source, 0, 5))
+    assert engine.limits == [(1, None), (2, 3), (3, 3), (4, 5), (5, 5)]
+
+
+def test_a_schedule_never_raises_the_limit_of_turns() -> None:
+    runner: Any = EpisodeRunner(None, None, EpisodeLimits(max_turns=4))  # type: ignore[arg-type]
+    whole = GroupRollout(None, None, Sampling(8), runner)  # type: ignore[arg-type]
+    assert [whole.within(turns).episode_runner.limits.max_turns for turns in (2, 9)] == [2, 4]
+    assert whole.episode_runner.limits.max_turns == 4
 
 
 def test_without_staleness_it_is_the_plain_loop() -> None:

@@ -20,14 +20,14 @@ from transformers import ByT5Tokenizer
 
 from tests.support.tiny import MINI, run_overrides, save_tiny_model
 from verl.algorithms import ALGORITHMS
-from verl.algorithms.algorithm import KLTerm
+from verl.algorithms.algorithm import KLTerm, load_preset
 from verl.algorithms.correction import Correction
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.filters import FILTERS, name_of
 from verl.algorithms.losses.policy_loss import clipped
 from verl.algorithms.losses.ppo import PPO
-from verl.algorithms.names import Aggregation, KLPlacement, Level
+from verl.algorithms.names import Aggregation, KLPlacement, Level, OldLogprobs
 from verl.algorithms.overlong import Overlong
 from verl.batch.samples import to_batch
 from verl.build.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm, check_rewards
@@ -109,9 +109,13 @@ def test_an_update_does_not_go_on_while_engines_tidy_up() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_stale_engine_is_corrected_without_being_asked_to(name: str) -> None:
-    assert build_algorithm(AlgorithmConfig(name=name), 64, 0).correction is None
-    assert build_algorithm(AlgorithmConfig(name=name), 64, 1).correction == Correction(Level.TOKEN, is_cap=2.0)
-    for off in {"correction": CorrectionConfig(is_level="none")}, {"old_logprobs": "rollout"}:
+    """Unless its ratio is to the engine's log-probs, which corrects already."""
+    preset = load_preset(name)
+    assert build_algorithm(AlgorithmConfig(name=name), 64, 0).correction == preset.correction
+    usual = Correction(Level.TOKEN, is_cap=2.0) if preset.old_logprobs is OldLogprobs.TRAINER else None
+    assert build_algorithm(AlgorithmConfig(name=name), 64, 1).correction == (preset.correction or usual)
+    nothing = CorrectionConfig(is_level="none", rejection_level="none")
+    for off in {"correction": nothing}, {"old_logprobs": "rollout"}:
         assert build_algorithm(AlgorithmConfig(name=name, **off), 64, 1).correction is None  # type: ignore[arg-type]
 
 
@@ -295,6 +299,17 @@ def test_unmet_requirements_of_an_algorithm_are_an_error() -> None:
     check_algorithm(build_algorithm(gigpo.algorithm, 64, 0), gigpo)
     check_rewards(build_algorithm(gigpo.algorithm, 64, 0), [Ranks()])
     check_rewards(build_algorithm(remax.algorithm, 64, 0), [build_reward("math")])
+
+
+def test_a_ratio_to_the_engines_log_probs_needs_them_of_all_tokens() -> None:
+    config = load_config(["algorithm.name=ipo", "rollout.n=2"])
+    check_algorithm(build_algorithm(config.algorithm, 64, 0), config)
+    watching = replace(config, env=replace(config.env, train_on_observations=True))
+    agent = replace(config.env, name="agent", tool_call_format="native", options={"on_sampling": "honor"})
+    for each in (watching, replace(config, env=agent)):
+        with pytest.raises(ConfigError, match=r"algorithm\.name=ipo takes the engine's log-probs; .* unusable"):
+            check_algorithm(build_algorithm(config.algorithm, 64, 0), each)
+        check_algorithm(build_algorithm(replace(config.algorithm, old_logprobs="trainer"), 64, 0), each)
 
 
 @pytest.mark.parametrize(

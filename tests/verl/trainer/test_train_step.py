@@ -33,6 +33,7 @@ from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.estimators.reinforce_pp import reinforce_pp
 from verl.algorithms.estimators.toolrl_grpo import TOOLRL_GRPO
 from verl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL
+from verl.algorithms.losses.policy_loss import SelectionInputs
 from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.batch.experience import (
@@ -247,6 +248,21 @@ def test_more_epochs_go_over_the_same_minibatches_with_the_log_probs_before_the_
     assert len(updates) == 6 and updates[:2] == updates[2:4] == updates[4:] and updates[0] != updates[1]
 
 
+def test_tokens_are_selected_by_the_entropies_that_each_update_begins_with() -> None:
+    """Two updates: those of the second are of the policy that the first one made."""
+    seen: list[Tensor] = []
+
+    def spy(inputs: SelectionInputs) -> Tensor:
+        seen.append(inputs.entropies())
+        return torch.ones(len(seen[-1]), dtype=torch.bool)
+
+    learning = trainer(replace(PLAIN, selection=spy), minibatches=1)
+    learning.learner.config = with_epochs(learning.learner.config, 2)
+    metrics = stepped(learning)
+    assert not torch.equal(*seen)
+    assert metrics["actor/entropy"] == pytest.approx(float(torch.cat(seen).mean()), rel=1e-5)
+
+
 def test_cut_samples_are_trained_on_from_the_whole_distribution() -> None:
     """The engine's log-probs are higher than the trainer's by -log of what it keeps; the update's ratio begins at 1."""
     learning = trainer(PLAIN, minibatches=1)
@@ -271,6 +287,7 @@ def test_kl_in_the_reward_takes_its_estimator(estimator: str) -> None:
         "k2": [each * each / 2 for each in log_ratios],
         "k3": [math.exp(each) - each - 1 for each in log_ratios],
         "abs": [abs(each) for each in log_ratios],
+        "unbiased_k3": [math.exp(each) - each - 1 for each in log_ratios],  # its ratio is 1
     }[estimator]
     last = 1.0 - 0.5 * by_hand[1]
     returns = torch.tensor([last - 0.5 * by_hand[0], last])

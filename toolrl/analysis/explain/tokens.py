@@ -16,7 +16,7 @@ from toolrl.analysis.report.loss import ComputedLoss, why_not_computed
 from toolrl.analysis.samples.sample_files import KeptSample, StepSamples
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import Correction, token_weights
-from verl.algorithms.kl import KL_ESTIMATORS
+from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss
 from verl.algorithms.names import KLPlacement, Level, OldLogprobs
 from verl.text import counted
@@ -107,9 +107,14 @@ def _rejections(correction: Correction, gap_A: Tensor) -> list[str]:
     """
     lines = []
     if correction.rejection_level is not None:
-        of = {Level.TOKEN: "of the token", Level.SEQUENCE: "of the sequence", Level.GEOMETRIC: "as a geometric mean"}
+        of = {
+            Level.TOKEN: "the ratio of the token",
+            Level.SEQUENCE: "the ratio of the sequence",
+            Level.GEOMETRIC: "the ratio as a geometric mean",
+            Level.BINARY_KL: "e^KL of the token",
+        }
         bounds = f"{correction.rejection_lower:g} to {correction.rejection_upper:g}"
-        lines.append(f"rejection: weight 0 where the ratio {of[correction.rejection_level]} is not from {bounds}")
+        lines.append(f"rejection: weight 0 where {of[correction.rejection_level]} is not from {bounds}")
     if correction.token_veto is not None:
         lines.append(
             f"veto: weight 0 on all tokens if the ratio of one is below {correction.token_veto:g} "
@@ -140,7 +145,8 @@ def _token_losses(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Al
     if algorithm.entropy_coefficient:
         terms.append(f"- {algorithm.entropy_coefficient:g} * entropy")
     if algorithm.kl.placement is KLPlacement.LOSS:
-        kl_A = KL_ESTIMATORS[algorithm.kl.estimator](columns["logprobs"], columns["ref_logprobs"])
+        logprobs_A, old_A = columns["logprobs"], _old_logprobs(columns, algorithm)
+        kl_A = loss_divergence(algorithm.kl.estimator, logprobs_A, columns["ref_logprobs"], old_A)
         loss_A = loss_A + algorithm.kl.coefficient * kl_A
         terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
     return loss_A, terms

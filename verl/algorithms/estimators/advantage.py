@@ -5,8 +5,8 @@ Every estimator maps an `AdvantageInputs` to an `Advantages`. The tensors hold t
 one prompt, L trained tokens of one episode, in all of its segments.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,13 +25,14 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The estimator's view of a batch. The last three fields are set where the algorithm requests them."""
+    """The estimator's view of a batch. Values, baselines and turns are set where the algorithm requests them."""
 
     token_rewards: list[Tensor]  # [B][L]; an episode's reward is their sum
     group_B: Tensor  # [B] group id: the prompt that each episode belongs to
     values: list[Tensor] | None = None  # [B][L] value estimates of the critic
     baseline_B: Tensor | None = None  # [B] the reward of the greedy response to each episode's prompt
     turns: list[Turns] | None = None  # [B]
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # [B] the parts of each episode's score, by name
 
     @property
     def rewards(self) -> Tensor:
@@ -85,6 +86,11 @@ def group_normalized(rewards_G: Tensor, divide_by_std: bool = True) -> Tensor:
     return advantages_G.to(rewards_G.dtype)
 
 
+def compared(returns_G: Tensor, divide_by_std: bool = True) -> Tensor:
+    """[G] `group_normalized`, but 0 for a group of one: there is nothing to compare it with."""
+    return torch.zeros_like(returns_G) if returns_G.numel() == 1 else group_normalized(returns_G, divide_by_std)
+
+
 def apply_per_group(group_N: Tensor, estimate: Callable[..., Tensor], *values_N: Tensor) -> Tensor:
     """[N] `estimate` applied to each group, on the group's slice of every tensor of `values_N`."""
     order_N = group_N.argsort(stable=True)
@@ -119,18 +125,30 @@ def turn_returns(rewards_L: Tensor, turns: Turns, gamma: float) -> Tensor:
     return returns_to_go(rewards_N, gamma)
 
 
-def gae(rollouts: AdvantageInputs, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def gae(
+    rollouts: AdvantageInputs,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lam: float | None = None,
+    length_alpha: float | None = None,
+) -> Advantages:
     """Generalized advantage estimation (arXiv 1506.02438), whitened over all trained tokens of the batch, as in PPO.
 
     delta_t = r_t + gamma * V_{t+1} - V_t, with V = 0 after the last token
     A_t = delta_t + gamma * lam * A_{t+1};  the critic's target is A_t + V_t, before whitening
+
+    critic_lam: lambda of the critic's target, if it is another one (VC-PPO, arXiv 2503.01491); length_alpha: an episode
+    of L tokens has lambda 1 - 1 / (length_alpha * L), at least 0, in place of `lam` (VAPO, arXiv 2504.05118)
     """
     assert rollouts.values is not None, "GAE needs a critic"
-    raw = []
+    raw, returns = [], []
     for rewards_L, values_L in zip(rollouts.token_rewards, rollouts.values, strict=True):
         next_values_L = torch.cat([values_L[1:], values_L.new_zeros(1)])[: len(values_L)]
-        raw.append(returns_to_go(rewards_L + gamma * next_values_L - values_L, gamma * lam))
-    returns = [advantages_L + values_L for advantages_L, values_L in zip(raw, rollouts.values, strict=True)]
+        deltas_L = rewards_L + gamma * next_values_L - values_L
+        own = lam if length_alpha is None else max(0.0, 1.0 - 1.0 / (length_alpha * max(1, len(values_L))))
+        raw.append(returns_to_go(deltas_L, gamma * own))
+        target_L = raw[-1] if critic_lam is None else returns_to_go(deltas_L, gamma * critic_lam)
+        returns.append(target_L + values_L)
     return whitened(raw, returns)
 
 

@@ -15,13 +15,13 @@ transcript, a state the observation appended to it, and only equal states form a
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.estimators.advantage import (
     AdvantageInputs,
     Advantages,
     apply_per_group,
+    compared,
     group_advantage,
     group_normalized,
     turn_returns,
@@ -35,12 +35,9 @@ def gigpo(
     """Episode-level advantages plus turn-level advantages among turns in the same state."""
     assert rollouts.turns is not None, "GiGPO needs the turns of episodes"
     returns = [turn_returns(*each, gamma) for each in zip(rollouts.token_rewards, rollouts.turns, strict=True)]
-
-    def compared(returns_G: Tensor) -> Tensor:
-        return torch.zeros_like(returns_G) if returns_G.numel() == 1 else group_normalized(returns_G, divide_by_std)
-
+    by_state = partial(compared, divide_by_std=divide_by_std)
     state_N = torch.cat([turns.state_N for turns in rollouts.turns])
-    turn_advantages = apply_per_group(state_N, compared, torch.cat(returns)).split([len(each) for each in returns])
+    turn_advantages = apply_per_group(state_N, by_state, torch.cat(returns)).split([len(each) for each in returns])
     episodes = group_advantage(rollouts, partial(group_normalized, divide_by_std=divide_by_std)).advantages
     samples = zip(episodes, turn_advantages, rollouts.turns, strict=True)
     return Advantages([episode_L + turn_weight * turn_N[turns.turn_L] for episode_L, turn_N, turns in samples])

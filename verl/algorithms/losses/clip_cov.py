@@ -18,23 +18,16 @@ from torch import Tensor
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
-from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, clipped, covariances, token_loss
+from verl.algorithms.losses.policy_loss import LossInputs, SelectionInputs, TokenLoss, clipped, covariances, token_loss
 
 
-def within_bounds(
-    logprobs_N: Tensor,
-    advantages_N: Tensor,
-    generator: torch.Generator,
-    share: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-) -> Tensor:
+def within_bounds(inputs: SelectionInputs, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """[N] a random subset of the tokens with low < covariance < high: `share` of all tokens, at least one."""
-    covariances_N = covariances(logprobs_N, advantages_N)
+    covariances_N = covariances(inputs.logprobs_N, inputs.advantages_N)
     candidates = ((covariances_N > low) & (covariances_N < high)).nonzero().squeeze(-1)
-    order = torch.randperm(len(candidates), generator=generator)
-    chosen_N = torch.zeros(len(logprobs_N), dtype=torch.bool)
-    chosen_N[candidates[order[: max(1, int(share * len(logprobs_N)))]]] = True
+    order = torch.randperm(len(candidates), generator=inputs.generator)
+    chosen_N = torch.zeros(len(covariances_N), dtype=torch.bool)
+    chosen_N[candidates[order[: max(1, int(share * len(covariances_N)))]]] = True
     return chosen_N
 
 

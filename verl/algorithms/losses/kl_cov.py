@@ -17,14 +17,22 @@ from torch import Tensor
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.estimators.advantage import grpo
 from verl.algorithms.filters import zero_variance
-from verl.algorithms.losses.policy_loss import LossInputs, TokenLoss, covariances, log_ratios, token_loss
+from verl.algorithms.losses.policy_loss import (
+    LossInputs,
+    SelectionInputs,
+    TokenLoss,
+    covariances,
+    log_ratios,
+    token_loss,
+)
 
 
-def largest(logprobs_N: Tensor, advantages_N: Tensor, generator: torch.Generator, share: float = 2e-3) -> Tensor:
+def largest(inputs: SelectionInputs, share: float = 2e-3) -> Tensor:
     """[N] the `share` of all tokens with the largest covariances, at least one. Deterministic."""
-    chosen_N = torch.zeros(len(logprobs_N), dtype=torch.bool)
-    count = min(len(logprobs_N), max(1, int(share * len(logprobs_N))))
-    chosen_N[covariances(logprobs_N, advantages_N).topk(count).indices] = True
+    covariances_N = covariances(inputs.logprobs_N, inputs.advantages_N)
+    chosen_N = torch.zeros(len(covariances_N), dtype=torch.bool)
+    count = min(len(chosen_N), max(1, int(share * len(chosen_N))))
+    chosen_N[covariances_N.topk(count).indices] = True
     return chosen_N
 
 

@@ -21,7 +21,18 @@ class LossInputs:
     old_logprobs_T: Tensor  # old policy, the denominator of the ratio
     advantages_T: Tensor
     sample_T: Tensor  # index of the sample that each token belongs to; samples are never split over packs
-    selected_T: Tensor | None = None  # 1.0 where `Algorithm.selection` selected the token, else 0.0
+    selected_T: Tensor | None = None  # the weights of `Algorithm.selection`: 0 where it did not select the token
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionInputs:
+    """What tokens of a mini-batch are selected by. N: its trained tokens."""
+
+    logprobs_N: Tensor  # in the denominator of the ratio
+    advantages_N: Tensor
+    rewards_N: Tensor  # of the token's episode
+    generator: torch.Generator
+    entropies: Callable[[], Tensor]  # [N] of the policy before the update; a forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,8 @@ class TokenLoss:
     ratio_T: Tensor | None = None
 
 
-# Must have zero gradient where all advantages of a sample are zero: such samples may be skipped.
+# Where all advantages of a sample are zero its gradient must be, too: such samples may be skipped, unless the algorithm
+# has `learns_without_advantage`.
 PolicyLoss = Callable[[LossInputs], TokenLoss]
 
 
@@ -69,6 +81,14 @@ def surrogate(inputs: LossInputs, ratio_T: Tensor, clip_low: float, clip_high: f
 def policy_gradient(inputs: LossInputs) -> TokenLoss:
     """REINFORCE (Williams 1992): -A log p, without importance sampling: meant for on-policy updates."""
     return token_loss(-inputs.advantages_T * inputs.logprobs_T, ppo_kl=-log_ratios(inputs))
+
+
+def within_trust_region(inputs: LossInputs, kept_T: Tensor, ratio_cap: float) -> TokenLoss:
+    """-stop(min(r, cap)) * A * log p where `kept_T`, else 0: REINFORCE with truncated ratios r = p / p_old."""
+    log_ratio_T = log_ratios(inputs)
+    ratio_T = log_ratio_T.detach().exp()
+    loss_T = -inputs.advantages_T * ratio_T.clamp(max=ratio_cap) * inputs.logprobs_T * kept_T
+    return token_loss(loss_T, ratio_T, clip_fraction=~kept_T, ppo_kl=-log_ratio_T)
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:

@@ -6,6 +6,7 @@
 r_t is the episode reward on the last token, plus each turn's reward on that turn's last token. ToolRL uses
 gamma = lam = 1, k1 in the reward at 0.001 and an entropy bonus of 0.001. Implementations differ in the tool tokens
 between turns: OpenRLHF sets their values to 0 and runs GAE through them; here, as in veRL, GAE skips them.
+`options.critic_lam` is another lambda for the critic's target, `options.length_alpha` one by length (see `vapo`).
 """
 
 from functools import partial

@@ -248,7 +248,9 @@ def test_a_batch_comes_back_bit_for_bit(
         for ids, mask, logprobs in [zip(*each, strict=True)]
     ]
     batch = batch_of(samples, np.arange(len(samples), dtype=np.float32) if with_baselines else None)
-    batch = replace(batch, episodes=np.arange(len(samples)) // 2 if with_segments else None)
+    parts = np.array([(each,) for each in range(len(samples))], dtype=[("format", np.float32)])
+    parts_or_none = parts if with_baselines else None
+    batch = replace(batch, episodes=np.arange(len(samples)) // 2 if with_segments else None, parts=parts_or_none)
     metrics, recorder = {"actor/loss": 0.1, "actor/lr": math.inf}, {"settings": {"a.b": [1]}, "made_by": {"code": "x"}}
     record = Record(step=7, batch=batch, kl_coefficient=kl, metrics=metrics, **recorder)
     with TemporaryDirectory() as folder:
