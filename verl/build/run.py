@@ -55,7 +55,7 @@ from verl.scoring.rewards import Rewards, build_rewards
 from verl.single_controller.group import WorkerGroup, WorkerView
 from verl.single_controller.ray import Cluster
 from verl.tracking.console import Display
-from verl.tracking.flops import DecoderShape, peak_flops
+from verl.tracking.flops import FROZEN, TRAINING, DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
@@ -228,7 +228,7 @@ def start_run(
                 workers,
                 processes.scorer,
                 PhaseTimer(display.phase),
-                build_meter(workers.trainer, device),
+                build_meter(workers.trainer, device, config.lora.enabled),
             )
             if (build_keeper := hooks.SAMPLES.find()) is not None:
                 decode = inputs.episode_runner.chat.tokenizer.decode
@@ -423,14 +423,14 @@ def _check_batch(config: Config, num_tasks: int) -> None:
         )
 
 
-def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
+def build_meter(workers: WorkerGroup, device: str, adapter: bool = False) -> Meter | None:
     """The MFU meter; None on CPU, whose peak FLOP/s is unknown."""
     if device == "cpu":
         return None
     info: ModelInfo = workers.call(TrainingRank.model_info)[0]
     sizes = info.parameters, info.layers, info.attention_width, info.head_parameters, info.selecting_parameters
     shape = DecoderShape(*sizes)
-    return Meter(shape, peak_flops(info.device), workers.size)
+    return Meter(shape, peak_flops(info.device), workers.size, FROZEN if adapter else TRAINING)
 
 
 def build_weight_sync(

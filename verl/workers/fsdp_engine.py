@@ -145,7 +145,9 @@ class FSDPEngine:
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
         self.num_shards = mesh.shape[-1]
-        self.unsharded = self.num_shards == 1  # then resharding would only cost another copy
+        whole = all(parameter.requires_grad for parameter in module.parameters())
+        # Then resharding would only cost another copy. One of frozen weights is more than all states of an adapter.
+        self.unsharded = self.num_shards == 1 and whole
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not self.unsharded)
         self.module = module
