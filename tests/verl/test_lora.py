@@ -22,6 +22,7 @@ from tests.support.weight_sync import sync
 from tests.verl.batch.test_packing import random_samples
 from tests.verl.rollout.test_hf_engine import trainer_logprobs
 from tests.verl.workers.conftest import group  # noqa: F401  a fixture
+from toolrl.check.preflight.local_group import LocalGroup
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import with_loss_weights
 from verl.batch.packing import Shard, make_units
@@ -33,7 +34,9 @@ from verl.config.schema import LoraConfig
 from verl.errors import ConfigError, EngineError
 from verl.lora import Lora, adapter_tensors, add_adapter, base_alone, lora_of, save_adapter, target_modules
 from verl.rollout.engine import Sampling
-from verl.rollout.hf_engine import load_hf_engine
+from verl.rollout.hf_engine import HFEngine, load_hf_engine
+from verl.trainer.policy import PackSettings, Policy
+from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import NUM_SLOTS
 from verl.transfer.shared_memory import ByReference
 from verl.workers.checkpoint_reader import TensorReader
@@ -244,6 +247,31 @@ def test_an_adapter_sync_sends_nothing_else(model_path: Path, group: None) -> No
     assert [name for each in layouts[0].slices for name in each.names] == [name for name, _ in adapter_tensors(model)]
     worker.send_bucket(0)
     assert worker.end_weight_sync() is None
+
+
+class Keeping(HFEngine):
+    """An engine that keeps the adapter it has."""
+
+    async def load_bucket(self, layout: Any, *handles: Any) -> None:
+        """Nothing arrives."""
+
+
+@pytest.mark.parametrize("kind", [HFEngine, Keeping])
+def test_the_canary_notices_an_old_adapter(kind: type[HFEngine], model_path: Path, group: None) -> None:  # noqa: F811
+    model = adapted(model_path)
+    policy = Policy(LocalGroup(PolicyWorker(engine_of(model), 1.0, sends_adapter=True)), PackSettings())
+    engine = load_hf_engine(str(model_path), torch.float32, "cpu", 8, lora=LORA)
+    engine.__class__ = kind
+    layouts = policy.connect([ByReference], torch.float32, 2**30)
+    sampling, probes = Sampling(8, seed=0), [tuple(each) for each in PROMPTS]
+    made = WeightSync(policy=policy, engine=engine, layouts=layouts, probes=probes, sampling=sampling, tolerance=1e-3)
+    assert asyncio.run(made.sync(0)) < 1e-4  # B = 0, as in the engine
+    shake(model, 1)
+    if kind is HFEngine:
+        assert asyncio.run(made.sync(1)) < 1e-4
+        return
+    with pytest.raises(StaleEngineError, match="stale weights or different numerics"):
+        asyncio.run(made.sync(1))
 
 
 def experts() -> PreTrainedModel:

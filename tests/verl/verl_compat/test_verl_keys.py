@@ -659,7 +659,7 @@ MODEL = "actor_rollout_ref.model"
 
 
 @pytest.mark.parametrize(
-    ("words", "rank", "alpha", "targets", "path"),
+    ("written", "rank", "alpha", "targets", "path"),
     [
         ([f"{MODEL}.lora_rank=32"], 32, 16, None, None),
         ([f"{MODEL}.lora_rank=32", f"{MODEL}.lora_alpha=64"], 32, 64, None, None),
@@ -670,6 +670,6 @@ MODEL = "actor_rollout_ref.model"
         ([f"{MODEL}.lora_alpha=64"], None, None, None, None),
     ],
 )
-def test_adapters(words: list[str], rank: int, alpha: float, targets: list[str], path: str) -> None:
-    lora = load_config(words).lora
+def test_adapters(written: list[str], rank: int, alpha: float, targets: list[str], path: str) -> None:
+    lora = load_config(written).lora
     assert (lora.rank, lora.alpha, lora.targets, lora.path) == (rank, alpha, targets, path)
