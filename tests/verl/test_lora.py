@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from peft import PeftModel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,10 +25,11 @@ from tests.support.weight_sync import sync
 from tests.verl.batch.test_packing import random_samples
 from tests.verl.rollout.test_hf_engine import trainer_logprobs
 from tests.verl.workers.conftest import group  # noqa: F401  a fixture
+from tests.verl.workers.test_fused import FORMULAS
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.algorithms.names import Aggregation
 from verl.batch.experience import with_loss_weights
-from verl.batch.packing import Shard, make_units
+from verl.batch.packing import Shard, assign, make_units, pack
 from verl.batch.samples import batch_of
 from verl.build.ranks import check_adapter
 from verl.config.commands import SFT, TRAIN, Command
@@ -42,6 +46,7 @@ from verl.transfer.shared_memory import ByReference
 from verl.workers.checkpoint_reader import TensorReader
 from verl.workers.export import export_adapter, export_hf
 from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.fused import fuse
 from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker, sft_loss
@@ -404,3 +409,36 @@ def test_what_the_model_or_vllm_cannot_have_is_refused_before_the_start(
     assert "merged_share" not in caplog.text
     check_adapter(load_config([model, "lora.rank=513", "lora.sync=merged"]))
     assert "lora.sync=merged: weights in bfloat16 round small updates" in caplog.text
+
+
+def train_rank(rank: int, world: int, folder: str, model_path: str) -> None:
+    """Two updates of an adapter on this rank's packs; with several ranks layers use kernels by their formulas."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    model = load_causal_lm(model_path, torch.float64)
+    assert world == 1 or fuse(model, FORMULAS).layers == 2
+    add_adapter(model, LORA)
+    module = PackedPolicy(model)
+    settings = OptimizerSettings(lr=1e-2)
+    engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (world,)), settings, torch.float64)
+    batch = with_loss_weights(batch_of(random_samples(5, (4, 1, 3, 2))), Aggregation.TOKEN_MEAN)
+    dealt = assign(make_units(batch, True, 60), 60, num_ranks=world)
+    packs = [pack(units, batch) for units in dealt[rank::world]]
+    results = [engine.update(packs, sft_loss) for _ in range(2)]
+    weights = full_weights(engine)
+    if rank == 0:
+        torch.save((results[1].loss, results[1].grad_norm, weights), f"{folder}/{world}.pt")
+    del engine, module
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_two_ranks_with_kernels_train_the_adapter_of_one_without(model_path: Path, tmp_path: Path) -> None:
+    for world in (1, 2):
+        mp.spawn(train_rank, (world, str(tmp_path), str(model_path)), nprocs=world)
+    (loss, norm, weights), (other_loss, other_norm, others) = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
+    assert (other_loss, other_norm) == pytest.approx((loss, norm), rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, atol=1e-5, rtol=1e-5)
