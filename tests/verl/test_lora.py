@@ -6,10 +6,13 @@ import asyncio
 import gc
 import json
 import logging
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +42,7 @@ from verl.errors import ConfigError, EngineError
 from verl.lora import Lora, adapter_tensors, add_adapter, base_alone, lora_of, save_adapter, target_modules
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine, load_hf_engine
+from verl.single_controller.group import WorkerContext
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import NUM_SLOTS
@@ -50,6 +54,7 @@ from verl.workers.fused import fuse
 from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker, sft_loss
+from verl.workers.rank import RankSpec, build_rank
 
 VOCABULARY = 97
 LORA = Lora(rank=4, alpha=8.0, targets=("all-linear",))
@@ -442,3 +447,34 @@ def test_two_ranks_with_kernels_train_the_adapter_of_one_without(model_path: Pat
     assert (other_loss, other_norm) == pytest.approx((loss, norm), rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(others[name], weight, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def context() -> Iterator[WorkerContext]:
+    """Of a rank that makes its own process group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    yield WorkerContext(0, 1, port=port)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def test_a_critic_trains_its_adapter_and_its_head(model_path: Path, context: WorkerContext) -> None:
+    settings = OptimizerSettings(lr=1e-2)
+    path = str(model_path)
+    spec = RankSpec(path, torch.bfloat16, 1.0, settings, LORA, critic_path=path, critic_optimizer=settings)
+    rank = build_rank(replace(spec, with_reference=True), context)
+    assert rank.critic is not None and rank.reference is not None and rank.reference.engine is rank.policy.engine
+    engine = rank.critic.engine
+    before = full_weights(engine)
+    batch = batch_of(random_samples(3))
+    ones = np.ones(int(batch.num_trained.sum()), dtype=np.float32)
+    batch = with_loss_weights(replace(batch, values=0 * ones, returns=ones), Aggregation.TOKEN_MEAN)
+    losses = [rank.critic.update(Shard(batch, [make_units(batch, True, 200)])).loss for _ in range(3)]
+    after = full_weights(engine)
+    changed = {name for name, full in after.items() if not torch.equal(full, before[name])}
+    assert changed == {name for name in before if ".lora_" in name} | {"value_head.weight"}
+    assert losses[2] < losses[0]
+    assert {full.dtype for name, full in after.items() if name in changed} == {torch.float32}
+    assert {full.dtype for name, full in after.items() if name not in changed} == {torch.bfloat16}

@@ -373,6 +373,10 @@ def _read_lora(result: Translation) -> None:
     rank, path = result.take("model.lora_rank"), result.take("model.lora_adapter_path")
     result.move(rank, "lora.rank", "model.lora_rank")
     result.move(path, "lora.path", "model.lora_adapter_path")
+    if (of_critic := result.take("critic.model.lora_rank")) not in (None, 0, rank):
+        raise ConfigError(
+            f"{spelled('critic.model.lora_rank')}={of_critic} must equal lora.rank={rank}, which covers both"
+        )
     if not rank and path is None:
         for name in ("model.lora_alpha", "model.target_modules"):
             result.ignore(name, "without lora_rank all weights are trained")

@@ -70,6 +70,7 @@ INTERPRETED: Mapping[str, str] = {
     "model.lora_alpha": "`lora.alpha` (default: veRL's 16), with `lora_rank`",
     "model.target_modules": "`lora.targets`, with `lora_rank`",
     "model.lora_adapter_path": "`lora.path`",
+    "critic.model.lora_rank": "`lora.rank`, to which it must be equal, or 0: both models have adapters, or none",
     "actor.clip_ratio": "`algorithm.clip_low` and `algorithm.clip_high`",
     "actor.use_kl_loss": "`algorithm.kl_placement`: `loss` where true, else `reward`",
     "actor.kl_loss_coef": "`algorithm.kl_coefficient`, if KL is in the loss",
@@ -163,7 +164,6 @@ class Only:
 
 
 _MEGATRON_LORA = "adapters of Megatron's; set `lora.rank`"
-_CRITIC_LORA = "a critic trains all weights"
 _MOE = "no expert parallelism"
 _QUANTIZED = "no quantized training or rollouts"
 _PROFILER = "no profiler"
@@ -185,13 +185,12 @@ ABSENT_FEATURES: Mapping[str, Only] = {
         }.items()
     },
     **{
-        f"{group}.lora.{key}": Only(default, why)
-        for group, why in {"model": _MEGATRON_LORA, "critic.model": _CRITIC_LORA}.items()
+        f"{group}.lora.{key}": Only(default, _MEGATRON_LORA)
+        for group in ("model", "critic.model")
         for key, default in {"rank": 0, "adapter_path": None}.items()
     },
     "model.exclude_modules": Only(None, "set `lora.targets` to the layers that have an adapter"),
-    "critic.model.lora_rank": Only(0, _CRITIC_LORA),
-    "critic.model.lora_adapter_path": Only(None, _CRITIC_LORA),
+    "critic.model.lora_adapter_path": Only(None, "a critic's adapter starts at zero"),
     **{
         f"{group}.{key}": only
         for group in ("actor", "critic")

@@ -5,7 +5,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class RankSpec:
     compute_dtype: torch.dtype
     temperature: float
     optimizer: OptimizerSettings
-    lora: Lora | None = None  # the policy's adapter, which is trained in place of its weights
+    lora: Lora | None = None  # the policy's adapter, which is trained in place of its weights; a critic's is alike
     with_reference: bool = False
     tokenizer_path: str | None = None  # for exported models; default: model_path
     critic_path: str | None = None  # None: no critic
@@ -216,7 +216,8 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
         reference = PolicyWorker(engine, spec.temperature)
     if spec.critic_path is not None:
         settings, offload = spec.critic_optimizer, spec.critic_offload
-        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload)
+        lora = spec.lora and replace(spec.lora, path=None)  # the path is that of the policy's
+        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload, lora)
         critic = CriticWorker(engine, spec.cliprange_value)
     rank = TrainingRank(spec, policy, reference, critic)
     if number := rank.layers_to_checkpoint():
@@ -290,6 +291,8 @@ def _engine(
     if lora is not None:
         add_adapter(model, lora, spec.seed)  # after the kernels, which look for plain linear layers
     module = wrapper(model).to(spec.device)
+    if lora is not None and isinstance(module, PackedCritic):
+        module.value_head.float()  # which is trained like the adapter
     if isinstance(module, PackedPolicy):
         module.fused = spec.fused_kernels != "none"
         if spec.device == "cuda":

@@ -490,7 +490,7 @@ def test_verls_default_of_an_absent_feature_is_taken_and_another_is_refused_by_i
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("critic.model.lora_rank=16", "a critic trains all weights"),
+        ("critic.model.lora_adapter_path=there", "a critic's adapter starts at zero"),
         ("actor_rollout_ref.model.lora.rank=16", "adapters of Megatron's; set lora.rank"),
         ("actor_rollout_ref.model.exclude_modules=[q_proj]", "set lora.targets"),
         ("actor_rollout_ref.model.override_config.attn_implementation=eager", "the configuration is that of the model"),
@@ -656,6 +656,14 @@ def test_a_mini_batch_above_the_batch_is_refused_in_both_spellings(mini: str) ->
 
 
 MODEL = "actor_rollout_ref.model"
+
+
+def test_one_rank_covers_policy_and_critic() -> None:
+    assert load_config([f"{MODEL}.lora_rank=8", "critic.model.lora_rank=8"]).lora.rank == 8
+    with pytest.raises(ConfigError, match=r"critic.model.lora_rank=16 must equal lora.rank=8, which covers both"):
+        load_config([f"{MODEL}.lora_rank=8", "critic.model.lora_rank=16"])
+    with pytest.raises(ConfigError, match=r"critic.model.lora_rank=16 must equal lora.rank=None"):
+        load_config(["critic.model.lora_rank=16"])
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ class Plan:
         passes = self.score_passes
         cost = FROZEN if self.policy.adapter else TRAINING
         epochs = config.actor.ppo_epochs * (cost + checkpointed)
-        parameters = self.policy.trained + (self.critic.parameters if self.critic else 0)
+        parameters = self.policy.trained + (self.critic.trained if self.critic else 0)
         sent = self.policy.trained if config.lora.sync == "adapter" else self.policy.parameters
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
@@ -444,7 +444,7 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
         key = "model.path" if config.critic.path is None else "critic.path"
         path = config.critic.path or config.model.path
         check_packs(path, longest, key)
-        critic = read_shape(path, PackedCritic, key)
+        critic = read_shape(path, PackedCritic, key, lora_of(config.lora))
         check_head_size(critic.head_size, key, on_cpu, None, dtype)
     return Plan(config, algorithm, policy, critic, lengths, hardware)
 
