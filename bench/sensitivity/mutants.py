@@ -65,8 +65,8 @@ MUTANTS = (
         "gae_without_lambda",
         "GAE discounts by gamma alone.",
         _ADVANTAGE,
-        "- values_L, gamma * lam))",
-        "- values_L, gamma))",
+        "raw.append(returns_to_go(deltas_L, gamma * own))",
+        "raw.append(returns_to_go(deltas_L, gamma))",
     ),
     _of_algorithms(
         "whitened_by_variance",

@@ -16,6 +16,7 @@ from verl.chat.template import ChatTemplate
 from verl.config.schema import Config, ModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.host.scratch import scratch_folder
+from verl.lora import lora_of
 from verl.pretrained import check_weights, read_model_config, read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.gpu_share import ALONE, ENGINE_CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
@@ -39,8 +40,9 @@ async def start_engine(
     """
     if seat.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
-    dtype, model = engine_dtype(config), config.model
+    dtype, model, lora = engine_dtype(config), config.model, lora_of(config.lora)
     assert model.path is not None
+    adapter = None if lora is None or lora.merged else lora
     # Only multi-turn episodes stop at strings, for which the engine needs a tokenizer.
     tokenizer_path = (model.tokenizer_path or model.path) if config.env.multi_turn else None
     if config.rollout.name == "hf":
@@ -48,7 +50,8 @@ async def start_engine(
 
         torch.set_num_threads(threads_of(config))
         tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else None
-        return load_hf_engine(model.path, DTYPES[dtype], device, config.rollout.max_num_seqs or MAX_BATCH, tokenizer)
+        batch = config.rollout.max_num_seqs or MAX_BATCH
+        return load_hf_engine(model.path, DTYPES[dtype], device, batch, tokenizer, adapter)
     from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 
     options = dict(config.rollout.engine_options)
@@ -67,6 +70,7 @@ async def start_engine(
             max_num_seqs=config.rollout.max_num_seqs,
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
             speculation=speculation(config.rollout, device),
+            lora=adapter,
             enforce_eager=eager,
             options=options,
             num_threads=threads_of(config),

@@ -14,6 +14,7 @@ from verl.build.algorithm import needs_reference
 from verl.build.threads import threads_of
 from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError
+from verl.lora import RANKS, check_targets, lora_of
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.workers.fsdp_engine import Offload
 from verl.workers.memory import PackShape, pack_tokens
@@ -54,6 +55,21 @@ def sees_gpu(config: TrainerConfig) -> bool:
     return torch.cuda.is_available() and config.device != "cpu"
 
 
+def check_adapter(config: Config) -> None:
+    """Raises ConfigError for an adapter that the model or the engine cannot have, before anything starts."""
+    if (lora := lora_of(config.lora)) is None:
+        return
+    assert config.model.path is not None
+    check_targets(lora, config.model.path)
+    if config.rollout.name == "vllm" and not lora.merged and lora.rank > RANKS[-1]:
+        raise ConfigError(f"lora.rank={lora.rank}: vLLM has adapters of at most rank {RANKS[-1]}; set lora.sync=merged")
+    if lora.merged and "bfloat16" in (config.rollout.dtype, config.model.compute_dtype):
+        _log.warning(
+            "lora.sync=merged: weights in bfloat16 round small updates of the adapter away; engine/merged_share is the "
+            "share that is left"
+        )
+
+
 def optimizer_settings(actor: ActorConfig, own: OptimConfig, total_steps: int) -> OptimizerSettings:
     """own: the model's, the actor's or the critic's; everything else is the same for both
 
@@ -91,6 +107,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=config.rollout.temperature,
         optimizer=optimizer_settings(actor, actor.optim, policy_updates),
+        lora=lora_of(config.lora),
         with_reference=needs_reference(algorithm),
         critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
         critic_optimizer=optimizer_settings(actor, critic.optim, critic_updates),
@@ -138,4 +155,5 @@ def abs_paths(config: Config) -> Config:
         return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
 
     model = replace(config.model, path=full(config.model.path), tokenizer_path=full(config.model.tokenizer_path))
-    return replace(config, model=model, critic=replace(config.critic, path=full(config.critic.path)))
+    lora = replace(config.lora, path=full(config.lora.path))
+    return replace(config, model=model, lora=lora, critic=replace(config.critic, path=full(config.critic.path)))

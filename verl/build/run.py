@@ -22,7 +22,7 @@ from verl.build.algorithm import (
 )
 from verl.build.engines import build_sampling, engine_dtype
 from verl.build.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
-from verl.build.ranks import DTYPES, choose_device
+from verl.build.ranks import DTYPES, check_adapter, choose_device
 from verl.build.scorer import build_scorer
 from verl.build.transport import connect
 from verl.build.workers import Workers, start_workers
@@ -55,7 +55,7 @@ from verl.scoring.rewards import Rewards, build_rewards
 from verl.single_controller.group import WorkerGroup, WorkerView
 from verl.single_controller.ray import Cluster
 from verl.tracking.console import Display
-from verl.tracking.flops import DecoderShape, peak_flops
+from verl.tracking.flops import FROZEN, TRAINING, DecoderShape, peak_flops
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, Trackers, build_trackers
 from verl.tracking.transcripts import Transcripts
@@ -124,6 +124,7 @@ def load_inputs(config: Config) -> Inputs:
     ones, ServiceDownError for unreachable services, before an engine has started and waits for them."""
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     check_algorithm(algorithm, config)
+    check_adapter(config)
     warn_of_other_prompts(config)
     chat = load_chat_template(config.model)
     episode_runner = build_episode_runner(config, chat)
@@ -204,7 +205,8 @@ def start_run(
     """Start all components of a run; they are shut down at the end of the block."""
     store = CheckpointStore(folder / "checkpoints", config.trainer.keep_last, config.trainer.keep_best)
     settings = resume_config(config, TRAIN)
-    contents = contents_of(settings, needs_reference(inputs.algorithm), chain(*inputs.train))
+    reads_weights = needs_reference(inputs.algorithm) or config.lora.enabled
+    contents = contents_of(settings, reads_weights, chain(*inputs.train))
     saved = find_saved(store, COMMAND, settings, contents, config.trainer.allow_changed)
     stream = resumed_stream(config, inputs.train, saved)
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * max(
@@ -226,7 +228,7 @@ def start_run(
                 workers,
                 processes.scorer,
                 PhaseTimer(display.phase),
-                build_meter(workers.trainer, device),
+                build_meter(workers.trainer, device, config.lora.enabled),
             )
             if (build_keeper := hooks.SAMPLES.find()) is not None:
                 decode = inputs.episode_runner.chat.tokenizer.decode
@@ -421,14 +423,14 @@ def _check_batch(config: Config, num_tasks: int) -> None:
         )
 
 
-def build_meter(workers: WorkerGroup, device: str) -> Meter | None:
+def build_meter(workers: WorkerGroup, device: str, adapter: bool = False) -> Meter | None:
     """The MFU meter; None on CPU, whose peak FLOP/s is unknown."""
     if device == "cpu":
         return None
     info: ModelInfo = workers.call(TrainingRank.model_info)[0]
     sizes = info.parameters, info.layers, info.attention_width, info.head_parameters, info.selecting_parameters
     shape = DecoderShape(*sizes)
-    return Meter(shape, peak_flops(info.device), workers.size)
+    return Meter(shape, peak_flops(info.device), workers.size, FROZEN if adapter else TRAINING)
 
 
 def build_weight_sync(

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 Contents = dict[str, Any]  # by setting, in its form: a text for each file, {name: text} for a model's folder
 
 _DATA = "data.train_files"
-_MODELS = ("model.path", "model.tokenizer_path", "critic.path")
+_MODELS = ("model.path", "model.tokenizer_path", "critic.path", "lora.path")
 _PROMPT = "data.prompt_template"
 _COMMAND = "env.command"
 _CODE = re.compile(r"(?P<file>.+\.(py|pkl)):\w+")
@@ -46,7 +46,8 @@ _TEXTS = ("*.md", "LICENSE*")
 def contents_of(settings: Mapping[str, Any], reads_weights: bool, tasks: Iterable[Task] = ()) -> Contents:
     """{setting: contents} of those that name files, and {variable: "1"} of ToolRL's that are on, if there is a reward.
 
-    reads_weights: the folder `model.path` is read again on a resume, as the reference of a KL penalty
+    reads_weights: the folder `model.path` is read again on a resume, as the reference of a KL penalty or as the frozen
+        base of an adapter
     tasks: of the training data, whose rows may name rewards and environments in code of the user's
     """
     found: Contents = dict(switches()) if "reward.name" in settings else {}

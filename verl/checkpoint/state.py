@@ -31,6 +31,7 @@ _FREE = (
     "actor.offload",
     "critic.offload",
     "ref.offload_params",
+    "lora.sync",
     "rollout.placement",
     "rollout.num_engines",
     "rollout.max_num_seqs",

@@ -124,7 +124,7 @@ def all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
     return tuple(f"{group}.{each.name}" for each in fields(kind) if each.name not in excluded)
 
 
-_TRAIN_GROUPS = ("data", "model", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
+_TRAIN_GROUPS = ("data", "model", "lora", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
 TRAIN = Command(
     name="train",
     uses=(*_TRAIN_GROUPS, "trainer", *keys_of("eval", "benchmarks limit data_dir allow_train_overlap")),
@@ -138,6 +138,7 @@ SFT = Command(
         *keys_of("data", "max_prompt_length max_response_length prompt_template"),
         *keys_of("env", "tool_call_format tool_call_format_options"),
         "model",
+        *keys_of("lora", "rank alpha targets path"),
         *keys_of("actor", "max_tokens_per_pack grad_clip optim"),
         *all_but(
             *("trainer", TrainerConfig),

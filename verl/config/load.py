@@ -47,6 +47,7 @@ _RENAMED: Mapping[str, str] = {  # keys of earlier versions
     "trainer.call_timeout_s": "trainer.stall_timeout_s",
     "sandbox.require_cgroup": "sandbox.isolation=strict",
 }
+_LRS, _LORA_LR = ("actor.optim.lr", "critic.optim.lr"), 10  # https://thinkingmachines.ai/blog/lora/
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -84,6 +85,7 @@ def load_config(
         _refuse_code(file, {key: value for key, value in resolved.items() if key not in given}, lines)
     result = translate(resolved, base, lines)
     defaults = take_defaults(result, command) if recipe is None else []
+    _take_adapter_lrs(result.settings, preset, base, command)
     config = _build({**command.defaults, **preset, **result.settings}, command, result.spelled)
     command.check(config)
     written_keys = [key for key in result.settings if key in result.spelled]
@@ -119,6 +121,23 @@ def _settings_below(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str,
             yield from _settings_below(value, f"{key}.")
         else:
             yield key, value
+
+
+def _take_adapter_lrs(
+    settings: dict[str, Any], preset: Mapping[str, Any], base: Callable[[str], Any], command: Command
+) -> None:
+    """Add and log the learning rates of adapters, where none are set: ten times those of training all weights.
+
+    preset: a recipe's settings; the learning rates of a recipe for adapters are theirs already
+    """
+    chosen = settings.get("lora.rank"), settings.get("lora.path")
+    if not any(chosen) or "lora.rank" in preset:
+        return
+    for key in _LRS:
+        if command.has(key) and key not in settings:
+            settings[key] = float(f"{_LORA_LR * base(key):.6g}")
+            message = "%s=%s, which is %d times that of training all weights, as adapters need (docs/lora.md)"
+            _log.warning(message, key, settings[key], _LORA_LR)
 
 
 def _refuse_code(file: str, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:

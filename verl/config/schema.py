@@ -104,6 +104,27 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of the policy, trained in place of its weights, which are frozen (docs/lora.md)."""
+
+    rank: int | None = None  # rank of the adapters; 0 or none: all weights are trained
+    alpha: float | None = None  # an adapter's product is scaled by alpha / rank; default: 32
+    targets: list[str] | None = None  # linear layers by the ends of their names, such as q_proj; default: all-linear
+    path: str | None = None  # folder of an adapter, in peft's format, to start from; it has its rank, alpha and targets
+    sync: str = "adapter"  # what a weight sync sends to engines: adapter | merged (whole weights, rounded to a dtype)
+
+    def __post_init__(self) -> None:
+        _at_least(0, self, "lora.", "rank")
+        _positive(self, "lora.", "alpha")
+        _require(self.targets is None or len(self.targets) > 0, "lora.targets", "names of layers", self.targets)
+        _one_of(("adapter", "merged"), "lora.sync", self.sync)
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.rank) or self.path is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = 1e-6  # learning rate of AdamW
     weight_decay: float = 0.01  # weight decay of AdamW
@@ -575,6 +596,7 @@ class EvalConfig:
 class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

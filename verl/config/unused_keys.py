@@ -76,6 +76,12 @@ _RULES = (
         lambda c: c.algorithm.kl_placement == "none",
         "algorithm.kl_placement is none",
     ),
+    Rule(
+        "lora.alpha lora.targets lora.sync",
+        lambda c: not c.lora.enabled,
+        "all weights are trained without lora.rank",
+    ),
+    Rule("ref.offload_params", lambda c: c.lora.enabled, "with lora.rank the reference is the policy's frozen base"),
     Rule("rollout.val_kwargs", _no_rows, _NO_VALIDATION),
     Rule(
         "rollout.val_kwargs.top_p rollout.val_kwargs.top_k",

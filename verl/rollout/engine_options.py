@@ -36,6 +36,9 @@ SET_ALREADY: Mapping[str, str] = {
     "logprobs_mode": "log-probs must be those of the sampled distribution",
     "worker_extension_cls": "it receives the weights",
     "speculative_config": "set rollout.speculation",
+    "enable_lora": "set lora.rank",
+    "max_loras": "an engine has the policy's adapter alone",
+    "max_lora_rank": "set lora.rank",
     "disable_log_stats": "only drafts are counted",
     "use_tqdm_on_load": "progress is shown by the run",
 }

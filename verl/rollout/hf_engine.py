@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from verl.errors import ConfigError, EngineError
+from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.pretrained import read_causal_lm
 from verl.rollout.engine import Sampling, SingleEngine, each_of
 from verl.rollout.stopping import reach
@@ -136,7 +137,9 @@ class HFEngine(SingleEngine):
         self._in_use.release()
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        yield from self._model.named_parameters(remove_duplicate=False)
+        """What a weight sync replaces: an adapter alone, if the model has one."""
+        adapter = list(adapter_tensors(self._model))
+        yield from adapter or self._model.named_parameters(remove_duplicate=False)
 
     async def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         if self._version is None:
@@ -192,9 +195,13 @@ class HFEngine(SingleEngine):
         return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
 
 
-def load_hf_engine(path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None) -> HFEngine:
+def load_hf_engine(
+    path: str, dtype: torch.dtype, device: str, max_batch: int, tokenizer: Any = None, lora: Lora | None = None
+) -> HFEngine:
     """An engine that loads its own model. Raises ConfigError if the model at `path` is missing or incomplete."""
     model = read_causal_lm(path, dtype)
+    if lora is not None:
+        add_adapter(model, lora)
     return HFEngine(model.to(torch.device(device)), max_batch, tokenizer)  # type: ignore[arg-type]
 
 

@@ -27,12 +27,13 @@ import psutil
 from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.host.packages import SET_UP
 from verl.host.scratch import variables
+from verl.lora import RANKS, Lora
 from verl.pretrained import read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.engine_options import check_engine_options
 from verl.rollout.gpu_share import ALONE
 from verl.rollout.speculation import NGRAM, DraftCounter, until_stop
-from verl.rollout.vllm_extension import WeightReceiver, is_alive
+from verl.rollout.vllm_extension import ADAPTER, WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
 from verl.transfer.bucket import BucketHandle, BucketLayout
 from verl.transfer.gpu import Rendezvous
@@ -43,6 +44,7 @@ from verl.units import GIB
 if TYPE_CHECKING:  # importing vLLM takes ten seconds and configures logging by environment variables
     from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
@@ -71,6 +73,7 @@ class VLLMSettings:
     max_num_seqs: int | None = None  # concurrent sequences; None: vLLM's default for offline batches
     max_num_batched_tokens: int | None = None  # tokens per forward pass; None: likewise
     speculation: str | None = None  # ngram: drafts by prompt lookup (verl/rollout/speculation.py)
+    lora: Lora | None = None  # an adapter, which weight syncs replace in place of weights
     enforce_eager: bool | None = None  # no CUDA graphs and no compilation; None: on a CPU
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's engine, by its names
     num_threads: int = 1  # threads per worker, CPU only; exceeding the number of idle cores is very slow
@@ -105,6 +108,7 @@ class VLLMEngine(SingleEngine):
         self._interrupted: set[str] = set()  # request ids aborted by `interrupt`
         self._sender = SharedMemory()  # for buckets that come as tensors
         self._asleep = False
+        self._adapter: LoRARequest | None = None  # of all requests, once there is an adapter
         self._weight_names: set[str] = set()
         self._processes: list[psutil.Process] = []
         self._ends: dict[int, str] = {}  # process id -> exit status, for child processes
@@ -164,15 +168,16 @@ class VLLMEngine(SingleEngine):
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Check the names and pause generation: running requests wait and continue with the new weights.
 
-        Names are those of transformers' `named_parameters(remove_duplicate=False)`. A failure after this check makes
-        the engine unusable.
+        Names are those of transformers' `named_parameters(remove_duplicate=False)`, or of an adapter in peft's files.
+        A failure after this check makes the engine unusable.
         """
-        _compare(_known_names(layouts, self._weight_names), self._weight_names)
+        if self._settings.lora is None:
+            _compare(_known_names(layouts, self._weight_names), self._weight_names)
         if self._asleep:
             await self._unless_dead(self._llm.wake_up(["weights"]))
         async with self._all_or_nothing():
             await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
-            await self._call_workers(WeightReceiver.begin_weights.__name__)
+            await self._call_workers(WeightReceiver.begin_weights.__name__, self._settings.lora is not None)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         async with self._all_or_nothing():
@@ -182,7 +187,11 @@ class VLLMEngine(SingleEngine):
     async def end_weights(self, version: int) -> None:
         """All buckets have arrived: resume generation with the new weights."""
         async with self._all_or_nothing():
-            answers = await self._call_workers(WeightReceiver.end_weights.__name__)
+            if (lora := self._settings.lora) is None:
+                answers = await self._call_workers(WeightReceiver.end_weights.__name__)
+            else:
+                answers = await self._call_workers(WeightReceiver.end_adapter.__name__, lora.rank, lora.alpha)
+                self._adapter = _adapter_request()
             if left_out := sorted({name for names in answers for name in names}):
                 raise EngineError(f"vLLM did not load {_some(left_out)}")
             if self._asleep:
@@ -204,7 +213,8 @@ class VLLMEngine(SingleEngine):
         No-op on CPU, and for an engine that does not share its GPU (`VLLMSettings.sleeps`).
         """
         if self._settings.sleeps and not self._on_cpu:
-            await self._unless_dead(self._llm.sleep(level=2))  # level 1 would keep a copy of the weights on the host
+            # Level 1 keeps a copy of the weights on the host: those of the base, which no weight sync brings.
+            await self._unless_dead(self._llm.sleep(level=2 if self._settings.lora is None else 1))
             self._version, self._asleep = None, True
 
     async def tokens_written(self) -> int:
@@ -251,7 +261,7 @@ class VLLMEngine(SingleEngine):
         self._sender.buffer(layout).copy_(handle.flat)
         return self._sender.relay(layout, handle.digest)
 
-    async def _call_workers(self, method: str, *args: str | int | bytes) -> list[Any]:
+    async def _call_workers(self, method: str, *args: str | float | bytes) -> list[Any]:
         """Calls a method on all workers. Raises EngineError with the worker's error."""
         try:
             return list(await self._unless_dead(self._llm.collective_rpc(method, args=args)))
@@ -266,7 +276,9 @@ class VLLMEngine(SingleEngine):
         final = None
         self._running.add(request_id)
         try:
-            async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id=request_id):
+            prompt: Any = {"prompt_token_ids": prompt_ids}
+            options = {"request_id": request_id, "lora_request": self._adapter}
+            async for output in self._llm.generate(prompt, params, **options):
                 final = output
             assert final is not None and final.finished
             aborted = any(each.finish_reason == FinishReason.ABORT for each in final.outputs)
@@ -441,11 +453,21 @@ def engine_arguments(settings: VLLMSettings, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # ignore the sampling defaults in the model's folder
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
+        "enable_lora": settings.lora is not None,
+        "max_loras": 1,
+        "max_lora_rank": next(each for each in RANKS if settings.lora is None or each >= settings.lora.rank),
         "speculative_config": NGRAM if settings.speculation else None,
         "disable_log_stats": not settings.speculation,
         "use_tqdm_on_load": False,
         **settings.options,
     }
+
+
+def _adapter_request() -> LoRARequest:
+    """Of the adapter that `WeightReceiver.end_adapter` has loaded: vLLM finds it by its number and reads no file."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER, "in memory")
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

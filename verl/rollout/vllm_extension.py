@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verl.transfer.bucket import Receiver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+ADAPTER = 1  # vLLM's number of the policy's adapter
 _LOOK_S = 2.0  # interval of the liveness check of the owner
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -39,6 +40,7 @@ class WeightReceiver:
         rank: int
 
     _inlet: Receiver
+    _adapter: dict[str, Tensor] | None  # tensors of an adapter since `begin_weights`; None: whole weights are sent
     _loaded: set[str]  # since `begin_weights`
     _tensors: dict[str, int]  # by name, the identity of a parameter before the reload, which tied ones share
 
@@ -66,10 +68,13 @@ class WeightReceiver:
 
         self._receiver().kept[COMMUNICATOR] = Rendezvous(host, port, size).join(first + self.rank)
 
-    def begin_weights(self) -> None:
-        """Start a reload; the model is unusable until `end_weights`."""
+    def begin_weights(self, of_adapter: bool = False) -> None:
+        """Start a reload; the model is unusable until `end_weights`, or the adapter until `end_adapter`."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._adapter = {} if of_adapter else None
+        if of_adapter:
+            return
         model = self.model_runner.get_model()
         self._loaded = set()
         self._tensors = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -81,6 +86,9 @@ class WeightReceiver:
 
         layout, handles = pickle.loads(bucket)  # noqa: S301  from this engine's owner, over its own socket
         flat = self._receiver().receive(layout, handles)
+        if self._adapter is not None:
+            self._adapter |= {name: view.clone() for name, view in layout.named(flat)}
+            return
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             copies = ((name, view.clone()) for name, view in layout.named(flat))
             self._loaded |= self.model_runner.get_model().load_weights(copies)
@@ -95,6 +103,32 @@ class WeightReceiver:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         return left_out
+
+    def end_adapter(self, rank: int, alpha: float) -> list[str]:
+        """Replace the adapter by what has arrived, then compare what requests will compute with to that.
+
+        Returns the modules whose tensors are others or missing (must be empty): vLLM ignores those it does not know.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        assert self._adapter is not None
+        manager = self.model_runner.lora_manager._adapter_manager
+        mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
+        lora = LoRAModel.from_lora_tensors(
+            ADAPTER,
+            self._adapter,
+            PEFTHelper(rank, alpha, []),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper,
+        )
+        if not lora.loras:
+            return ["any module"]
+        manager.remove_adapter(ADAPTER)
+        manager.add_adapter(lora)  # packs q, k and v, and scales by alpha / rank
+        manager.activate_adapter(ADAPTER)
+        return not_bound(lora.loras, manager.modules, manager.lora_index_to_id.index(ADAPTER))
 
     def _receiver(self) -> Receiver:
         """Created on first use: vLLM does not call the constructor of a mixed-in class."""
@@ -146,6 +180,30 @@ def refusals(layer: Any) -> list[str]:
         f"attention of type {layer.attn_type}": backend.supports_attn_type(layer.attn_type),
     }
     return [f"{backend.get_name()} does not compute {what}" for what, supported in computes.items() if not supported]
+
+
+def not_bound(loras: Mapping[str, Any], modules: Mapping[str, Any], slot: int) -> list[str]:
+    """Names of an adapter's modules that the model does not have, or whose buffers hold other tensors.
+
+    loras: the adapter's tensors by vLLM's names; modules: vLLM's, with buffers of all adapters; slot: this adapter's
+    """
+    return sorted(name for name, lora in loras.items() if name not in modules or not _holds(modules[name], lora, slot))
+
+
+def _holds(module: Any, lora: Any, slot: int) -> bool:
+    for each, stacked, cut in (
+        (lora.lora_a, module.lora_a_stacked, module.slice_lora_a),
+        (lora.lora_b, module.lora_b_stacked, module.slice_lora_b),
+    ):
+        whole = cut(each) if module.tp_size > 1 else each
+        parts = whole if isinstance(whole, list) else [whole]
+        for part, buffer in zip(parts, stacked, strict=True):
+            rows, columns = (0, 0) if part is None else part.shape
+            own = buffer[slot, 0, :rows, :columns]
+            left = buffer[slot].count_nonzero() - own.count_nonzero()  # of an earlier adapter
+            if left or (part is not None and not torch.equal(own.cpu(), part.cpu())):
+                return False
+    return True
 
 
 def not_loaded(tensors: Mapping[str, int], loaded: Iterable[str]) -> list[str]:

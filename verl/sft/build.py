@@ -28,6 +28,7 @@ from verl.data.report import RowReport
 from verl.episodes.start_check import check_turns
 from verl.errors import ConfigError
 from verl.formats.plain import PLAIN
+from verl.lora import check_targets, lora_of
 from verl.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
 from verl.sft.run import COMMAND, SFTRun, SFTSettings
 from verl.single_controller.group import WorkerView
@@ -60,7 +61,7 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
     train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     resumable = resume_config(config, SFT)
-    contents = contents_of(resumable, reads_weights=False)
+    contents = contents_of(resumable, reads_weights=config.lora.enabled)
     saved = find_saved(store, COMMAND, resumable, contents, trainer.allow_changed)
     batch_size = config.data.train_batch_size
     if batch_size > len(train):
@@ -68,11 +69,14 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
     total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
     assert config.model.path is not None
     check_packs(config.model.path, _longest(config))
+    if (lora := lora_of(config.lora)) is not None:
+        check_targets(lora, config.model.path)
     spec = RankSpec(
         model_path=config.model.path,
         tokenizer_path=config.model.tokenizer_path,
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=1.0,
+        lora=lora,
         optimizer=optimizer_settings(config.actor, config.actor.optim, total_steps),
         gradient_checkpointing=config.model.enable_gradient_checkpointing,
         largest_pack=PackShape(config.actor.max_tokens_per_pack, config.actor.max_tokens_per_pack),

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 TRAINING = 3  # cost of forward and backward, in forward passes
+FROZEN = 2  # the same without gradients of the weights, as where an adapter is trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ METRICS = (
     Metric("correction/truncated", "share", "tokens whose ratio was above is_cap"),
     Metric("correction/masked", "share", "tokens rejected by the bounds or the veto"),
     Metric("engine/canary_logprob_diff", "nats", "mean absolute log p difference on a fixed probe after weight sync"),
+    Metric("engine/merged_share", "share", "what rounding leaves of an adapter's update, with lora.sync=merged"),
     Metric("rollout/engine_restarts", "count", "lost engines replaced since the last step"),
     Metric("rollout/requests_retried", "count", "requests retried since then because their engine was lost"),
     Metric("rollout/draft_tokens", "count", "tokens drafted since then, with rollout.speculation"),

@@ -146,6 +146,7 @@ class Meter:
     shape: DecoderShape
     peak: float | None  # FLOP/s of one device; None if unknown: no metric
     num_devices: int
+    cost: int = TRAINING  # of forward and backward, in forward passes
 
     def mfu(self, batch: TokenBatch, packing: PackSettings, seconds: float) -> Metrics:
         """Forward and backward FLOPs of every unit: its prefix once, and the inputs of each sample behind it."""
@@ -156,4 +157,4 @@ class Meter:
             segments.append((unit.prefix, 0))
             segments += [(max(inputs[row] - unit.prefix, 0), unit.prefix) for row in unit.samples]
         written = int(batch.num_trained.sum())
-        return mfu(TRAINING * forward_flops(self.shape, segments, written), seconds, self.peak, self.num_devices)
+        return mfu(self.cost * forward_flops(self.shape, segments, written), seconds, self.peak, self.num_devices)

@@ -113,9 +113,13 @@ class Policy(ShardedModel):
         """Offload the optimizer state: updates are over and the engines need the memory."""
         self.workers.call(PolicyWorker.begin_weight_sync)
 
-    def end_weight_sync(self) -> None:
-        """All engines have all weights: offload the policy until it is used again."""
-        self.workers.call(PolicyWorker.end_weight_sync)
+    def end_weight_sync(self) -> float | None:
+        """All engines have all weights: offload the policy until it is used again.
+
+        Returns the share of an adapter's update that merged weights kept; None if none was merged.
+        """
+        shares: list[float | None] = self.workers.call(PolicyWorker.end_weight_sync)
+        return next((each for each in shares if each is not None), None)
 
 
 @dataclass(frozen=True)

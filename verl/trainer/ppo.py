@@ -64,6 +64,8 @@ class PPOTrainer:
             learned = dict(outcome.metrics)
             with timer.phase("weight_sync"):
                 learned["engine/canary_logprob_diff"] = await self.weight_sync.sync(self.step + 1)
+            if (share := self.weight_sync.merged_share) is not None:
+                learned["engine/merged_share"] = share
         metrics = {
             **rollout_metrics(groups),
             **tool_metrics(groups),

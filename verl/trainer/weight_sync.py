@@ -42,6 +42,7 @@ class WeightSync:
     sampling: Sampling
     tolerance: float
     version: int | None = None  # version of the last weight sync
+    merged_share: float | None = None  # of the adapter's update, in the weights that it sent; None: none was merged
     ranks: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the trainer ranks are in use
 
     async def sync(self, version: int) -> float:
@@ -54,7 +55,7 @@ class WeightSync:
             await self.push(version)
             diffs = await self._canary(self.engine, version)
         diffs += await self._to_lost(version)
-        await run_in_daemon_thread(self.policy.end_weight_sync)
+        self.merged_share = await run_in_daemon_thread(self.policy.end_weight_sync)
         return self._checked(diffs, version)
 
     async def restore(self) -> None:

@@ -29,6 +29,7 @@ Settings = dict[str, Any]
 
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _KL_COEFFICIENT, _KL_TARGET = 0.001, 0.1  # veRL's defaults
+_LORA_ALPHA = 16  # veRL's default
 _MAX_RESAMPLE_ROUNDS = 10  # veRL: no limit
 _OFFLOADED = {"params": "param", "optimizer": "optimizer"}  # our name: that in veRL's keys
 _NULL = "null keeps the default"
@@ -367,6 +368,24 @@ def _read_schedules(result: Translation) -> None:
         result.put("actor.optim.min_lr_ratio", 0.0 if value is None else value, written)
 
 
+def _read_lora(result: Translation) -> None:
+    """Without a rank or an adapter veRL ignores the other keys. Its alpha is 16 where it is not written."""
+    rank, path = result.take("model.lora_rank"), result.take("model.lora_adapter_path")
+    result.move(rank, "lora.rank", "model.lora_rank")
+    result.move(path, "lora.path", "model.lora_adapter_path")
+    if (of_critic := result.take("critic.model.lora_rank")) not in (None, 0, rank):
+        raise ConfigError(
+            f"{spelled('critic.model.lora_rank')}={of_critic} must equal lora.rank={rank}, which covers both"
+        )
+    if not rank and path is None:
+        for name in ("model.lora_alpha", "model.target_modules"):
+            result.ignore(name, "without lora_rank all weights are trained")
+        return
+    alpha, targets = result.number("model.lora_alpha"), result.take("model.target_modules")
+    result.move(_LORA_ALPHA if alpha is None and path is None else alpha, "lora.alpha", "model.lora_alpha")
+    result.move([targets] if isinstance(targets, str) else targets, "lora.targets", "model.target_modules")
+
+
 def _read_mini_batch(result: Translation) -> None:
     """veRL refuses a mini-batch above the batch, unless use_dynamic_bsz is true: then early versions take the batch."""
     key, dynamic = "actor.ppo_mini_batch_size", "actor.use_dynamic_bsz"
@@ -622,6 +641,7 @@ _READERS = (
     _read_kl_control,
     _read_mini_batch,
     _read_schedules,
+    _read_lora,
     _read_sampling,
     _read_overlong,
     _read_reward,

@@ -66,6 +66,11 @@ INTERPRETED: Mapping[str, str] = {
     "data.custom_cls.name": "as `data.custom_cls.path`",
     "data.max_start_length": "`data.max_prompt_length`; Search-R1's `data.max_response_length` then becomes "
     "`env.max_turn_tokens`, and its `data.max_prompt_length` our `data.max_response_length`, over all turns",
+    "model.lora_rank": "`lora.rank`; 0 trains all weights",
+    "model.lora_alpha": "`lora.alpha` (default: veRL's 16), with `lora_rank`",
+    "model.target_modules": "`lora.targets`, with `lora_rank`",
+    "model.lora_adapter_path": "`lora.path`",
+    "critic.model.lora_rank": "`lora.rank`, to which it must be equal, or 0: both models have adapters, or none",
     "actor.clip_ratio": "`algorithm.clip_low` and `algorithm.clip_high`",
     "actor.use_kl_loss": "`algorithm.kl_placement`: `loss` where true, else `reward`",
     "actor.kl_loss_coef": "`algorithm.kl_coefficient`, if KL is in the loss",
@@ -158,7 +163,7 @@ class Only:
     why: str  # reason why others are refused
 
 
-_LORA = "no LoRA: all weights are trained"
+_MEGATRON_LORA = "adapters of Megatron's; set `lora.rank`"
 _MOE = "no expert parallelism"
 _QUANTIZED = "no quantized training or rollouts"
 _PROFILER = "no profiler"
@@ -172,10 +177,6 @@ ABSENT_FEATURES: Mapping[str, Only] = {
         f"{group}{key}": only
         for group in ("model.", "critic.model.")
         for key, only in {
-            "lora_rank": Only(0, _LORA),
-            "lora.rank": Only(0, _LORA),
-            "lora_adapter_path": Only(None, _LORA),
-            "lora.adapter_path": Only(None, _LORA),
             "mtp.enable": Only(False, "no multi-token prediction"),
             "trust_remote_code": Only(False, _REMOTE),
             "hf_config_path": Only(None, "the configuration is that of the model"),
@@ -183,6 +184,13 @@ ABSENT_FEATURES: Mapping[str, Only] = {
             "custom_chat_template": Only(None, "set `model.tokenizer_path` to a tokenizer with the chat template"),
         }.items()
     },
+    **{
+        f"{group}.lora.{key}": Only(default, _MEGATRON_LORA)
+        for group in ("model", "critic.model")
+        for key, default in {"rank": 0, "adapter_path": None}.items()
+    },
+    "model.exclude_modules": Only(None, "set `lora.targets` to the layers that have an adapter"),
+    "critic.model.lora_adapter_path": Only(None, "a critic's adapter starts at zero"),
     **{
         f"{group}.{key}": only
         for group in ("actor", "critic")
@@ -373,12 +381,13 @@ OBSOLETE: Mapping[str, str] = {
         f"{group}{name}": why
         for group in ("model.", "critic.model.")
         for name, why in {
-            **dict.fromkeys(("lora", "lora_alpha", "target_modules", "exclude_modules", "mtp"), _OFF),
+            **dict.fromkeys(("lora", "mtp"), _OFF),
             **dict.fromkeys(("use_liger", "use_fused_kernels", "fused_kernel_options", "tiled_mlp"), _KERNELS),
             "enable_activation_offload": "use `model.enable_gradient_checkpointing`",
             "use_shm": "models are read from disk",
         }.items()
     },
+    **{f"critic.model.{name}": _OFF for name in ("lora_alpha", "target_modules", "exclude_modules")},
     **dict.fromkeys(("actor.qat", "actor.policy_loss", "actor.tau_pos", "actor.tau_neg"), _OFF),
     "actor.calculate_entropy": "entropy is always measured",
     "actor.use_prefix_grouper": "packs share the prompts of a group",

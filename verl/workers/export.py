@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_files
 from verl.errors import DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
+from verl.lora import Lora, adapter_tensors, base_tensors, save_adapter, with_updates
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy
 
@@ -24,7 +25,7 @@ _TEMPLATE_FILES = ["chat_template.jinja", "chat_template.json"]
 def export_hf(
     engine: FSDPEngine, folder: Path, model: str, tokenizer: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write the policy's weights, configuration, generation configuration and tokenizer into `folder`.
+    """Write the policy's weights, an adapter merged into them, its configurations and its tokenizer into `folder`.
 
     Collective; rank 0 writes, and holds the whole model in `dtype` in CPU memory meanwhile.
     model: the folder or hub name that the policy was loaded from; its generation configuration is copied
@@ -35,8 +36,9 @@ def export_hf(
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
     weights = {}
-    for name, full in engine.export_weights(stored_weights(policy.model)):
+    for name, full, update in with_updates(policy.model, stored_weights(policy.model), engine.export_weights):
         if engine.rank == 0:
+            full = full if update is None else full.float() + update
             weights[name] = full.to("cpu", dtype if full.is_floating_point() else full.dtype)
     if engine.rank != 0:
         return
@@ -53,10 +55,22 @@ def export_hf(
         raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or model)
 
 
+def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> None:
+    """Write the policy's adapter into `folder` in peft's format, in float32. Collective; rank 0 writes.
+
+    model: the folder or hub name of the base. Raises DataError on rank 0 if the folder cannot be written.
+    """
+    policy = engine.module
+    assert isinstance(policy, PackedPolicy)
+    tensors = {name: full.cpu() for name, full in engine.export_weights(adapter_tensors(policy.model))}
+    if engine.rank == 0:
+        save_adapter(lora, tensors, folder, model)
+
+
 def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the weights to store: a tied weight once, under its first name."""
+    """(name, tensor) of the weights to store, without an adapter: a tied weight once, under its first name."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in base_tensors(model, model.state_dict(keep_vars=True).items()):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor

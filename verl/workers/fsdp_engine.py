@@ -145,7 +145,9 @@ class FSDPEngine:
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()
         self.num_shards = mesh.shape[-1]
-        self.unsharded = self.num_shards == 1  # then resharding would only cost another copy
+        whole = all(parameter.requires_grad for parameter in module.parameters())
+        # Then resharding would only cost another copy. One of frozen weights is more than all states of an adapter.
+        self.unsharded = self.num_shards == 1 and whole
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not self.unsharded)
         self.module = module
@@ -156,7 +158,8 @@ class FSDPEngine:
         self._settings = optimizer
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
-            self._optimizer, self._scheduler = build_optimizer(module.parameters(), optimizer)
+            trained = (each for each in module.parameters() if each.requires_grad)
+            self._optimizer, self._scheduler = build_optimizer(trained, optimizer)
         self._params = Offloadable(self._move_params, self._device, offload.params)
         self._states = Offloadable(self._move_states, self._device, offload.optimizer)
         self.offload_all()
@@ -265,14 +268,18 @@ class FSDPEngine:
     @property
     def param_bytes(self) -> int:
         """Size of this rank's shard."""
-        local = (each.to_local() if isinstance(each, DTensor) else each for each in self.module.parameters())
-        return sum(each.nbytes for each in local)
+        return sum(_local(each).nbytes for each in self.module.parameters())
+
+    @property
+    def trained_bytes(self) -> int:
+        """Size of what is trained of it."""
+        return sum(_local(each).nbytes for each in self.module.parameters() if each.requires_grad)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and every rank's random state into `folder`, which all ranks share.
 
-        Collective; offloaded tensors are written from host memory. A frozen model writes nothing: its weights come from
-        the model's own files.
+        Collective; offloaded tensors are written from host memory. Frozen weights are not written: they come from the
+        model's own files.
         Raises DataError, on all ranks, if any of them cannot write.
         """
         if self._optimizer is None or self._scheduler is None:
@@ -325,20 +332,26 @@ class FSDPEngine:
             )
 
     def _sharded_state(self) -> dict[str, Any]:
-        """Weights, tied ones once, and optimizer state by name; in-place writes change the engine."""
+        """Trained weights, tied ones once, and optimizer state by name; in-place writes change the engine."""
         assert self._optimizer is not None
         untouched = not self._optimizer.state
         module, optimizer = get_state_dict(self.module, self._optimizer, options=_FLAT)
         if untouched:  # torch initializes the state by a step without gradients, which it counts
             for state in self._optimizer.state.values():
                 state["step"].zero_()
-        names = {name for name, _ in self.module.named_parameters()} | {name for name, _ in self.module.named_buffers()}
+        names = {name for name, each in self.module.named_parameters() if each.requires_grad}
+        names |= {name for name, _ in self.module.named_buffers()}
         return {"module": {name: module[name] for name in module if name in names}, "optimizer": optimizer}
 
     def _with_aliases(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state under every name of a weight, and frozen weights as they are."""
         first = {parameter: name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
-        return {**state, **{name: state[first[parameter]] for name, parameter in every}}
+        return {**state, **{name: state.get(first[parameter], parameter) for name, parameter in every}}
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.lora import adapter_tensors
 from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.pre_norm import selects_in_last_layer
@@ -44,6 +45,11 @@ class ModelShape:
     norms: int  # norms over the hidden size per layer
     head_norms: bool  # whether queries and keys are normalized
     selects: bool = True  # whether the last layer goes on with the trained positions alone (`pre_norm.py`)
+    adapter: int = 0  # of the parameters, those of an adapter, trained alone; 0: all are trained
+
+    @property
+    def trained(self) -> int:
+        return self.adapter or self.parameters
 
     @property
     def head_size(self) -> int:
@@ -118,6 +124,7 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         selects=selects_in_last_layer(
             module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
         ),
+        adapter=sum(each.numel() for _, each in adapter_tensors(module)),
     )
 
 
@@ -176,10 +183,11 @@ def loss_chunk(shape: ModelShape, pack: PackShape, settings: RankSettings) -> fl
 
 
 def resident(shape: ModelShape, settings: RankSettings) -> Terms:
-    """State of a trained model between phases: float32 master weights and AdamW's two moments."""
+    """State of a trained model between phases: float32 master weights and AdamW's two moments; frozen weights."""
+    frozen = settings.compute * (shape.parameters - shape.trained)
     return {
-        "parameters": MASTER * shape.parameters / settings.shards,
-        "optimizer": 2 * MASTER * shape.parameters / settings.shards,
+        "parameters": (MASTER * shape.trained + frozen) / settings.shards,
+        "optimizer": 2 * MASTER * shape.trained / settings.shards,
     }
 
 
@@ -214,8 +222,8 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
     recomputed = _layer(shape, pack, settings) if settings.checkpointed >= shape.layers else 0.0
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
-        "gradients": MASTER * shape.parameters / settings.shards,
-        "gathered": c * (2 * shape.root_parameters + _layers_gathered(shape, settings)),
+        "gradients": MASTER * shape.trained / settings.shards,
+        "gathered": c * ((1 if shape.adapter else 2) * shape.root_parameters + _layers_gathered(shape, settings)),
         "activations": saved,
         "loss chunk": max(loss_chunk(shape, pack, settings), in_layer),
     }
@@ -245,13 +253,13 @@ def layers_to_checkpoint(
 
 
 def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
-    """Two layers, one of them prefetched; all layers if nothing is sharded (no resharding)."""
-    return (shape.layers if settings.shards == 1 else 2) * shape.layer_parameters
+    """Two layers, one of them prefetched; all layers if nothing is sharded or frozen (no resharding)."""
+    return (shape.layers if settings.shards == 1 and not shape.adapter else 2) * shape.layer_parameters
 
 
 def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
     """Fused AdamW: gradients, and no temporaries."""
-    return {"gradients": MASTER * shape.parameters / settings.shards}
+    return {"gradients": MASTER * shape.trained / settings.shards}
 
 
 def weight_export(shape: ModelShape, bucket: float = 0.0) -> Terms:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.batch.packed import PackedBatch
 from verl.errors import ConfigError
+from verl.lora import base_tensors
 from verl.pretrained import read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
@@ -104,8 +105,8 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def hf_named_parameters(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name as in transformers and vLLM, parameter), aliases of tied weights included.
+    """(name as in transformers and vLLM, parameter), aliases of tied weights included, without an adapter.
 
     Every alias is listed: an engine that does not receive a tied head silently keeps the stale one.
     """
-    yield from policy.model.named_parameters(remove_duplicate=False)
+    yield from base_tensors(policy.model, policy.model.named_parameters(remove_duplicate=False))

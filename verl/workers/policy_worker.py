@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
 from verl.batch.trace import LOSS, UNWEIGHTED, Trace, Tracer, TraceTokens
+from verl.lora import adapter_tensors, base_alone, with_updates
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
@@ -27,18 +29,26 @@ from verl.workers.model import PackedPolicy, hf_named_parameters
 
 @dataclass(slots=True)
 class PolicyWorker:
-    """A sharded policy and the temperature of its log-probs, which is the rollout's."""
+    """A sharded policy and the temperature of its log-probs, which is the rollout's.
+
+    sends_adapter: whether a weight sync sends the adapter alone
+    without_adapter: whether it scores by the frozen base, as the reference of a policy that trains an adapter
+    """
 
     engine: FSDPEngine
     temperature: float
+    sends_adapter: bool = False
+    without_adapter: bool = False
     layouts: Sequence[BucketLayout] = ()  # buckets of the weight sync; set by `connect`, like the next
     sender: BucketSender | None = None  # this rank's end of the transport
     traced: Container[int] | None = None  # samples whose tokens are traced; None: no update is traced
     traces: list[Trace] = field(default_factory=list)
+    merged: Tensor | None = None  # [2] of this weight sync: what arrives of the adapter's updates, and all of them
 
     def score(self, shard: Shard) -> Floats:
         """[A] log-probs of the shard's trained tokens."""
-        scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
+        with base_alone(self.engine.module) if self.without_adapter else nullcontext():
+            scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
         return torch.cat(scores).float().numpy()
 
     def entropies(self, shard: Shard) -> Floats:
@@ -84,37 +94,50 @@ class PolicyWorker:
 
     def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> Sequence[BucketLayout]:
         """Prepare weight sync in `dtype`; returns its buckets. open_sender: None if the rank only takes part"""
-        self.layouts = plan(hf_named_parameters(self._policy), dtype, bucket_bytes)
+        self.layouts = plan(self._sent(), dtype, bucket_bytes)
         self.sender = None if open_sender is None else open_sender()
         return self.layouts
 
     def send_bucket(self, number: int) -> BucketHandle | None:
         """Gather one bucket and send it. Collective."""
         layout = self.layouts[number]
-        gathered = self.engine.export_weights(self._parameters(layout))
+        gathered = with_updates(self._policy.model, self._parameters(layout), self.engine.export_weights)
         if self.sender is None:
             deque(gathered, maxlen=0)
             return None
         flat = self.sender.buffer(layout)
-        for (_, view), (_, full) in zip(layout.unpack(flat), gathered, strict=True):
-            view.copy_(full.detach())
+        for (_, view), (_, full, update) in zip(layout.unpack(flat), gathered, strict=True):
+            view.copy_(full.detach() if update is None else full.float() + update)
+            if update is not None:
+                arrived = ((view.float() - full.float()) * update).sum()
+                kept = torch.stack([arrived, update.square().sum()])
+                self.merged = kept if self.merged is None else self.merged + kept
         return self.sender.send(layout, flat)
 
     def begin_weight_sync(self) -> None:
         """Offload the optimizer state: updates are over and the engines need the memory."""
         self.engine.offload_optimizer()
 
-    def end_weight_sync(self) -> None:
-        """All engines have all weights: free the buffers and offload until the next scores."""
+    def end_weight_sync(self) -> float | None:
+        """All engines have all weights: free the buffers and offload until the next scores.
+
+        Returns the share of the adapter's update that is left in the merged weights after rounding: of its projection
+        on itself. None if none was merged here.
+        """
         if self.sender is not None:
             self.sender.release()
         self.engine.offload_all()
+        arrived, self.merged = self.merged, None
+        return None if arrived is None or arrived[1] == 0 else float(arrived[0] / arrived[1])
 
     def _parameters(self, layout: BucketLayout) -> Iterator[tuple[str, nn.Parameter]]:
         """A generator: the lookup must wait until the engine iterates, because FSDP replaces gathered parameters."""
-        parameters = dict(hf_named_parameters(self._policy))
+        parameters = dict(self._sent())
         for each in layout.slices:
             yield each.names[0], parameters[each.names[0]]
+
+    def _sent(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return adapter_tensors(self._policy.model) if self.sends_adapter else hf_named_parameters(self._policy)
 
     @property
     def _policy(self) -> PackedPolicy:

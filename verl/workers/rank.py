@@ -5,7 +5,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig
 
+from verl.lora import Lora, add_adapter
 from verl.single_controller.group import WorkerContext
 from verl.units import GIB
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.export import export_hf
+from verl.workers.export import export_adapter, export_hf
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
@@ -49,6 +50,7 @@ class RankSpec:
     compute_dtype: torch.dtype
     temperature: float
     optimizer: OptimizerSettings
+    lora: Lora | None = None  # the policy's adapter, which is trained in place of its weights; a critic's is alike
     with_reference: bool = False
     tokenizer_path: str | None = None  # for exported models; default: model_path
     critic_path: str | None = None  # None: no critic
@@ -95,6 +97,8 @@ class TrainingRank:
         if self.critic is not None:
             self.critic.engine.save(folder / "critic")
         export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
+        if self.spec.lora is not None:
+            export_adapter(self.policy.engine, folder / "adapter", self.spec.lora, self.spec.model_path)
         self.policy.engine.offload_all()
 
     def load(self, folder: Path) -> None:
@@ -129,10 +133,10 @@ class TrainingRank:
         shared = [(self.policy.engine, Offload(False, spec.policy_offload.optimizer), _MOMENTS)]
         if self.critic is not None:
             shared.append((self.critic.engine, spec.critic_offload, _MOMENTS))
-        if self.reference is not None:
+        if self.reference is not None and spec.lora is None:
             shared.append((self.reference.engine, spec.reference_offload, 0))
         resident = sum(
-            engine.param_bytes * ((not offload.params) + moments * (not offload.optimizer))
+            engine.param_bytes * (not offload.params) + engine.trained_bytes * moments * (not offload.optimizer)
             for engine, offload, moments in shared
         )
         largest = _MASTER * max(each.numel() for each in policy.parameters())
@@ -160,8 +164,8 @@ class TrainingRank:
             return max(each.layers for each in shapes) if spec.gradient_checkpointing is True else 0
         assert spec.largest_pack is not None
         total = self.device_bytes()
-        held = sum(each.param_bytes * (1 + _MOMENTS) for each in self.trained)
-        if self.reference is not None and not spec.reference_offload.params:
+        held = sum(each.param_bytes + each.trained_bytes * _MOMENTS for each in self.trained)
+        if self.reference is not None and spec.lora is None and not spec.reference_offload.params:
             held += self.reference.engine.param_bytes
         with_kernels = fused.is_wanted(spec.fused_kernels)
         settings = RankSettings(
@@ -202,15 +206,18 @@ class TrainingRank:
 def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
     """Join the process group and load the models. Raises ConfigError if there is no model at the path."""
     mesh = join(spec, context)
-    engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, spec.policy_offload)
-    policy = PolicyWorker(engine, spec.temperature)
+    engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, spec.policy_offload, spec.lora)
+    policy = PolicyWorker(engine, spec.temperature, sends_adapter=spec.lora is not None and not spec.lora.merged)
     reference = critic = None
-    if spec.with_reference:
+    if spec.with_reference and spec.lora is not None:
+        reference = PolicyWorker(engine, spec.temperature, without_adapter=True)
+    elif spec.with_reference:
         engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, spec.reference_offload)
         reference = PolicyWorker(engine, spec.temperature)
     if spec.critic_path is not None:
         settings, offload = spec.critic_optimizer, spec.critic_offload
-        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload)
+        lora = spec.lora and replace(spec.lora, path=None)  # the path is that of the policy's
+        engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload, lora)
         critic = CriticWorker(engine, spec.cliprange_value)
     rank = TrainingRank(spec, policy, reference, critic)
     if number := rank.layers_to_checkpoint():
@@ -273,13 +280,19 @@ def _engine(
     mesh: DeviceMesh,
     optimizer: OptimizerSettings | None,
     offload: Offload = NO_OFFLOAD,
+    lora: Lora | None = None,
 ) -> FSDPEngine:
-    """A sharded model; a frozen one is held in its compute dtype."""
+    """A sharded model; frozen weights are held in their compute dtype."""
     key = "model.path" if path == spec.model_path else "critic.path"
-    model = load_causal_lm(path, torch.float32 if optimizer is not None else spec.compute_dtype, key)
+    frozen = optimizer is None or lora is not None
+    model = load_causal_lm(path, spec.compute_dtype if frozen else torch.float32, key)
     if spec.device == "cuda" and fused.is_wanted(spec.fused_kernels):
         fused.fuse(model)
+    if lora is not None:
+        add_adapter(model, lora, spec.seed)  # after the kernels, which look for plain linear layers
     module = wrapper(model).to(spec.device)
+    if lora is not None and isinstance(module, PackedCritic):
+        module.value_head.float()  # which is trained like the adapter
     if isinstance(module, PackedPolicy):
         module.fused = spec.fused_kernels != "none"
         if spec.device == "cuda":

@@ -32,9 +32,11 @@ from verl.config.schema import ModelConfig
 from verl.data.overlap import Trace, TrainTasks
 from verl.errors import ConfigError
 from verl.host.signals import Ended
+from verl.lora import Lora
 from verl.sft.demonstrations import read_demonstrations, sft_samples
 from verl.sft.run import SFTRun, SFTSettings
 from verl.single_controller.group import WorkerContext, WorkerView
+from verl.tracking.jsonl import read_jsonl
 from verl.tracking.metric import Metric
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import RunInfo, build_trackers
@@ -60,7 +62,9 @@ def group_ends() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: int = 0) -> SFTRun:
+def run(
+    model: Path, samples: list[Sample], out: Path, steps: int, signal_in: int = 0, lora: Lora | None = None
+) -> SFTRun:
     """signal_in: the step in whose update a SIGTERM comes"""
     if dist.is_initialized():
         gc.collect()
@@ -69,7 +73,7 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     optimizer = OptimizerSettings(lr=1e-2, weight_decay=0.0, schedule="cosine", total_steps=8, min_lr_ratio=0.1)
-    rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer), WorkerContext(0, 1, port=port))
+    rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer, lora), WorkerContext(0, 1, port=port))
     workers = LocalGroup(rank)
     store = CheckpointStore(out / "checkpoints", keep_last=2, keep_best=0)
     made = SFTRun(
@@ -103,25 +107,30 @@ def run(model: Path, samples: list[Sample], out: Path, steps: int, signal_in: in
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("lora", "last"),
+    [(None, "hf/model.safetensors"), (Lora(4, 32.0, ("all-linear",)), "adapter/adapter_model.safetensors")],
+    ids=["whole", "adapter"],
+)
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_bit_for_bit(
-    model: Path, samples: list[Sample], tmp_path: Path
+    model: Path, samples: list[Sample], tmp_path: Path, lora: Lora | None, last: str
 ) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    run(model, samples, straight, steps=4)
+    run(model, samples, straight, steps=4, lora=lora)
     with pytest.raises(Ended, match=r"saved .*step-000003"):
-        run(model, samples, broken, steps=4, signal_in=3)
-    run(model, samples, broken, steps=4)
-    last = "checkpoints/step-000004/hf/model.safetensors"
+        run(model, samples, broken, steps=4, signal_in=3, lora=lora)
+    run(model, samples, broken, steps=4, lora=lora)
+    last = f"checkpoints/step-000004/{last}"
     weights = load_file(broken / last)
     assert every(torch.equal(weight, weights[name]) for name, weight in load_file(straight / last).items())
+    first, fourth = (read_jsonl(broken / "metrics.jsonl")[step] for step in (0, 4))
+    assert fourth["val/demonstrations/loss"] < first["val/demonstrations/loss"]
 
 
 @pytest.mark.long
 def test_the_loss_falls_and_a_broken_run_goes_on_bit_for_bit(
     model: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    from verl.tracking.jsonl import read_jsonl
-
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     run(model, samples, straight, steps=8)
     run(model, samples, broken, steps=4)

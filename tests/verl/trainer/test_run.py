@@ -126,11 +126,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("further", [[], ["lora.rank=4"]], ids=["whole", "adapter"])
+def test_a_killed_run_goes_on_bit_for_bit(model: Path, tmp_path: Path, further: list[str]) -> None:
     """Four steps = two steps, kill -9, resume, two steps."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    run(run_overrides(model, straight, "hf", steps=4))
-    overrides = [*run_overrides(model, broken, "hf", steps=4), "trainer.save_freq=2"]
+    run([*run_overrides(model, straight, "hf", steps=4), *further])
+    overrides = [*run_overrides(model, broken, "hf", steps=4), *further, "trainer.save_freq=2"]
     process = start(overrides)
     wait_for(lambda: (broken / "run" / "checkpoints" / "latest.json").exists(), process)
     kill_tree(process)

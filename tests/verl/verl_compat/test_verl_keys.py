@@ -490,7 +490,9 @@ def test_verls_default_of_an_absent_feature_is_taken_and_another_is_refused_by_i
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("actor_rollout_ref.model.lora_rank=16", "no LoRA"),
+        ("critic.model.lora_adapter_path=there", "a critic's adapter starts at zero"),
+        ("actor_rollout_ref.model.lora.rank=16", "adapters of Megatron's; set lora.rank"),
+        ("actor_rollout_ref.model.exclude_modules=[q_proj]", "set lora.targets"),
         ("actor_rollout_ref.model.override_config.attn_implementation=eager", "the configuration is that of the model"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "set rollout.engine_options"),
         ("trainer.v1.trainer_mode=separate_async", "set rollout.max_staleness"),
@@ -651,3 +653,31 @@ def test_a_mini_batch_above_the_batch_is_refused_in_both_spellings(mini: str) ->
         load_config(["recipe=mini_grpo", f"{mini}=17"])  # whose batch is 16
     assert load_config([f"{mini}=32", "data.train_batch_size=32"]).actor.ppo_mini_batch_size == 32
     assert load_config(["data.train_batch_size=32"]).updates_per_step == 1  # the default is the batch
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+def test_one_rank_covers_policy_and_critic() -> None:
+    assert load_config([f"{MODEL}.lora_rank=8", "critic.model.lora_rank=8"]).lora.rank == 8
+    with pytest.raises(ConfigError, match=r"critic.model.lora_rank=16 must equal lora.rank=8, which covers both"):
+        load_config([f"{MODEL}.lora_rank=8", "critic.model.lora_rank=16"])
+    with pytest.raises(ConfigError, match=r"critic.model.lora_rank=16 must equal lora.rank=None"):
+        load_config(["critic.model.lora_rank=16"])
+
+
+@pytest.mark.parametrize(
+    ("written", "rank", "alpha", "targets", "path"),
+    [
+        ([f"{MODEL}.lora_rank=32"], 32, 16, None, None),
+        ([f"{MODEL}.lora_rank=32", f"{MODEL}.lora_alpha=64"], 32, 64, None, None),
+        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=all-linear"], 8, 16, ["all-linear"], None),
+        ([f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj,v_proj]"], 8, 16, ["q_proj", "v_proj"], None),
+        ([f"{MODEL}.lora_adapter_path=there"], None, None, None, "there"),
+        ([f"{MODEL}.lora_rank=0", f"{MODEL}.lora_alpha=64", f"{MODEL}.target_modules=all-linear"], 0, None, None, None),
+        ([f"{MODEL}.lora_alpha=64"], None, None, None, None),
+    ],
+)
+def test_adapters(written: list[str], rank: int, alpha: float, targets: list[str], path: str) -> None:
+    lora = load_config(written).lora
+    assert (lora.rank, lora.alpha, lora.targets, lora.path) == (rank, alpha, targets, path)

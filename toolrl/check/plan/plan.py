@@ -25,17 +25,18 @@ from verl.algorithms.algorithm import Algorithm
 from verl.build.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
 from verl.build.engines import default_num_seqs, engine_dtype, sequence_length
 from verl.build.env import prompt_fn
-from verl.build.ranks import largest_pack, sees_gpu
+from verl.build.ranks import check_adapter, largest_pack, sees_gpu
 from verl.build.run import Inputs
 from verl.chat.template import ChatTemplate
 from verl.config.schema import Config
 from verl.data.lengths import PromptIds, fitting
 from verl.data.report import RowReport
 from verl.errors import ConfigError
+from verl.lora import Lora, add_adapter, lora_of
 from verl.pretrained import read_model_config
 from verl.rollout.gpu_share import CONTEXT_GIB, MANY_TOKENS, engine_share
 from verl.rollout.hf_engine import MAX_BATCH
-from verl.tracking.flops import DEVICES, TRAINING, DecoderShape, Device, find_device, find_memory, forward_flops
+from verl.tracking.flops import DEVICES, FROZEN, TRAINING, DecoderShape, Device, find_device, find_memory, forward_flops
 from verl.transfer.bucket import BUCKET_BYTES
 from verl.types import Task
 from verl.units import GIB
@@ -117,7 +118,7 @@ class Plan:
             return max(each.layers for each in self._trained) if setting is True else 0
         pack = largest_pack(self.config, self.config.data.max_prompt_length)
         held = sum(sum(resident(each, settings).values()) for each in self._trained)
-        if needs_reference(self.algorithm) and not self.config.ref.offload_params:
+        if self._has_reference and not self.config.ref.offload_params:
             held += reference_model(self.policy, settings)
         room = self.hardware.memory_gib * GIB
         return max(layers_to_checkpoint(each, pack, settings, room, held) for each in self._trained)
@@ -140,6 +141,11 @@ class Plan:
     def _trained(self) -> list[ModelShape]:
         return [self.policy, self.critic] if self.critic else [self.policy]
 
+    @property
+    def _has_reference(self) -> bool:
+        """Whether there is a second model; that of an adapter is its base."""
+        return needs_reference(self.algorithm) and not self.policy.adapter
+
     def _passes(self, pack: PackShape) -> dict[str, Terms]:
         """{phase: bytes by term} of passes over a pack."""
         update = _largest(updating(model, pack, self.rank) for model in self._trained)
@@ -157,7 +163,7 @@ class Plan:
         terms |= resident(self.policy, self.rank)
         if self.critic:
             terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
-        if needs_reference(self.algorithm):
+        if self._has_reference:
             terms["reference"] = reference_model(self.policy, self.rank)
         if self.hardware.on_cpu:
             return terms
@@ -328,7 +334,7 @@ class Plan:
         options: dict[str, list[Any]] = {"actor.offload": further[self.config.actor.offload]}
         if self.critic:
             options["critic.offload"] = further[self.config.critic.offload]
-        if needs_reference(self.algorithm) and not self.config.ref.offload_params:
+        if self._has_reference and not self.config.ref.offload_params:
             options["ref.offload_params"] = [True]
         return options
 
@@ -352,8 +358,10 @@ class Plan:
         policy = self._forward(self.policy)
         critic = self._forward(self.critic) if self.critic else 0.0
         passes = self.score_passes
-        epochs = config.actor.ppo_epochs * (TRAINING + checkpointed)
-        parameters = self.policy.parameters + (self.critic.parameters if self.critic else 0)
+        cost = FROZEN if self.policy.adapter else TRAINING
+        epochs = config.actor.ppo_epochs * (cost + checkpointed)
+        parameters = self.policy.trained + (self.critic.trained if self.critic else 0)
+        sent = self.policy.trained if config.lora.sync == "adapter" else self.policy.parameters
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
             "rollout": self._rollout(engines, speed),
@@ -366,7 +374,7 @@ class Plan:
                 f"{epochs:.3g} forwards of all trained models: FLOP / F",
             ),
             "step": (moved / self.rank.shards / speed.bytes_per_s, f"{_OPTIMIZER_BYTES} N bytes / W, each update"),
-            "weight_sync": (_SYNC_BYTES * self.policy.parameters / speed.bytes_per_s, f"{_SYNC_BYTES} N bytes / W"),
+            "weight_sync": (_SYNC_BYTES * sent / speed.bytes_per_s, f"{_SYNC_BYTES} N bytes / W"),
         }
 
     @property
@@ -428,24 +436,30 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
     longest = sequence_length(config)
     build_kl_control(config.algorithm, algorithm)
     check_packs(config.model.path, longest)
-    policy, critic = read_shape(config.model.path, PackedPolicy), None
+    check_adapter(config)
+    policy, critic = read_shape(config.model.path, PackedPolicy, lora=lora_of(config.lora)), None
     dtype, on_cpu = config.model.compute_dtype, hardware.on_cpu
     check_head_size(policy.head_size, "model.path", on_cpu, config.rollout.name, dtype)
     if algorithm.needs_critic:
         key = "model.path" if config.critic.path is None else "critic.path"
         path = config.critic.path or config.model.path
         check_packs(path, longest, key)
-        critic = read_shape(path, PackedCritic, key)
+        critic = read_shape(path, PackedCritic, key, lora_of(config.lora))
         check_head_size(critic.head_size, key, on_cpu, None, dtype)
     return Plan(config, algorithm, policy, critic, lengths, hardware)
 
 
-def read_shape(path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path") -> ModelShape:
+def read_shape(
+    path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path", lora: Lora | None = None
+) -> ModelShape:
     """From the model's configuration. Raises ConfigError, naming `key`, if there is none."""
     config = read_model_config(path, key)
     try:
         with torch.device("meta"):
-            module = wrapper(AutoModelForCausalLM.from_config(config))
+            model = AutoModelForCausalLM.from_config(config)
+            if lora is not None:
+                add_adapter(model, replace(lora, path=None))
+            module = wrapper(model)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{key}: {path!r} contains no causal language model ({error})") from error
     return shape_of(module, config.get_text_config())

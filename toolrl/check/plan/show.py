@@ -20,7 +20,7 @@ from verl.units import GIB
 def show(plan: Plan, console: Console) -> None:
     config, pack, lengths = plan.config, plan.pack, plan.lengths
     for name, text in {
-        "model": f"{plan.policy.parameters / 1e6:.1f}M parameters, {plan.policy.layers} layers",
+        "model": format_model(plan),
         "data": f"prompts of {lengths.prompt:.0f} tokens, responses of {lengths.response:.0f} ({lengths.source})",
         "batch": config.batch_arithmetic(),
         "pack": f"at most {pack.tokens:.0f} tokens, {pack.trained:.0f} of them trained at the maximum response length "
@@ -38,6 +38,15 @@ def show(plan: Plan, console: Console) -> None:
         if estimate:
             console.print(format_decoding(plan), markup=False, soft_wrap=True)
     print_suggestions(plan, console)
+
+
+def format_model(plan: Plan) -> str:
+    shape = plan.policy
+    text = f"{shape.parameters / 1e6:.1f}M parameters, {shape.layers} layers"
+    if not shape.adapter:
+        return text
+    lr, sync = plan.config.actor.optim.lr, plan.config.lora.sync
+    return f"{text}; of these {shape.adapter / 1e6:.1f}M of an adapter are trained, lr {lr:g}, lora.sync={sync}"
 
 
 def format_episode(plan: Plan) -> str:

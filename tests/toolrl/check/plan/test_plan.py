@@ -41,7 +41,7 @@ from toolrl.check.plan.plan import (
     read_lengths,
     read_shape,
 )
-from toolrl.check.plan.show import format_engine, format_episode
+from toolrl.check.plan.show import format_engine, format_episode, format_model
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.batch.packed import PackedBatch, Segment
 from verl.build.algorithm import build_algorithm
@@ -53,6 +53,7 @@ from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.data.tasks import TaskSet
 from verl.errors import ConfigError, DataError
+from verl.pretrained import read_model_config
 from verl.rollout.gpu_share import CONTEXT_GIB
 from verl.single_controller.group import WorkerContext
 from verl.tracking.flops import DEVICES, find_device
@@ -60,7 +61,7 @@ from verl.transfer.bucket import BUCKET_BYTES
 from verl.units import GIB
 from verl.workers import attention
 from verl.workers.memory import ModelShape, PackShape, RankSettings, activations, resident, shape_of, updating
-from verl.workers.model import PackedCritic, PackedPolicy
+from verl.workers.model import PackedCritic, PackedPolicy, head_size
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 from verl.workers.rank import RankSpec, TrainingRank, build_rank
@@ -651,3 +652,30 @@ def test_wrong_settings_are_reported(
 ) -> None:
     assert main([f"model.path={model}", *overrides]) == 2
     assert message in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_adapter_costs_its_states_and_one_copy_of_the_base() -> None:
+    """1e8 parameters of an adapter, 6.9e9 frozen: 12 + 4 bytes each of the former, 2 of the latter, no reference."""
+    adapter = replace(SEVEN, adapter=100_000_000)
+    settings = RankSettings(compute=2, shards=1)
+    terms = resident(adapter, settings) | updating(adapter, PackShape(2048, 1024), settings)
+    assert sum(terms[name] for name in ("parameters", "optimizer", "gradients")) == 16 * 1e8 + 2 * 6.9e9
+    assert terms["gathered"] == 2 * (adapter.root_parameters + 2 * adapter.layer_parameters)
+    plans = [plan_of([], shape=shape) for shape in (SEVEN, adapter)]
+    whole, few = (each.memory()["rollout"] for each in plans)
+    assert "reference" in whole and "reference" not in few
+    times = [each.seconds() for each in plans]
+    assert times[1]["update"][0] / times[0]["update"][0] == pytest.approx(2 / 3, rel=1e-2)
+    assert times[1]["weight_sync"][0] / times[0]["weight_sync"][0] == pytest.approx(1 / 70)
+
+
+def test_a_plan_has_the_adapter_of_the_settings(model: Path) -> None:
+    overrides = [*GROUPS_OF_FOUR, f"model.path={model}", "lora.rank=4", "lora.targets=[q_proj]"]
+    overrides += ["data.max_prompt_length=90", "data.max_response_length=25"]
+    plan = build_plan(load_config(overrides), Lengths(90, 25, "given"), find_hardware(Config(), "h200"))
+    config = read_model_config(str(model))
+    width = config.num_attention_heads * head_size(config)
+    assert plan.policy.adapter == config.num_hidden_layers * 4 * (config.hidden_size + width)
+    assert f"{plan.policy.adapter / 1e6:.1f}M of an adapter are trained, lr 1e-05, lora.sync=adapter" in format_model(
+        plan
+    )

@@ -1,0 +1,230 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) by peft: W + alpha / rank * B A, with W frozen.
+
+Adapted models keep the modules of transformers, with peft's layers in place of the targets. Names of an adapter's
+tensors are those of peft's files, which vLLM reads, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from verl.config.schema import LoraConfig
+from verl.errors import ConfigError, DataError
+from verl.host.files import unwritable
+from verl.pretrained import check_files, read_model_config
+from verl.text import in_short
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's limits of an adapter's rank
+ALL_LINEAR = "all-linear"
+_ALPHA = 32.0  # with it the best learning rate hardly depends on the rank (https://thinkingmachines.ai/blog/lora/)
+_ADAPTER = "default"  # peft's name of a model's only adapter
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of the names in peft's files
+_EXPERTS = "experts"
+# What an adapter may not have: vLLM or this trainer would ignore it.
+_UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
+
+Export = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]  # full tensors of sharded ones
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter of a model. Picklable: ranks and engines, which build it, live in other processes."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    path: str | None = None  # a folder with the adapter to start from; None: B = 0
+    merged: bool = False  # whether a weight sync sends merged weights, not the adapter
+
+
+def lora_of(config: LoraConfig) -> Lora | None:
+    """The settings of an adapter, or of the adapter at `lora.path`; None: all weights are trained.
+
+    Raises ConfigError if there is no adapter at the path, or one with other values than those that are set.
+    """
+    if not config.enabled:
+        return None
+    own: dict[str, Any] = {"rank": config.rank or None, "alpha": config.alpha, "targets": config.targets}
+    if config.path is None:
+        found: dict[str, Any] = {"rank": None, "alpha": _ALPHA, "targets": [ALL_LINEAR]}
+    else:
+        found = _read_config(config.path)
+        for name, value in own.items():
+            if name != "targets" and value is not None and value != found[name]:
+                raise ConfigError(f"lora.{name}={value}, but the adapter in {config.path!r} has {found[name]}")
+    known = {name: found[name] if value is None else value for name, value in own.items()}
+    merged = config.sync == "merged"
+    return Lora(known["rank"], float(known["alpha"]), tuple(known["targets"]), config.path, merged)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    check_files(path, "lora.path")
+    try:
+        read = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
+        targets = read["target_modules"]
+        found = {"rank": read["r"], "alpha": float(read["lora_alpha"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"lora.path: no adapter of peft can be read from {path!r} ({in_short(error)})") from error
+    if unsupported := [name for name in _UNSUPPORTED if read.get(name)]:
+        raise ConfigError(f"lora.path: the adapter in {path!r} has {', '.join(unsupported)}, which is not supported")
+    scaled = read.get("use_rslora")  # alpha / sqrt(rank)
+    return {
+        "rank": found["rank"],
+        "alpha": found["alpha"] * found["rank"] ** 0.5 if scaled else found["alpha"],
+        "targets": [targets] if isinstance(targets, str) else sorted(targets),
+    }
+
+
+def check_targets(lora: Lora, model_path: str) -> None:
+    """Raises ConfigError, as `add_adapter` does, before the model is loaded."""
+    config = read_model_config(model_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    target_modules(model, lora)
+
+
+def target_modules(model: PreTrainedModel, lora: Lora) -> list[str]:
+    """The names of the linear layers that get an adapter.
+
+    Raises ConfigError for a target that names none, with those that there are, and for experts.
+    """
+    head = model.get_output_embeddings()  # log-probs are computed from its weight alone
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == _EXPERTS]
+    there = sorted({name.rpartition(".")[2] for name in linear if f".{_EXPERTS}." not in name})
+    chosen: list[str] = []
+    for target in lora.targets:
+        found = linear if target == ALL_LINEAR else [name for name in linear if f".{name}".endswith(f".{target}")]
+        in_experts = [name for name in found if f".{_EXPERTS}." in name]
+        if in_experts or (experts and (target in (ALL_LINEAR, _EXPERTS) or not found)):
+            raise ConfigError(
+                f"lora.targets: {target} is in experts or includes them. Mixture-of-experts layers are not trained by "
+                f"adapters, as their engines do not take such weights; choose among {', '.join(there)}"
+            )
+        if not found:
+            raise ConfigError(f"lora.targets: no linear layer is named {target}; there are {', '.join(there)}")
+        chosen += found
+    return sorted(set(chosen))
+
+
+def add_adapter(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
+    """Freeze the model and add the adapter in place, in float32, equal on all ranks. Raises ConfigError."""
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    names = target_modules(model, lora)
+    own = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(own, model)
+    for _, parameter in adapter_tensors(model):
+        parameter.data = parameter.data.float()
+    if lora.path is not None:
+        _load(model, lora.path)
+
+
+@torch.no_grad()
+def _load(model: PreTrainedModel, path: str) -> None:
+    there, own = load_file(Path(path) / _WEIGHTS), dict(adapter_tensors(model))
+    fits = there.keys() == own.keys() and all(there[name].shape == own[name].shape for name in own)
+    if not fits:
+        odd = sorted(there.keys() ^ own.keys())[:3] or "other shapes"
+        raise ConfigError(f"lora.path: the adapter in {path!r} is of another model: {odd}")
+    if broken := [name for name, tensor in there.items() if not bool(torch.isfinite(tensor).all())]:
+        raise ConfigError(f"lora.path: the adapter in {path!r} has tensors that are NaN or infinite: {broken[0]}")
+    for name, parameter in own.items():
+        parameter.copy_(there[name])
+
+
+def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name as in peft's files, parameter) of a model's adapter; nothing without one."""
+    for name, parameter in model.named_parameters():
+        if f".{_ADAPTER}." in name:
+            yield f"{_PREFIX}{name.replace(f'.{_ADAPTER}.', '.')}", parameter
+
+
+def base_tensors(model: nn.Module, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(name without adapter, tensor) of those of the model that are not its adapter's."""
+    for name, tensor in named:
+        if f".{_ADAPTER}." not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, peft's layer) of every module with an adapter."""
+    for name, module in model.named_modules():
+        if _ADAPTER in getattr(module, "lora_A", ()):
+            yield name, module
+
+
+def with_updates(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]], export: Export
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """(name, full base weight, what the adapter adds to it in float32, or None), one at a time.
+
+    Collective, like `export`. The adapted weight is the sum of both.
+    """
+    layers = dict(_layers(model))
+    for name, tensor in named:
+        ((_, full),) = export([(name, tensor)])
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            yield name, full, None
+            continue
+        factors = [("B", layer.lora_B[_ADAPTER].weight), ("A", layer.lora_A[_ADAPTER].weight)]
+        left, right = (factor.float() for _, factor in export(factors))
+        yield name, full, layer.scaling[_ADAPTER] * (left @ right)
+
+
+@contextmanager
+def base_alone(model: nn.Module) -> Iterator[None]:
+    """Within the block the model computes what it does without its adapter, to the last bit."""
+    layers = [layer for _, layer in _layers(model)]
+    scales = [layer.scaling[_ADAPTER] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[_ADAPTER] = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[_ADAPTER] = scale
+
+
+def save_adapter(lora: Lora, tensors: Mapping[str, Tensor], folder: Path, base: str) -> None:
+    """Write an adapter as `PeftModel.from_pretrained` and vLLM load it. base: folder or hub name of its model
+
+    Raises DataError if the folder cannot be written.
+    """
+    from peft import LoraConfig as PeftConfig
+
+    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors}
+    if not any("." in target for target in lora.targets):
+        modules = {name.rpartition(".")[2] for name in modules}  # those of all layers
+    own = PeftConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        target_modules=sorted(modules),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own.save_pretrained(str(folder))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / _WEIGHTS, {"format": "pt"})
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    except SafetensorError as error:
+        raise DataError(f"cannot be written ({error})", hint="Free some space", file=str(folder)) from error
