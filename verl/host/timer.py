@@ -30,9 +30,8 @@ def raising_after(
             yield
         return
 
-    armed = (
-        False  # a signal of an earlier timer may arrive late, by way of another thread: not before it is set, either
-    )
+    # False before this timer is set, too: a signal of an earlier one may arrive late, by way of another thread.
+    armed = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if armed:
