@@ -30,7 +30,9 @@ LEAST_GAIN = 0.5  # nearly three standard deviations of what an untrained policy
 _CRITIC = ["critic.optim.lr=1e-3", "critic.optim.weight_decay=0"]
 OWN = {
     "ppo": _CRITIC,
-    "vapo": _CRITIC,
+    # Its lambda is for responses of thousands of tokens: of 20 and fewer it is 0, and a new critic knows nothing yet.
+    "vapo": [*_CRITIC, "algorithm.options.length_alpha=1"],
+    "raft_pp": ["algorithm.options.threshold=3"],  # of 4: a response that makes one of two calls is not right
     # Of eight responses two are mostly equal best, and then none has an advantage; pairs show more of fewer responses.
     "pass_at_k": ["rollout.n=2", "trainer.total_training_steps=8"],
 }

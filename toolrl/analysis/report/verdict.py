@@ -19,13 +19,8 @@ from toolrl.analysis.report.rows import number
 from verl.text import counted
 
 WINDOW = 5  # steps at each end of a run, at least, for a comparison
-GROUP_FREE = (
-    "ppo",
-    "remax",
-    "reinforce_pp",
-    "vapo",
-    "raft_pp",
-)  # presets whose advantages are not relative to the group
+# Presets whose advantages are not relative to the group.
+GROUP_FREE = ("ppo", "remax", "reinforce_pp", "vapo", "raft_pp")
 _SCORES = ("total", "score", "exact")  # metrics of validations that are better if they are higher
 _REWARD, _LOSS, _CORRECT = "reward/total", "actor/loss", "reward/correctness"
 _EQUAL = "reward/zero_variance_groups"

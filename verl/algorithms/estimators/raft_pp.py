@@ -5,8 +5,8 @@
 
 RAFT is supervised learning of the policy's own right responses; the ratio and the clip make several updates possible.
 The authors find it close to GRPO, whose advantage over it is that groups without a right response are left out. No
-group is needed. `options.threshold` is the reward above which a response is right. Tokens of the others count in the
-mean, so a step's size grows with the share of right responses.
+group is needed. `options.threshold` is the reward above which a response is right; set it for graded rewards. Tokens of
+the others count in the mean, so a step's size grows with the share of right responses.
 """
 
 from verl.algorithms.algorithm import Algorithm
