@@ -98,8 +98,8 @@ MUTANTS = (
     ),
     _of_algorithms(
         "lone_turn_compared",
-        "GiGPO gives a turn in a state of its own its return as advantage.",
-        f"{_ESTIMATORS}/gigpo.py",
+        "A turn without another to compare it with has its return as advantage.",
+        _ADVANTAGE,
         "torch.zeros_like(returns_G) if returns_G.numel() == 1 else group_normalized(returns_G, divide_by_std)",
         "group_normalized(returns_G, divide_by_std)",
     ),

@@ -88,8 +88,8 @@ def test_gdpo_equals_trls_up_to_what_is_added_to_a_std() -> None:
 
 def test_gdpo_names_parts_and_weights_that_do_not_fit() -> None:
     given = in_parts([1, 1], [0, 0], {"format": [1.0, 0.0], "correctness": [-3.0, 3.0]})
-    with pytest.raises(ConfigError, match="no score has the part 'formt'; did you mean 'format'"):
-        gdpo(given, parts=["formt"])
+    with pytest.raises(ConfigError, match="no score has the part 'form'; did you mean 'format'"):
+        gdpo(given, parts=["form"])
     with pytest.raises(ConfigError, match=r"a number for each of format, correctness; got \[1.0\]"):
         gdpo(given, weights=[1.0])
 
