@@ -260,7 +260,7 @@ def test_clip_cov_equals_verls_but_for_the_dice(published: Published) -> None:
     check_loss(published, "clip_cov", loss, selected_T=drawn_T.float())
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATORS.keys() - {KLEstimate.UNBIASED_K3})
+@pytest.mark.parametrize("name", [name for name in KL_ESTIMATORS if name != KLEstimate.UNBIASED_K3])
 def test_kl_equals_verls(published: Published, name: str) -> None:
     logprobs = published["in/logp"].clone().requires_grad_()
     value = KL_ESTIMATORS[name](logprobs, published["in/ref"])
