@@ -1,0 +1,39 @@
+"""The words of tools and requests. A tool is a verb with a noun; no listed tool shares both with another."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+VERBS = {  # as in descriptions: another word for it
+    "find": "seek",
+    "book": "reserve",
+    "cancel": "drop",
+    "check": "test",
+    "open": "unlock",
+    "close": "shut",
+    "send": "ship",
+    "order": "request",
+    "rent": "hire",
+    "move": "shift",
+    "judge": "grade",
+    "log": "record",
+    "save": "keep",
+    "show": "display",
+    "clean": "wash",
+    "sell": "trade",
+    "count": "tally",
+    "share": "post",
+    "print": "copy",
+    "pay": "settle",
+}
+NOUNS = tuple(
+    "hotel flight train car table meal song film letter parcel desk lamp door window garden pool ticket bike boat bus "
+    "taxi house shop museum park school lesson game match race concert news report file photo map plan party meeting "
+    "phone bill loan card room".split()
+)
+NEW_NOUNS = tuple("office cafe camera kitchen poem market tower bridge tent medal".split())
+
+
+def is_new(verb: str, noun: str) -> bool:
+    """Whether the tool is held out: a fifth of the combinations, and all with a new noun."""
+    return noun in NEW_NOUNS or crc32(f"{verb} {noun}".encode()) % 5 == 0
