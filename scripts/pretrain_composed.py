@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
+from scripts.composed.circuits import init_copying
 from scripts.composed.mistakes import Mistakes
 from scripts.composed.muon import Muon
 from scripts.composed.rows import as_row
@@ -110,6 +111,14 @@ def right(model, encoder, seed, new_tools, count=256):
     return {family: sum(values) / len(values) for family, values in sorted(found.items())}
 
 
+def save(model, tokenizer, folder: Path) -> None:
+    """In bfloat16, as the embedded model is."""
+    weights = {name: each.to(torch.bfloat16) for name, each in model.state_dict().items()}
+    model.config.dtype = "bfloat16"
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokenizer", type=Path, required=True)
@@ -132,6 +141,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=40)
     parser.add_argument("--every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--circuits", action="store_true")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
@@ -146,9 +156,11 @@ def main() -> None:
                 num_hidden_layers=args.layers, num_attention_heads=args.heads, num_key_value_heads=args.kv_heads,
                 max_position_embeddings=1024, initializer_range=args.init_range, rope_theta=10000.0,
                 tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id, use_cache=False,
+                pad_token_id=tokenizer.pad_token_id, use_cache=False, attn_implementation="eager",
             )
         )
+    if args.circuits:
+        init_copying(model, torch.Generator().manual_seed(args.seed))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     encoder = Encoder(tokenizer)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n] if args.muon_lr else []
@@ -186,6 +198,8 @@ def main() -> None:
         model.zero_grad()
         seen += ids.numel()
         mean = response.item() if mean is None else 0.95 * mean + 0.05 * response.item()
+        if (step + 1) % 50 == 0:
+            print(f"  {step + 1} {time.time() - begin:.0f}s {mean:.3f}", flush=True)
         if (step + 1) % args.every == 0:
             shares = right(model, encoder, 7, True)
             print(
@@ -194,11 +208,12 @@ def main() -> None:
                 + " ".join(f"{family} {share:.2f}" for family, share in shares.items()),
                 flush=True,
             )
+            if args.out:
+                save(model, tokenizer, args.out)
     for new in (False, True):
         print("final", "new" if new else "known", {k: round(v, 2) for k, v in right(model, encoder, 8, new, 768).items()})
     if args.out:
-        model.to(torch.bfloat16).save_pretrained(args.out)
-        tokenizer.save_pretrained(args.out)
+        save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":

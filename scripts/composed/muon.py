@@ -14,10 +14,11 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     """Roughly the nearest matrix with singular values of one."""
     a, b, c = _COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = wide / (wide.norm() + 1e-7)
+    x = (wide / (wide.norm() + 1e-7)).bfloat16()
     for _ in range(steps):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
+    x = x.to(matrix.dtype)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
