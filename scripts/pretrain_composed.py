@@ -29,7 +29,7 @@ from scripts.composed.tasks import Source
 from scripts.mini.tokenizer import chat_text
 
 IGNORED = -100
-ROWS_DRAWN = 2048  # at a time, to sort them by length
+ROWS_DRAWN = 768  # at a time, to sort them by length
 
 
 class Encoder:
@@ -45,8 +45,8 @@ class Encoder:
         return [(p.ids, a.ids) for p, a in zip(prompts, answers, strict=True)]
 
 
-def batches(encoder, random: Random, tokens: int, mistakes_at) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    source = Source(random)
+def batches(encoder, random: Random, tokens: int, mistakes_at, any_words: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    source = Source(random, any_words=any_words)
     while True:
         tasks = [source.draw() for _ in range(ROWS_DRAWN)]
         pairs = [(task, mistakes_at().demonstrate(task)) for task in tasks]
@@ -141,6 +141,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=40)
     parser.add_argument("--every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--right-share", type=float, default=0.0)
+    parser.add_argument("--any-words", type=float, default=0.4)
     parser.add_argument("--circuits", action="store_true")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true")
@@ -171,8 +173,10 @@ def main() -> None:
         optimizers.append(Muon(matrices, lr=args.muon_lr))
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     random = Random(args.seed + 1)
-    mistakes = Mistakes(random, args.mistakes)
-    stream = batches(encoder, random, args.tokens, lambda: mistakes)
+    progress = 0.0
+    stream = batches(
+        encoder, random, args.tokens, lambda: Mistakes(random, args.mistakes * (progress >= args.right_share)), args.any_words
+    )
     generator = torch.Generator().manual_seed(args.seed)
     if args.compile:
         model.model = torch.compile(model.model, dynamic=True)
@@ -209,7 +213,7 @@ def main() -> None:
                 flush=True,
             )
             if args.out:
-                save(model, tokenizer, args.out)
+                save(model, tokenizer, args.out.with_name(args.out.name + ("-right" if progress < args.right_share else "")))
     for new in (False, True):
         print("final", "new" if new else "known", {k: round(v, 2) for k, v in right(model, encoder, 8, new, 768).items()})
     if args.out:

@@ -32,8 +32,11 @@ NOUNS = tuple(
     "phone bill loan card room".split()
 )
 NEW_NOUNS = tuple("office cafe camera kitchen poem market tower bridge tent medal".split())
+WORDS = (*VERBS, *VERBS.values(), *NOUNS, *NEW_NOUNS)
 
 
 def is_new(verb: str, noun: str) -> bool:
     """Whether the tool is held out: a fifth of the combinations, and all with a new noun."""
-    return noun in NEW_NOUNS or crc32(f"{verb} {noun}".encode()) % 5 == 0
+    if verb not in VERBS:
+        return False
+    return noun in NEW_NOUNS or (noun in NOUNS and crc32(f"{verb} {noun}".encode()) % 5 == 0)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from scripts.composed.lexicon import VERBS
-from scripts.composed.tasks import CALL_THOUGHT, Call, Task
+from scripts.composed.tasks import Call, Task
 from verl.formats.toolrl_text import render_response
 
 RATES: Mapping[str, float] = {
@@ -49,21 +49,18 @@ class Mistakes:
         """A response with mistakes of the kinds that the task allows."""
         calls = task.calls
         if not calls:
-            if not self._errs("invent" if task.asked else "call none", self._verb(task)):
+            if not self._errs("invent" if task.asked else "call none", task.wanted[0].tool.verb):
                 return task.gold
-            return render_response(CALL_THOUGHT, [self._unfounded(task)])
+            return render_response(f"{task.thought}.", [self._unfounded(task)])
         if len(calls) > 1 and self._errs("first only", calls[0].tool.verb):
             calls = calls[:1]
         written = [self._written(call, task) for call in calls]
         if len(task.calls) == 1 and self._errs("one more", calls[0].tool.verb):
             written.append(self._any_call(task, [calls[0].tool.name]))
-        return render_response(CALL_THOUGHT, written)
+        return render_response(f"{task.thought}.", written)
 
     def _errs(self, kind: str, verb: str) -> bool:
-        return self._random.random() < self._scale * (RATES[kind] + _SPREAD * _OWN[verb])
-
-    def _verb(self, task: Task) -> str:
-        return task.invented[0].tool.verb if task.asked else task.tools[0].verb
+        return self._random.random() < self._scale * (RATES[kind] + _SPREAD * _OWN.get(verb, 0.0))
 
     def _written(self, call: Call, task: Task) -> dict[str, Any]:
         """The call with mistakes of its name and values."""
@@ -90,7 +87,7 @@ class Mistakes:
         """A call where a response was due."""
         if not task.asked:
             return self._any_call(task, [])
-        call = task.invented[0]
+        call = task.wanted[0]
         values = [
             parameter.slot.label if parameter is task.asked else value.value
             for parameter, value in zip(call.tool.parameters, call.values, strict=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from scripts.composed.lexicon import NEW_NOUNS, NOUNS, VERBS, is_new
+from scripts.composed.lexicon import NEW_NOUNS, NOUNS, VERBS, WORDS, is_new
 from scripts.composed.slots import SLOTS, VARYING, Slot, Value, Values
 from scripts.mini import phrases
 from scripts.mini.reading import MASK
@@ -15,8 +15,6 @@ from scripts.mini.requests import sentence
 from scripts.raw.rlla import ListedTool
 from verl.formats.toolrl_text import render_response
 
-CALL_THOUGHT = "I call tools."
-NONE_THOUGHT = "No tool fits."
 _NUM_TOOLS, _NUM_TOOLS_WEIGHTS = (2, 3, 4), (2, 5, 3)
 _NUM_PARAMETERS, _NUM_PARAMETERS_WEIGHTS = (0, 1, 2, 3), (1, 4, 4, 1)
 _NEAR_SHARE = 0.6  # share of further tools that share a verb or a noun with a needed one
@@ -74,33 +72,46 @@ class Call:
 class Task:
     """A row before its rendering. `asked` is the parameter that the user must add; without it and calls, none fits.
 
-    invented: the calls of a policy that makes up the missing value; reference: how the user refers to a stated value
+    wanted: the calls that the user thinks of; reference: the user's words for a stated value
     """
 
     family: str
     turns: tuple[str, ...]
     tools: tuple[Tool, ...]
     calls: tuple[Call, ...]
+    wanted: tuple[Call, ...]
     asked: Parameter | None = None
-    invented: tuple[Call, ...] = ()
     reference: str = ""
+
+    @property
+    def thought(self) -> str:
+        """The wanted tools in the words of their descriptions, each once."""
+        return ", ".join(dict.fromkeys(f"{call.tool.verb} {call.tool.noun}" for call in self.wanted))
 
     @property
     def gold(self) -> str:
         """The right response."""
         if self.asked:
             label = self.asked.slot.label
-            return render_response(f"The {label} is missing.", response=f"Which {label}?")
+            return render_response(f"{self.thought}: the {label} is missing.", response=f"Which {label}?")
         if not self.calls:
-            return render_response(NONE_THOUGHT, response=phrases.NO_TOOL)
-        return render_response(CALL_THOUGHT, [call.render() for call in self.calls])
+            return render_response(f"{self.thought}: no tool fits.", response=phrases.NO_TOOL)
+        return render_response(f"{self.thought}.", [call.render() for call in self.calls])
 
 
 class Source:
-    """Draws tasks of one split. new_tools: of the held-out tools; held_out: other phrasings and values."""
+    """Draws tasks of one split.
 
-    def __init__(self, random: Random, held_out: bool = False, new_tools: bool = False) -> None:
+    new_tools: of the held-out tools; held_out: other phrasings and values
+    any_words: share of the tasks whose tools are two words of any kind: such tools can only be read, not known
+    """
+
+    def __init__(
+        self, random: Random, held_out: bool = False, new_tools: bool = False, any_words: float = 0.0
+    ) -> None:
         self.random = random
+        self._any_words = any_words
+        self._words: tuple[str, ...] = ()
         self._held_out = held_out
         self._new_tools = new_tools
         self._nouns = NOUNS + NEW_NOUNS if new_tools else NOUNS
@@ -115,6 +126,7 @@ class Source:
 
     def draw_of(self, family: str) -> Task:
         """A task of this family."""
+        self._words = WORDS if self._any_words and self.random.random() < self._any_words else ()
         task = FAMILIES[family][0](self, Values(self.random, self._held_out))
         return replace(task, family=family)
 
@@ -122,14 +134,23 @@ class Source:
         return self.random.choice(pair[self._held_out])
 
     def combination(self) -> tuple[str, str]:
+        """A verb and a noun of this split, or two of any words, but no held-out combination."""
+        while self._words:
+            first, second = self.random.sample(self._words, 2)
+            if not is_new(first, second):
+                return first, second
         return self.random.choice(self._combinations)
+
+    def verb(self, verb: str) -> str:
+        """The verb or another word for it; of any words only the word itself."""
+        return verb if self._words else self.random.choice((verb, VERBS[verb]))
 
     def tool(self, combination: tuple[str, str], kinds: Sequence[str] | None = None) -> Tool:
         """A tool with drawn names; kinds: of its parameters, by default drawn."""
         random, (verb, noun) = self.random, combination
         if kinds is None:
             kinds = random.sample(list(SLOTS), random.choices(_NUM_PARAMETERS, _NUM_PARAMETERS_WEIGHTS)[0])
-        word = random.choice((verb, VERBS[verb]))
+        word = self.verb(verb)
         name = random.choice((f"{word}_{noun}", f"{word}_{noun}", f"{noun}_{word}"))
         parameters = tuple(
             Parameter(kind, random.choice(SLOTS[kind].names), SLOTS[kind].description(random)) for kind in kinds
@@ -154,7 +175,7 @@ class Source:
             if p is not omitted
         ]
         random.shuffle(parts)
-        return " ".join((random.choice((tool.verb, VERBS[tool.verb])), f"the {tool.noun}", *parts))
+        return " ".join((self.verb(tool.verb), f"the {tool.noun}", *parts))
 
     def with_others(self, needed: Sequence[Tool], unlisted: Sequence[Tool] = ()) -> tuple[Tool, ...]:
         """The needed tools and others, many of them near, in random order; none with the verb and noun of another."""
@@ -166,7 +187,7 @@ class Source:
             if random.random() < _NEAR_SHARE:
                 close = random.choice((*needed, *unlisted))
                 verb, noun = random.choice(((close.verb, noun), (verb, close.noun)))
-            if (verb, noun) in taken or is_new(verb, noun) != self._new_tools:
+            if verb == noun or (verb, noun) in taken or is_new(verb, noun) != self._new_tools:
                 continue
             tool = self.tool((verb, noun))
             if tool.name not in {each.name for each in tools}:
@@ -187,7 +208,7 @@ def _one(source: Source, request: str) -> str:
 def single(source: Source, values: Values) -> Task:
     """One request, one call."""
     call = source.call(source.tool(source.combination()), values)
-    return Task("", (_one(source, source.request(call)),), source.with_others([call.tool]), (call,))
+    return Task("", (_one(source, source.request(call)),), source.with_others([call.tool]), (call,), (call,))
 
 
 def multiple(source: Source, values: Values) -> Task:
@@ -198,7 +219,7 @@ def multiple(source: Source, values: Values) -> Task:
         second = source.tool(source.combination())
     calls = (source.call(first, values), source.call(second, values))
     text = sentence(source.phrase(phrases.TWO), a=source.request(calls[0]), b=source.request(calls[1]))
-    return Task("", (_user(text),), source.with_others([first, second]), calls)
+    return Task("", (_user(text),), source.with_others([first, second]), calls, calls)
 
 
 def parallel(source: Source, values: Values) -> Task:
@@ -219,14 +240,14 @@ def parallel(source: Source, values: Values) -> Task:
     phrase = random.choice(SLOTS[varying].phrases)
     said = [phrase.format(each.values[place].text) for each in calls]
     request = f"{source.request(call, omitted=tool.parameters[place])} {', '.join(said[:-1])} and {said[-1]}"
-    return Task("", (_one(source, request),), source.with_others([tool]), tuple(calls))
+    return Task("", (_one(source, request),), source.with_others([tool]), tuple(calls), tuple(calls))
 
 
 def none(source: Source, values: Values) -> Task:
     """A request for a tool that is not listed, though near ones are."""
     call = source.call(source.tool(source.combination()), values)
     tools = source.with_others([], unlisted=[call.tool])
-    return Task("", (_one(source, source.request(call)),), tools, ())
+    return Task("", (_one(source, source.request(call)),), tools, (), (call,))
 
 
 def missing(source: Source, values: Values) -> Task:
@@ -235,7 +256,7 @@ def missing(source: Source, values: Values) -> Task:
     tool = source.tool(source.combination(), random.sample(list(SLOTS), random.choice((1, 2, 2))))
     call, asked = source.call(tool, values), random.choice(tool.parameters)
     text = _one(source, source.request(call, omitted=asked))
-    return Task("", (text,), source.with_others([tool]), (), asked, (call,))
+    return Task("", (text,), source.with_others([tool]), (), (call,), asked)
 
 
 def dialogue(source: Source, values: Values) -> Task:
@@ -248,10 +269,10 @@ def dialogue(source: Source, values: Values) -> Task:
     fact = sentence(source.phrase(phrases.STATED), ref=reference, v=call.values[0].text)
     turns = (
         _user(fact),
-        render_response(NONE_THOUGHT, response=phrases.NOTED),
+        render_response("no request.", response=phrases.NOTED),
         _one(source, source.request(call, said=reference)),
     )
-    return Task("", turns, source.with_others([tool]), (call,), reference=reference)
+    return Task("", turns, source.with_others([tool]), (call,), (call,), reference=reference)
 
 
 def masked(source: Source, values: Values) -> Task:

@@ -1,6 +1,6 @@
 """The tokenizer: as that of scripts/mini, with other fixed pieces. A value has the same tokens wherever it stands.
 
-A name is two syllables, of which the first may have a space before it; a number is its digits.
+A name is two syllables, a number its digits; a space before them is a token of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOCABULARY = 1280
 
 _FIRST = f"[{''.join(sorted({each[0].upper() for each in SYLLABLES}))}][aeiou]"
 _SECOND = f"[{''.join(sorted({each[0] for each in SYLLABLES}))}][aeiou]"
-MERGE_UNITS = "|".join((rf" ?{_FIRST}(?={_SECOND}(?![a-z]))", "[A-Z][a-z]*", r"[ _]?[a-z]+"))
+MERGE_UNITS = "|".join((f"{_FIRST}(?={_SECOND}(?![a-z]))", "[A-Z][a-z]*", r"[ _]?[a-z]+"))
 _TYPES = ("str", "int", "bool")
 FRAMES = (
     f"{INSTRUCTION}\n\n**Available Tools**\nIn your response, you can use the following tools:\n1. Name: ",
