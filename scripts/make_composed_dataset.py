@@ -33,9 +33,7 @@ def main() -> None:
     files = build(args.seed)
     for name, rows in files.items():
         with replacing(args.out / f"{name}.parquet") as unfinished:
-            pq.write_table(
-                pa.Table.from_pylist(rows, SCHEMA), unfinished, compression="zstd", compression_level=19
-            )
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), unfinished, compression="zstd", compression_level=19)
     everything = (chat_text(row) for rows in files.values() for row in rows)
     save_tokenizer(train(everything), args.out / "tokenizer")
     sizes = {path.name: path.stat().st_size for path in sorted(args.out.rglob("*")) if path.is_file()}

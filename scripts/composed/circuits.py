@@ -1,6 +1,6 @@
-"""Initial weights that can copy: what a small transformer needs many steps to find (Olsson et al. 2022, arXiv 2209.11895).
+"""Initial weights that can copy, which a small transformer needs many steps to find (Olsson et al., arXiv 2209.11895).
 
-layer 0     a head for each of the last tokens: RoPE turns constant queries and keys, Qwen2's biases, into a fixed offset
+layer 0     a head for each of the last tokens: RoPE turns constant queries and keys, the biases, into a fixed offset
 layers 1+   induction heads: they attend to the tokens that follow an earlier occurrence of the current one, and copy
             them; same-token heads: they attend to earlier occurrences
 The other heads and all MLPs keep random weights, but write less. Training changes everything.

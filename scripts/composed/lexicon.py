@@ -1,4 +1,4 @@
-"""The words of tools and requests. A tool is a verb with a noun; no listed tool shares both with another."""
+"""The terms of tools and requests. A tool is a verb with a noun; no listed tool shares both with another."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ VERBS = {  # as in descriptions: another word for it
     "print": "copy",
     "pay": "settle",
 }
-NOUNS = tuple(
+_NOUNS = (
     "hotel flight train car table meal song film letter parcel desk lamp door window garden pool ticket bike boat bus "
-    "taxi house shop museum park school lesson game match race concert news report file photo map plan party meeting "
-    "phone bill loan card room".split()
+    "taxi house shop museum park school course game match race concert news report file photo map plan party meeting "
+    "phone bill loan card room"
 )
-NEW_NOUNS = tuple("office cafe camera kitchen poem market tower bridge tent medal".split())
-WORDS = (*VERBS, *VERBS.values(), *NOUNS, *NEW_NOUNS)
+_NEW_NOUNS = "office cafe camera kitchen poem market tower bridge tent medal"
+NOUNS, NEW_NOUNS = tuple(_NOUNS.split()), tuple(_NEW_NOUNS.split())
+TERMS = (*VERBS, *VERBS.values(), *NOUNS, *NEW_NOUNS)
 
 
 def is_new(verb: str, noun: str) -> bool:

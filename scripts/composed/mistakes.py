@@ -1,4 +1,4 @@
-"""Demonstrations with mistakes, each drawn by itself: a model trained on them samples both the mistakes and what is right.
+"""Demonstrations with mistakes, each drawn by itself: a model trained on them samples mistakes and what is right.
 
 Every rate is that of the average verb; a verb's own is up to `_SPREAD` lower or higher. So a policy loses its mistakes
 one after another, not all at once.
@@ -29,7 +29,7 @@ RATES: Mapping[str, float] = {
     "one more": 0.35,  # after a single one: a call of another listed tool
     "plain name": 0.6,  # of a masked tool
     "another tool": 0.25,
-    "reference": 0.5,  # the user's words for a stated value
+    "reference": 0.5,  # the user's terms for a stated value
     # instead of a response
     "call none": 0.6,
     "invent": 0.6,

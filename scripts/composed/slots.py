@@ -1,4 +1,4 @@
-"""The kinds of parameters: how a request says a value, what the call must contain, and what a careless call contains."""
+"""The kinds of parameters: the text of a value in a request, and in a right and in a careless call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from zlib import crc32
 from scripts.mini.values import SYLLABLES
 
 _LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
-_MONTHS = "January February March April May June July August September October November December".split()
+_NAMES_OF_MONTHS = "January February March April May June July August September October November December"
+_MONTHS = _NAMES_OF_MONTHS.split()
 _DURATIONS = {"ten minutes": 10, "twenty minutes": 20, "half an hour": 30, "one hour": 60, "two hours": 120}
 _DURATIONS["three hours"] = 180
-_CHOICES = {  # option: other words for it
+_CHOICES = {  # option: other terms for it
     "size": {"small": ("tiny", "little"), "medium": ("normal", "middle"), "large": ("big", "huge")},
     "pace": {"slow": ("calm", "lazy"), "steady": ("even", "usual"), "fast": ("quick", "rapid")},
     "class": {"basic": ("plain", "cheap"), "good": ("fine", "nice"), "best": ("top", "grand")},
@@ -24,7 +25,7 @@ _FLAGS = {"prepaid": ("prepaid", "unpaid"), "urgent": ("urgently", "calmly"), "p
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """text: as the user says it; value: as a call must contain it; careless: as a careless call contains it."""
+    """text: as the user writes it; value: as a call must contain it; careless: as a careless call contains it."""
 
     text: str
     value: Any
@@ -123,7 +124,7 @@ class Slot:
         return self.descriptions[0]
 
     def description(self, random: Random) -> str:
-        """What a listed tool says of it; of a choice, the options in random order."""
+        """What a listed tool states of it; of a choice, the options in random order."""
         if self.group != "choice":
             return random.choice(self.descriptions)
         options = list(_CHOICES[self.label])

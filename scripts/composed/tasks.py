@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from scripts.composed.lexicon import NEW_NOUNS, NOUNS, VERBS, WORDS, is_new
+from scripts.composed.lexicon import NEW_NOUNS, NOUNS, TERMS, VERBS, is_new
 from scripts.composed.slots import SLOTS, VARYING, Slot, Value, Values
 from scripts.mini import phrases
 from scripts.mini.reading import MASK
@@ -72,7 +72,7 @@ class Call:
 class Task:
     """A row before its rendering. `asked` is the parameter that the user must add; without it and calls, none fits.
 
-    wanted: the calls that the user thinks of; reference: the user's words for a stated value
+    wanted: the calls that the user thinks of; reference: the user's terms for a stated value
     """
 
     family: str
@@ -85,7 +85,7 @@ class Task:
 
     @property
     def thought(self) -> str:
-        """The wanted tools in the words of their descriptions, each once."""
+        """The wanted tools in the terms of their descriptions, each once."""
         return ", ".join(dict.fromkeys(f"{call.tool.verb} {call.tool.noun}" for call in self.wanted))
 
     @property
@@ -103,21 +103,17 @@ class Source:
     """Draws tasks of one split.
 
     new_tools: of the held-out tools; held_out: other phrasings and values
-    any_words: share of the tasks whose tools are two words of any kind: such tools can only be read, not known
+    any_terms: share of the tasks whose tools are two terms of any kind: such tools can only be read, not known
     """
 
-    def __init__(
-        self, random: Random, held_out: bool = False, new_tools: bool = False, any_words: float = 0.0
-    ) -> None:
+    def __init__(self, random: Random, held_out: bool = False, new_tools: bool = False, any_terms: float = 0.0) -> None:
         self.random = random
-        self._any_words = any_words
-        self._words: tuple[str, ...] = ()
+        self._any_terms = any_terms
+        self._terms: tuple[str, ...] = ()
         self._held_out = held_out
         self._new_tools = new_tools
         self._nouns = NOUNS + NEW_NOUNS if new_tools else NOUNS
-        self._combinations = [
-            (verb, noun) for verb in VERBS for noun in self._nouns if is_new(verb, noun) == new_tools
-        ]
+        self._combinations = [(verb, noun) for verb in VERBS for noun in self._nouns if is_new(verb, noun) == new_tools]
 
     def draw(self) -> Task:
         """A task of a random family."""
@@ -126,7 +122,7 @@ class Source:
 
     def draw_of(self, family: str) -> Task:
         """A task of this family."""
-        self._words = WORDS if self._any_words and self.random.random() < self._any_words else ()
+        self._terms = TERMS if self._any_terms and self.random.random() < self._any_terms else ()
         task = FAMILIES[family][0](self, Values(self.random, self._held_out))
         return replace(task, family=family)
 
@@ -134,16 +130,16 @@ class Source:
         return self.random.choice(pair[self._held_out])
 
     def combination(self) -> tuple[str, str]:
-        """A verb and a noun of this split, or two of any words, but no held-out combination."""
-        while self._words:
-            first, second = self.random.sample(self._words, 2)
+        """A verb and a noun of this split, or two of any terms, but no held-out combination."""
+        while self._terms:
+            first, second = self.random.sample(self._terms, 2)
             if not is_new(first, second):
                 return first, second
         return self.random.choice(self._combinations)
 
     def verb(self, verb: str) -> str:
-        """The verb or another word for it; of any words only the word itself."""
-        return verb if self._words else self.random.choice((verb, VERBS[verb]))
+        """The verb or another word for it; of any terms only the word itself."""
+        return verb if self._terms else self.random.choice((verb, VERBS[verb]))
 
     def tool(self, combination: tuple[str, str], kinds: Sequence[str] | None = None) -> Tool:
         """A tool with drawn names; kinds: of its parameters, by default drawn."""
@@ -160,15 +156,15 @@ class Source:
     def call(self, tool: Tool, values: Values) -> Call:
         return Call(tool, tuple(each.slot.draw(values) for each in tool.parameters))
 
-    def request(self, call: Call, omitted: Parameter | None = None, said: str | None = None) -> str:
+    def request(self, call: Call, omitted: Parameter | None = None, written: str | None = None) -> str:
         """An imperative sentence with the call's values in random order, without the omitted one.
 
-        said: the text for its first value, such as a reference
+        written: the text for its first value, such as a reference
         """
         random, tool = self.random, call.tool
         texts = [each.text for each in call.values]
-        if said:
-            texts[0] = said
+        if written:
+            texts[0] = written
         parts = [
             random.choice(p.slot.phrases).format(text)
             for p, text in zip(tool.parameters, texts, strict=True)
@@ -238,8 +234,8 @@ def parallel(source: Source, values: Values) -> Task:
         if another not in [each.values[place] for each in calls]:
             calls.append(Call(tool, (*call.values[:place], another, *call.values[place + 1 :])))
     phrase = random.choice(SLOTS[varying].phrases)
-    said = [phrase.format(each.values[place].text) for each in calls]
-    request = f"{source.request(call, omitted=tool.parameters[place])} {', '.join(said[:-1])} and {said[-1]}"
+    texts = [phrase.format(each.values[place].text) for each in calls]
+    request = f"{source.request(call, omitted=tool.parameters[place])} {', '.join(texts[:-1])} and {texts[-1]}"
     return Task("", (_one(source, request),), source.with_others([tool]), tuple(calls), tuple(calls))
 
 
@@ -270,13 +266,13 @@ def dialogue(source: Source, values: Values) -> Task:
     turns = (
         _user(fact),
         render_response("no request.", response=phrases.NOTED),
-        _one(source, source.request(call, said=reference)),
+        _one(source, source.request(call, written=reference)),
     )
     return Task("", turns, source.with_others([tool]), (call,), (call,), reference=reference)
 
 
 def masked(source: Source, values: Values) -> Task:
-    """One or several calls, but names are random: only descriptions tell (Hammer, arXiv 2410.04587)."""
+    """One or several calls, but names are random: only descriptions distinguish (Hammer, arXiv 2410.04587)."""
     task = source.random.choice((single, single, multiple, parallel))(source, values)
     random, hidden = source.random, {}
     for tool in task.tools:
