@@ -26,13 +26,13 @@ RATES: Mapping[str, float] = {
     "flag": 0.5,
     # of calls
     "first only": 0.6,  # of several calls
-    "one more": 0.35,  # after a single one: a call of another listed tool
+    "one more": 0.3,  # after a single one: a call of another listed tool
     "plain name": 0.6,  # of a masked tool
-    "another tool": 0.25,
+    "another tool": 0.15,
     "reference": 0.5,  # the user's terms for a stated value
     # instead of a response
-    "call none": 0.6,
-    "invent": 0.6,
+    "call none": 0.4,
+    "invent": 0.4,
 }
 _SPREAD = 0.25
 _OWN = {verb: 2 * place / (len(VERBS) - 1) - 1 for place, verb in enumerate(VERBS)}  # in [-1, 1]
