@@ -2,6 +2,9 @@
 
 Every rate is that of the average verb; a verb's own is up to `_SPREAD` lower or higher. So a policy loses its mistakes
 one after another, not all at once.
+
+No mistake is a call too many: ToolRL's reward takes little for it, so a policy that is unsure of the tool learns to call
+several, and is never exactly right again.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ RATES: Mapping[str, float] = {
     "flag": 0.5,
     # of calls
     "first only": 0.6,  # of several calls
-    "one more": 0.3,  # after a single one: a call of another listed tool
     "plain name": 0.6,  # of a masked tool
     "another tool": 0.15,
     "reference": 0.5,  # the user's terms for a stated value
@@ -54,10 +56,7 @@ class Mistakes:
             return render_response(f"{task.thought}.", [self._unfounded(task)])
         if len(calls) > 1 and self._errs("first only", calls[0].tool.verb):
             calls = calls[:1]
-        written = [self._written(call, task) for call in calls]
-        if len(task.calls) == 1 and self._errs("one more", calls[0].tool.verb):
-            written.append(self._any_call(task, [calls[0].tool.name]))
-        return render_response(f"{task.thought}.", written)
+        return render_response(f"{task.thought}.", [self._written(call, task) for call in calls])
 
     def _errs(self, kind: str, verb: str) -> bool:
         return self._random.random() < self._scale * (RATES[kind] + _SPREAD * _OWN.get(verb, 0.0))
