@@ -3,8 +3,8 @@
 Every rate is that of the average verb; a verb's own is up to `_SPREAD` lower or higher. So a policy loses its mistakes
 one after another, not all at once.
 
-No mistake is a call too many: with one parameter, ToolRL's reward gives 4 for the right call, -2 for another tool, and 3
-for both calls. So a policy that is unsure of the tool learns to call several, and is never exactly right again.
+No mistake is a call too many: with one parameter, ToolRL's reward gives 4 for the right call, -2 for another tool, and
+3 for both calls. So a policy that is unsure of the tool learns to call several, and is never exactly right again.
 """
 
 from __future__ import annotations
