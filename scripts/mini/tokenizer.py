@@ -59,23 +59,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Train on `texts`; the result encodes any UTF-8 text and decodes it to itself."""
-    whole = (*TAGS, *FRAMES)
+def train_tokenizer(
+    texts: Iterable[str], frames: tuple[str, ...] = FRAMES, units: str = MERGE_UNITS, size: int = VOCABULARY
+) -> Tokenizer:
+    """Train on `texts`; the result encodes any UTF-8 text and decodes it to itself. size: of the vocabulary"""
+    whole = (*TAGS, *frames)
     between = re.compile("|".join(map(re.escape, sorted((*SPECIAL, *whole), key=len, reverse=True))))
     qwen2 = pre_tokenizers.Split(Regex(QWEN2_PIECES), behavior="isolated")
-    units = pre_tokenizers.Split(Regex(MERGE_UNITS), behavior="isolated")
+    merged = pre_tokenizers.Split(Regex(units), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    cut = pre_tokenizers.Sequence([qwen2, units, as_bytes])
+    cut = pre_tokenizers.Sequence([qwen2, merged, as_bytes])
     pieces = (piece for text in texts for part in between.split(text) for piece, _ in cut.pre_tokenize_str(part))
-    tokens, merges = _train_merges(pieces, VOCABULARY - len(SPECIAL) - len(whole))
+    tokens, merges = _train_merges(pieces, size - len(SPECIAL) - len(whole))
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *tokens))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([qwen2, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
-    spare = (f"<|spare_{number}|>" for number in range(VOCABULARY - tokenizer.get_vocab_size()))
+    spare = (f"<|spare_{number}|>" for number in range(size - tokenizer.get_vocab_size()))
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in spare])
     return tokenizer
 
