@@ -12,7 +12,12 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def finite_number(value: object) -> float:
-    """The number as a float, whichever library's type it has. Raises ValueError if it is not finite in float32."""
+    """The number as a float, whichever library's type it has: NumPy's truths and arrays or tensors without axes, too.
+
+    Raises ValueError if it is not finite in float32.
+    """
+    if isinstance(shape := getattr(value, "shape", None), tuple) and not shape:
+        value = value.item()  # type: ignore[attr-defined]
     try:
         if isinstance(value, Real) and abs(number := float(value)) <= _LARGEST:  # false for NaN
             return number

@@ -6,18 +6,37 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from verl.rollout.finite import finite_number, finite_score
 from verl.types import Score
 
 
-@pytest.mark.parametrize("value", [1, -2.5, np.float32(3e38), np.int64(4), True, Fraction(1, 3), 3.4e38])
+@pytest.mark.parametrize(
+    "value",
+    [1, -2.5, np.float32(3e38), np.int64(4), True, np.True_, np.array(0.5), torch.tensor(2.0), Fraction(1, 3), 3.4e38],
+)
 def test_numbers_of_any_type(value: Any) -> None:
     assert finite_number(value) == pytest.approx(float(value))
 
 
 @pytest.mark.parametrize(
-    "value", [1e308, -3.5e38, 10**400, np.inf, -np.inf, np.nan, "1", None, Decimal(1), Fraction(10**40)]
+    "value",
+    [
+        1e308,
+        -3.5e38,
+        10**400,
+        np.inf,
+        -np.inf,
+        np.nan,
+        np.array("1"),
+        np.ones(1),
+        torch.tensor(1e39, dtype=torch.float64),
+        "1",
+        None,
+        Decimal(1),
+        Fraction(10**40),
+    ],
 )
 def test_a_value_that_is_not_finite_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="not a finite number of float32"):
