@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.bounded_yaml import load_yaml
 from verl.config.commands import TRAIN, Command, groups_of, within
 from verl.config.foreign_code import named_code
 from verl.config.schema import Config
@@ -105,7 +106,7 @@ def read_settings(file: str) -> dict[str, Any]:
     Raises ConfigError.
     """
     try:
-        tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        tree = load_yaml(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config: {file} cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(tree, dict):

@@ -76,6 +76,17 @@ def test_keys_of_a_file_without_effect_are_listed(tmp_path: Path, caplog: pytest
         load_config([*BASE, "trainer.test_freq=3"], file=str(path))
 
 
+DOUBLED = "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))])
+
+
+@pytest.mark.parametrize("text", [DOUBLED, "a: &a {b: [*a]}", "rollout: &a {n: {b: *a}}"])
+def test_a_file_whose_aliases_make_it_endless_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"my.yaml cannot be read \(it holds over 20000 values\)"):
+        load_config([*BASE], file=str(path))
+
+
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n\n\nclass f:\n    pass\n"
 NAMED = [
     ("reward: {name: 'x.py:f'}", "reward.name=x.py:f"),

@@ -18,6 +18,7 @@ from toolrl.analysis.report.rows import is_scored, is_step
 from toolrl.analysis.samples.sample_files import StepSamples, kept_steps, read_lines, read_samples, samples_path
 from verl.checkpoint.crash import CRASH_FILES, LOGS
 from verl.checkpoint.state import CHANGES
+from verl.config.bounded_yaml import load_yaml
 from verl.config.commands import SFT, TRAIN
 from verl.config.load import restored_config
 from verl.config.schema import Config
@@ -36,7 +37,6 @@ _LISTED = 5  # missing steps, files of other names
 _LONGEST = 1 << 24  # bytes of a line; a longer one is not read into memory
 _SKIPPED = 1 << 28  # bytes of such a line; what follows a longer one is not read
 _SETTINGS_BYTES = 1 << 22  # size limit of config.yaml
-_SETTINGS_VALUES = 20_000  # in it, where a value that others refer to counts each time
 _STEP_FILES = {"transcripts": ".jsonl", "validation": ".jsonl", "samples": ".npz"}
 _WITHOUT = {  # settings that may name code: what is not known without it
     "algorithm.name": "token losses are not computed again",
@@ -268,26 +268,13 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
             text = file.read(_SETTINGS_BYTES + 1)
         if len(text) > _SETTINGS_BYTES:
             raise ValueError(f"it has over {_SETTINGS_BYTES} bytes")
-        tree = yaml.safe_load(text.decode())
+        tree = load_yaml(text.decode())
         if not isinstance(tree, dict):
             raise TypeError("it holds no settings")
-        _check_size(tree)
         return dict(flat(tree))
     except _DAMAGES as error:
         notes.append(f"{path.name} cannot be read ({_first_line(error)})")
         return {}
-
-
-def _check_size(tree: Any) -> None:
-    """A few lines of YAML can hold a value without end, or one that doubles with each line. Raises ValueError."""
-    left, count = [tree], 0
-    while left:
-        value = left.pop()
-        count += 1
-        if count > _SETTINGS_VALUES:
-            raise ValueError(f"it holds over {_SETTINGS_VALUES} values")
-        if isinstance(value, dict | list):
-            left.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _first_line(error: Exception) -> str:
