@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl.config.schema import LoraConfig
 from verl.errors import ConfigError, DataError
+from verl.host import untrusted_files
 from verl.host.files import unwritable
 from verl.pretrained import check_files, read_model_config
 from verl.text import in_short
@@ -30,6 +31,7 @@ ALL_LINEAR = "all-linear"
 _ALPHA = 32.0  # with it the best learning rate hardly depends on the rank (https://thinkingmachines.ai/blog/lora/)
 _ADAPTER = "default"  # peft's name of a model's only adapter
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG = 1 << 20  # bytes
 _PREFIX = "base_model.model."  # of the names in peft's files
 _EXPERTS = "experts"
 # What an adapter may not have: vLLM or this trainer would ignore it.
@@ -72,10 +74,10 @@ def lora_of(config: LoraConfig) -> Lora | None:
 def _read_config(path: str) -> dict[str, Any]:
     check_files(path, "lora.path")
     try:
-        read = json.loads((Path(path) / _CONFIG).read_text(encoding="utf-8"))
+        read = json.loads(untrusted_files.read(Path(path), _CONFIG, _MOST_CONFIG))
         targets = read["target_modules"]
         found = {"rank": read["r"], "alpha": float(read["lora_alpha"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (DataError, OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"lora.path: no adapter of peft can be read from {path!r} ({in_short(error)})") from error
     if unsupported := [name for name in _UNSUPPORTED if read.get(name)]:
         raise ConfigError(f"lora.path: the adapter in {path!r} has {', '.join(unsupported)}, which is not supported")

@@ -31,7 +31,18 @@ from verl.config.load import load_config
 from verl.errors import DataError
 from verl.trainer.learner import Learned
 from verl.trainer.ppo import PPOTrainer, TrainStepResult
-from verl.types import Completion, FinishReason, Message, Outcome, StopReason, Task, Trajectory, TrajectoryGroup, Turn
+from verl.types import (
+    Completion,
+    FinishReason,
+    Message,
+    Outcome,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 __all__ = ["one_rank"]
 
@@ -48,7 +59,8 @@ def group(rewards: Sequence[float], *turns: Turn) -> TrajectoryGroup:
         Trajectory(task, index, turns or (turn(3, 2),), StopReason.STOP, Outcome.SCORED)
         for index in range(len(rewards))
     ]
-    return TrajectoryGroup(task, tuple(rollouts), (), tuple(rewards))
+    scores = tuple(Score(reward, {}) for reward in rewards)
+    return TrajectoryGroup(task, tuple(rollouts), scores, tuple(rewards))
 
 
 def test_chosen_are_the_lowest_to_the_highest_of_the_lowest_to_the_highest_groups() -> None:
