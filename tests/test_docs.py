@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -166,7 +167,8 @@ def check_toolrl(name: str = "--help", *arguments: str) -> None:
         return
     if name not in COMMANDS:
         raise ConfigError(f"unknown command 'toolrl {name}'")
-    options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+    own, theirs = _parted(arguments)
+    options = [each.partition("=")[0] for each in own if each.startswith("--")]
     if name in SETTINGS:
         known = ("--help", "--config", "--user-code", "--cfg", "--preflight", "--gpu", *OPTIONS.get(name, ()))
         settings = [each for each in arguments if not each.startswith("--") and each != "job"]
@@ -176,6 +178,23 @@ def check_toolrl(name: str = "--help", *arguments: str) -> None:
         known = help_of(name)
     if missing := [each for each in options if each not in known]:
         raise ConfigError(f"toolrl {name} has no option {missing[0]}")
+    if missing := [each for each in theirs if each.startswith("--") and each not in vllms_options()]:
+        raise ConfigError(f"vLLM has no option {missing[0]}")
+
+
+def _parted(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """(those before `--`, those after it, which go to vLLM)"""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
+
+
+@cache
+def vllms_options() -> frozenset[str]:
+    """Of its server, by its sources: an import takes ten seconds."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr,misc]
+    sources = [Path(folder) / "engine" / "arg_utils.py", *Path(folder, "entrypoints").rglob("*cli_args.py")]
+    names = re.findall(r"^    (\w+): ", "".join(each.read_text() for each in sources), re.MULTILINE)
+    return frozenset(f"--{each.replace('_', '-')}" for each in names)
 
 
 @cache
