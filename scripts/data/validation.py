@@ -18,6 +18,7 @@ from toolrl.swe.scoring import PatchOutcome, PatchVerdict, collect_patch, score_
 from toolrl.swe.tasks import SweTask, read_swe_task
 
 RUNS = 2  # of each: a flaky test shows a difference
+IDLE_S = 1.0  # how long a session does nothing: what the task's setup still runs has to be seen writing
 REPORTED = (PatchOutcome.RESOLVED, PatchOutcome.UNRESOLVED)  # with an outcome for each test
 TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
@@ -74,6 +75,7 @@ async def patch_of_idle_session(runtimes: Runtimes, task: SweTask) -> str:
     """What a session leaves that does nothing: not empty if processes of the task's setup still write."""
     runtime = await runtimes.start(task)
     try:
+        await asyncio.sleep(IDLE_S)
         return await collect_patch(runtime, task)
     finally:
         await runtime.close()
