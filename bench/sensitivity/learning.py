@@ -1,0 +1,168 @@
+"""Can learning alone distinguish a trainer with a mistake from the right one?
+
+    bash bench/sensitivity.sh [NAME ..]                trains what is missing below OUT, then writes the table
+    python bench/sensitivity/learning.py OUT --table   the table of the runs that are there
+
+Every mistake and the right trainer learn from the same seeds, under the condition that the mistake needs to act. A row
+of a validation set counts with its mean score over the validations after the first: a mistake that only delays learning
+shows, too. The differences to the right trainer are paired over rows and seeds; the p-value takes both as samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy.special import stdtr
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from bench.sensitivity.mistakes import MISTAKES
+from bench.sensitivity.planting import Mistake, plant
+
+RIGHT = "right"
+SIGNIFICANT = 0.01
+SEEDS = 5
+_PLAIN = "plain"
+_BASE = ("recipe=mini_grpo", "trainer.total_training_steps=24", "trainer.test_freq=4", "trainer.save_freq=0")
+CONDITIONS: Mapping[str, tuple[str, ...]] = {
+    _PLAIN: _BASE,
+    "two ranks": (*_BASE, "trainer.n_gpus_per_node=2"),
+    "KL loss": (*_BASE, "algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.02"),
+    "warm-up": (*_BASE, "actor.optim.warmup_steps=8"),
+    "schedule": (*_BASE, "reward.options={schedule_reward: true, schedule_steps: 24}"),
+}
+NEEDED: Mapping[str, str] = {  # by the mistakes that do not act in plain runs
+    "doubled_rank": "two ranks",
+    "tenfold_kl": "KL loss",
+    "no_warm_up": "warm-up",
+    "late_schedule": "schedule",
+}
+UNTRIED = ("trained_observations",)  # needs a task of several turns
+Row = tuple[str, str]  # validation set, id of the task
+Scores = Mapping[Row, float]
+
+
+def condition_of(name: str) -> str:
+    return NEEDED.get(name, _PLAIN)
+
+
+def train(mistake: Mistake | None, condition: str, seed: int, folder: Path) -> None:
+    """One run in a copy of the packages. Raises SystemExit with the end of its log if it fails."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interruption
+    folder.mkdir(parents=True)
+    log = folder / "log"
+    with tempfile.TemporaryDirectory() as parent, log.open("w") as written:
+        checkout = Path(parent) / "checkout"
+        plant(mistake, checkout)
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *CONDITIONS[condition], f"trainer.seed={seed}"]
+        command += [f"trainer.default_local_dir={folder}", "trainer.experiment_name=run"]
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, cwd=checkout, env=environment, stdout=written, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        raise SystemExit(f"{folder.name} ended with {ended.returncode}:\n{log.read_text()[-2000:]}")
+    scores = [[*row, score] for row, score in sorted(scores_of(folder / "run" / "validation").items())]
+    temporary = folder / "scores.tmp"
+    temporary.write_text(json.dumps(scores))
+    temporary.rename(folder / "scores.json")
+
+
+def scores_of(validation: Path) -> Scores:
+    """The mean score of every row over all validations but the first, before training."""
+    _, *steps = sorted(validation.glob("step-*.jsonl"))
+    found: dict[Row, list[float]] = defaultdict(list)
+    for step in steps:
+        for line in step.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            found[row["set"], row["task_id"]].append(row["reward"])
+    return {row: fmean(each) for row, each in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mistake minus the right trainer; p: two-sided, of a mean of rows and seeds, both drawn from many."""
+
+    mean: float
+    p: float
+
+
+def difference(wrong: Sequence[Scores], right: Sequence[Scores]) -> Difference:
+    """Paired by seed, in the same order, and by row. Two seeds and two rows are needed.
+
+    The variance of the mean is that over rows plus that over seeds, with Satterthwaite's degrees of freedom. It counts
+    the noise of single scores twice, so p is rather too large.
+    """
+    seeds = [{row: scores[row] - base[row] for row in base} for scores, base in zip(wrong, right, strict=True)]
+    by_seed = [fmean(each.values()) for each in seeds]
+    by_row = [fmean(each[row] for each in seeds) for row in seeds[0]]
+    errors = [(stdev(each) / math.sqrt(len(each)), len(each)) for each in (by_seed, by_row)]
+    variance, center = sum(error**2 for error, _ in errors), fmean(by_seed)
+    if not variance:
+        return Difference(center, float(center == 0))
+    freedom = variance**2 / sum(error**4 / (count - 1) for error, count in errors)
+    return Difference(center, float(2 * stdtr(freedom, -abs(center) / math.sqrt(variance))))
+
+
+def read(folder: Path) -> Scores:
+    return {(name, task): score for name, task, score in json.loads((folder / "scores.json").read_text())}
+
+
+def table(out: Path, seeds: Sequence[int]) -> str:
+    """A Markdown table of the mistakes with all their runs, and what is missing."""
+    lines = ["| mistake | condition | right | difference | p | found |", "| --- | --- | --- | --- | --- | --- |"]
+    missing = list(UNTRIED)
+    for mistake in MISTAKES:
+        condition = condition_of(mistake.name)
+        pairs = [[folder_of(out, condition, name, seed) for seed in seeds] for name in (mistake.name, RIGHT)]
+        if mistake.name in UNTRIED:
+            continue
+        if not all((folder / "scores.json").exists() for folders in pairs for folder in folders):
+            missing.append(mistake.name)
+            continue
+        wrong, right = ([read(folder) for folder in folders] for folders in pairs)
+        learned, base = difference(wrong, right), fmean(fmean(each.values()) for each in right)
+        found = "yes" if learned.p < SIGNIFICANT else "no"
+        lines.append(f"| {mistake.name} | {condition} | {base:.3f} | {learned.mean:+.3f} | {learned.p:.2g} | {found} |")
+    return "\n".join([*lines, "", f"{len(seeds)} seeds. Without runs: {', '.join(missing) or 'none'}."])
+
+
+def folder_of(out: Path, condition: str, name: str, seed: int) -> Path:
+    return out / condition.replace(" ", "_") / f"{name}-{seed}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder of the runs; those that are there are not run again")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mistakes; default: all that can be tried")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    args = parser.parse_args(arguments)
+    tried = {each.name: each for each in MISTAKES if each.name not in UNTRIED}
+    if unknown := [name for name in args.names if name not in tried]:
+        parser.error(f"cannot be tried: {', '.join(unknown)}; can: {', '.join(tried)}")
+    if args.seeds < 2:
+        parser.error("--seeds must be at least 2")
+    seeds = range(args.seeds)
+    if not args.table:
+        for seed in seeds:  # seed by seed: an interrupted study has whole pairs
+            for name in args.names or tried:
+                for each in (None, tried[name]):
+                    folder = folder_of(args.out, condition_of(name), each.name if each else RIGHT, seed)
+                    if not (folder / "scores.json").exists():
+                        train(each, condition_of(name), seed, folder.resolve())
+    print(table(args.out, seeds))
+
+
+if __name__ == "__main__":
+    main()
