@@ -107,7 +107,7 @@ for raw in (
     except TooMuchError as error:
         problem = str(error).partition(":")[0]
     sys.setprofile(None)
-    print(longest < 0.06, problem)
+    print(longest < 0.15, problem)
 """
 
 

@@ -88,7 +88,7 @@ def veRLs(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-LIMITS = ScoringLimits(timeout_s=2.0, memory_mib=1024, health_timeout_s=1.5)
+LIMITS = ScoringLimits(timeout_s=60.0, memory_mib=1024, health_timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_scores_come_back_and_workers_know_the_environment(file: Path, monkeypat
         ("text", "judge returned 'good'; expected a finite number"),
         ("none", "judge returned None; expected a finite number"),
         ("lambda", "judge returned <function judge.<locals>.<lambda> at"),
-        ("close", "process died twice (exit code 0)"),
+        ("close", "process died twice ("),  # its channel is closed before it ends
         ("raise_odd", "the reward raised Odd"),
         ("raise_mute", "process died twice (exit code 1)"),
     ],
@@ -172,9 +172,6 @@ def test_an_environments_own_verdict_is_a_reward() -> None:
 @pytest.mark.parametrize(
     ("response", "limit"),
     [
-        ("hang", "took longer than 2 s (reward.timeout_s)"),
-        ("ignore", "took longer than 2 s (reward.timeout_s)"),
-        ("hang_in_c", "took longer than 2 s"),
         ("eat", "needs more than 1024 MiB (reward.memory_mib)"),
         ("crash", "crashes on this response (SIGSEGV)"),
     ],
@@ -185,6 +182,16 @@ def test_a_response_over_a_limit_is_scored_as_an_empty_one(
     one, score = scores(pool, "yes", response)
     assert one == Score(1.0, {})
     assert isinstance(score, Score) and score.total == -1.0 and limit in score.exceeded
+
+
+def test_a_response_over_the_time_limit_is_scored_as_an_empty_one(file: Path) -> None:
+    limits = ScoringLimits(timeout_s=5.0)
+    with ScoringPool(f"{file}:judge", {}, 4, limits) as pool:
+        one, *stopped = scores(pool, "yes", "hang", "ignore", "hang_in_c")
+        assert one == Score(1.0, {})
+        for score in stopped:
+            assert isinstance(score, Score) and score.total == -1.0
+            assert score.exceeded == "the reward took longer than 5 s (reward.timeout_s)"
 
 
 def test_a_reward_that_prints_megabytes_scores_as_one_that_does_not(pool: ScoringPool) -> None:
@@ -199,7 +206,7 @@ def test_a_response_over_a_limit_is_left_out_where_that_is_the_policy_of_faults(
 
 
 def test_many_stuck_responses_do_not_wait_for_other_deadlines(file: Path) -> None:
-    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=1.0)) as pool:
+    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=4.0)) as pool:
         assert totals(pool, "hang", "hang", "yes") == [-1.0, -1.0, 1.0]
 
 
@@ -251,7 +258,7 @@ def test_a_process_whose_state_cannot_be_read_has_its_deadline(file: Path, monke
     def fail(_: psutil.Process) -> str:
         raise OSError(24, "Too many open files")
 
-    with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool:
+    with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits(timeout_s=4.0)) as pool:
         assert totals(pool, "yes") == [1.0]
         monkeypatch.setattr(psutil.Process, "status", fail)
         assert totals(pool, "hang") == [-1.0]
@@ -309,7 +316,7 @@ def test_forks_of_a_reward_send_no_answers_and_end_with_the_process(file: Path, 
     with ScoringPool(f"{file}:judge", {}, 1, LIMITS) as pool:
         assert totals(pool, "fork", "yes", "no") == [0.0, 1.0, 0.0]
         scores(pool, f"child {tmp_path / 'pid'}")
-    assert ended(int((tmp_path / "pid").read_text()))
+    until(lambda: ended(int((tmp_path / "pid").read_text())))
 
 
 def ended(pid: int) -> bool:
@@ -328,11 +335,12 @@ def test_a_pool_ends_while_it_scores(file: Path) -> None:
             waiting = [asyncio.ensure_future(pool.score(as_trajectory(task, "hang"), task, 0)) for _ in range(3)]
             await asyncio.sleep(2)
             pids = pool.pids
-        await asyncio.wait(waiting, timeout=10)
+        await asyncio.wait(waiting, timeout=60)
         assert all(each.done() for each in waiting)
         return pids
 
-    assert every(map(ended, asyncio.run(leave())))
+    pids = asyncio.run(leave())
+    until(lambda: every(map(ended, pids)))
 
 
 def test_a_response_of_megabytes_is_scored(pool: ScoringPool) -> None:

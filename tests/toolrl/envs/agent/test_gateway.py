@@ -60,7 +60,8 @@ class Open:
         return anthropic.AsyncAnthropic(base_url=self.url, api_key=self.session.key, **strict)
 
     def plain(self) -> httpx2.AsyncClient:
-        return httpx2.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {self.session.key}"})
+        headers = {"authorization": f"Bearer {self.session.key}"}
+        return httpx2.AsyncClient(base_url=self.url, headers=headers, timeout=60)
 
 
 @asynccontextmanager
