@@ -216,8 +216,8 @@ def test_waiting_for_a_turn_is_not_charged(place: tuple[Runner, LocalSandbox]) -
     runner, sandbox = place
 
     async def many() -> list[Execution]:
-        code, limits = "import time; time.sleep(0.4)", Limits(wall_s=1.5)
-        return await asyncio.gather(*[sandbox.run(code, limits=limits) for _ in range(12)])  # the last waits for 2 s
+        code, limits = "import time; time.sleep(0.2)", Limits(wall_s=4.0)
+        return await asyncio.gather(*[sandbox.run(code, limits=limits) for _ in range(44)])  # the last waits for 4.2 s
 
     assert {done.status for done in runner.run(many())} == {Status.FINISHED}
 

@@ -597,7 +597,7 @@ def test_engine_time_is_measured_apart_from_tool_time(place: Place) -> None:
         return score
 
     parts = place.runner.run(main()).parts
-    assert 0.9 <= parts["swe/engine_s"] < 1.4 < 1.9 <= parts["swe/running_s"]
+    assert 0.9 <= parts["swe/engine_s"] <= parts["swe/running_s"] - 1  # a busy machine may add to any of them
     assert parts["swe/engine_share"] == pytest.approx(parts["swe/engine_s"] / parts["swe/running_s"])
 
 
