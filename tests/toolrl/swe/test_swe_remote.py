@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 from tests.support.answering import answering
 from tests.support.foreign import foreign_python
 from tests.support.proxy import FAULTS, MODES, Proxy, behind
+from tests.support.service import free_port
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from tests.toolrl.swe.repositories import FILES, calc_task, patch, pytest_environment, run
 from toolrl.servers.endpoints import Endpoint
@@ -106,11 +106,6 @@ async def main(port, folder):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager

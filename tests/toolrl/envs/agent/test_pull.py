@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from starlette.requests import Request
 
 from tests.support.at_a_path import KINDS, SECRET, host_file, nested
+from tests.support.service import free_port
 from tests.toolrl.envs.agent.test_agent import ASK, TASK, TextEngine, command, episodes, runner
 from toolrl.envs.agent import pull
 from toolrl.envs.agent.agent import AgentFactory
@@ -41,11 +41,6 @@ HEADERS = {"authorization": "Bearer a-token"}
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "a-token")
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager
