@@ -76,7 +76,7 @@ def test_only_a_run_that_the_signal_ended_is_requeued(code: int, requeued: bool,
         time.sleep(0.05)
     time.sleep(0.5)  # the script is waiting for the run by then
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == code
+    assert process.wait(timeout=120) == code
     assert ("requeue 7" in record.read_text()) is requeued
 
 

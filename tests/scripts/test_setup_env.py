@@ -302,7 +302,7 @@ def _default_signals() -> None:
 
 
 def wait_for_pip(checkout: Checkout) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not checkout.installs():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -311,13 +311,13 @@ def wait_for_pip(checkout: Checkout) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, signal_number: int) -> None:
-    process = checkout.start(PIP_SLEEPS="3")
+    process = checkout.start(PIP_SLEEPS="8")
     wait_for_pip(checkout)
     if signal_number == signal.SIGINT:
         os.killpg(process.pid, signal_number)  # as Ctrl-C in a terminal does
     else:
         process.send_signal(signal_number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode != 0
     assert (checkout.venv / ".toolrl-incomplete").exists()
     assert checkout.run().returncode == 0
@@ -326,10 +326,10 @@ def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, si
 
 @pytest.mark.long
 def test_two_concurrent_runs_build_the_environment_once(checkout: Checkout) -> None:
-    first = checkout.start(PIP_SLEEPS="2")  # time for the second to come to the lock, on a busy machine too
+    first = checkout.start(PIP_SLEEPS="8")  # time for the second to come to the lock, on a busy machine too
     wait_for_pip(checkout)
     second = checkout.run()
-    first.communicate(timeout=30)
+    first.communicate(timeout=120)
     assert first.returncode == second.returncode == 0
     assert "waiting" in second.stderr
     assert checkout.calls_file.read_text().count("-m venv") == 0  # noted since the second run began

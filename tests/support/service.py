@@ -16,9 +16,15 @@ START_S = 60.0
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """One that the system gives to no other process for the next minute, and refuses connections until it is used.
+
+    A connection that this end has closed first still has it; a server with SO_REUSEADDR, as all are, may listen there.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        accepted.close()
+        client.recv(1)
+        return int(server.getsockname()[1])
 
 
 @contextmanager

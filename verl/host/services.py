@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from verl.errors import ConfigError, ServiceDownError
 
 ANSWER_S = 5.0
-CHECK_S = 10.0  # timeout of all health checks together
+CHECK_S = 30.0  # timeout of all health checks together: a busy machine takes long to start a sandbox or an interpreter
 TOKEN_VARIABLE = "VERL_SERVICE_TOKEN"  # for sandbox servers, environment servers and retrievers
 GATEWAYS = (502, 503, 504)  # status codes of a gateway whose service does not answer
 log = logging.getLogger(__name__)

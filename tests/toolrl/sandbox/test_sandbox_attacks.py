@@ -19,7 +19,7 @@ import pytest
 
 from tests.toolrl.sandbox.sandbox_host import foreign_call, need_bubblewrap
 from tests.toolrl.sandbox.sandbox_probes import PROBES, REFUSED
-from tests.toolrl.sandbox.test_sandbox import search
+from tests.toolrl.sandbox.test_sandbox import OWN, search
 from toolrl.sandbox.inside import seccomp
 from toolrl.sandbox.local import LocalSandbox
 from verl.envs.sandbox import Execution, Limits, Status
@@ -140,8 +140,8 @@ print("later")
 def test_caller_cancelled_in_a_cell_and_20_callers_cancelled_leave_nothing(pool: Pool) -> None:
     async def cancel(sandbox: LocalSandbox) -> None:
         session = await sandbox.session()
-        tasks = [asyncio.create_task(session.run("import os; os.system('sleep 87654')"))]
-        tasks += [asyncio.create_task(sandbox.run("sleep 87654", "bash")) for _ in range(20)]
+        tasks = [asyncio.create_task(session.run(f"import os; os.system('sleep 87654.{OWN}')"))]
+        tasks += [asyncio.create_task(sandbox.run(f"sleep 87654.{OWN}", "bash")) for _ in range(20)]
         await asyncio.sleep(0.5)
         for task in tasks:
             task.cancel()
@@ -149,8 +149,8 @@ def test_caller_cancelled_in_a_cell_and_20_callers_cancelled_leave_nothing(pool:
         assert all(isinstance(each, asyncio.CancelledError) for each in ended)
         assert (await sandbox.run("print(1)")).stdout == "1\n"
         await session.close()
-        for _ in range(100):
-            if not _commands_with("87654"):
+        for _ in range(600):
+            if not _commands_with(f"87654.{OWN}"):
                 return
             await asyncio.sleep(0.05)
         raise AssertionError("a process is left")
@@ -206,9 +206,9 @@ def test_a_daemon_that_prints_after_the_exit_is_ended_and_nothing_is_in_the_next
 
 
 def test_a_fork_storm_with_setsid_and_all_signals_ignored_ends_at_its_limit_and_leaves_nothing(pool: Pool) -> None:
-    code = """
+    code = f"""
 import os, signal, time
-open("/proc/self/comm", "w").write("fork-storm")
+open("/proc/self/comm", "w").write("storm-{OWN}")
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError): pass
@@ -219,7 +219,7 @@ while True:
 """
 
     def num_left() -> int:
-        return sum(each.info["name"] == "fork-storm" for each in psutil.process_iter(["name"]))
+        return sum(each.info["name"] == f"storm-{OWN}" for each in psutil.process_iter(["name"]))
 
     async def storm() -> tuple[Execution, int]:
         running, most = asyncio.create_task(pool.sandbox.run(code, limits=SHORT)), 0

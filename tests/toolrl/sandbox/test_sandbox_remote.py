@@ -19,6 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.service import free_port
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from toolrl.sandbox.client import RemoteSandbox
 from toolrl.sandbox.local import LocalSandbox
@@ -28,11 +29,6 @@ from verl.envs.sandbox import Limits, Status
 from verl.errors import ConfigError, DataError, ServiceDownError
 
 ROOT = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class ServerProcess:

@@ -352,9 +352,10 @@ NO_BODY = HALF_HEAD + b"content-length: 10\r\n\r\n"
 @pytest.mark.parametrize("sent", [b"", HALF_HEAD, HALF_BODY, WHOLE + HALF_HEAD, WHOLE + HALF_BODY])
 def test_a_request_that_does_not_end_ends_its_connection(sent: bytes) -> None:
     with small_server(limit_s=1.0) as (port, _), closing(socket.create_connection(("127.0.0.1", port))) as slow:
-        slow.sendall(sent)
-        time.sleep(0.5)
-        slow.sendall(b"p")  # a byte now and then wins no time
+        with suppress(ConnectionError):  # a busy machine may come after its end
+            slow.sendall(sent)
+            time.sleep(0.5)
+            slow.sendall(b"p")  # a byte now and then wins no time
         assert closed_within(slow, 20.0)
 
 
@@ -670,9 +671,12 @@ async def test_a_request_arriving_at_its_deadline_is_answered(
     before: tuple[bytes, bytes], late: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop is busy as the timer is due: the request has come, and is not read yet."""
+    limit_s = 100.0
     for name in ("HEADER_S", "BODY_S", "KEEP_ALIVE_S"):
-        monkeypatch.setattr(serving, name, 0.5)
+        monkeypatch.setattr(serving, name, limit_s)
     loop = asyncio.get_running_loop()
+    own_time, ahead_s = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: own_time() + ahead_s)
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
         server = uvicorn.Server(uvicorn.Config(Gate(app(), LOCAL, None), http=BoundedProtocol, ws="none"))
         running = asyncio.create_task(server.serve(sockets=[listening]))
@@ -689,7 +693,8 @@ async def test_a_request_arriving_at_its_deadline_is_answered(
         timer = protocol._request_timer or protocol.timeout_keep_alive_task
         assert timer is not None
         loop.call_at(timer.when() - 1e-9, client.send, late)
-        answer = await asyncio.wait_for(loop.sock_recv(client, 1000), 5)
+        ahead_s = limit_s
+        answer = await asyncio.wait_for(loop.sock_recv(client, 1000), 30)
         assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"4"), answer
         server.should_exit = True
         await running

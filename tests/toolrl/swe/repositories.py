@@ -118,11 +118,11 @@ def calc_task(folder: Path, environment: str = "", **fields: Any) -> SweTask:
         "environment": environment,
         "hidden_tests": HIDDEN,
         "gold_patch": GOLD,
-        "test_timeout_s": 30.0,
+        "test_timeout_s": 250.0,  # of a busy machine
         "limits": RuntimeLimits(memory_mib=512, file_mib=64),
     }
     return SweTask(**(given | fields))
 
 
-def run(main: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+def run(main: Coroutine[Any, Any, T], timeout_s: float = 290.0) -> T:
     return asyncio.run(asyncio.wait_for(main, timeout_s))

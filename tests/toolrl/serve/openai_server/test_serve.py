@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, need_vllm
+from tests.support.service import free_port
 from tests.toolrl.serve.openai_server.test_chat_template import chat, trained_ids
 from toolrl.cli import main as toolrl
 from toolrl.serve.openai_server.__main__ import _CPU_DEFAULTS, _ENTRY
@@ -64,11 +65,6 @@ def openai_request(row: dict[str, Any]) -> dict[str, Any]:
         "messages": [{"role": "user", "content": history}],
         "tools": [{"type": "function", "function": function} for function in tools],
     }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -91,18 +91,20 @@ def test_a_slow_start_is_reported(
     """No server listens until two lines have been printed."""
     monkeypatch.setattr(supervise, "_POLL_S", 0.05)
     monkeypatch.setattr(supervise, "_PRINT_S", 0.2)
-    port = free_port()
+    port, printed = free_port(), ""
     waiting = threading.Thread(target=supervise.announce, args=(f"http://127.0.0.1:{port}/health", "ready: here"))
     waiting.start()
-    time.sleep(0.6)
+    while printed.count("\n") < 2:
+        time.sleep(0.05)
+        printed += capsys.readouterr().out
     (tmp_path / "health").touch()
     files = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.HTTPServer(("127.0.0.1", port), files) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         waiting.join(20)
         server.shutdown()
-    *lines, ready = capsys.readouterr().out.splitlines()
-    assert ready == "ready: here" and len(lines) >= 2 and all(each.startswith("the server starts (") for each in lines)
+    *lines, ready = (printed + capsys.readouterr().out).splitlines()
+    assert ready == "ready: here" and all(each.startswith("the server starts (") for each in lines)
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_server_once(tmp_path: Path) -> None:

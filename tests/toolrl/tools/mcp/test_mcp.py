@@ -84,7 +84,7 @@ def test_a_hanging_call_is_stopped_and_the_connection_lives_on(reached: list[Too
         assert [status for _, status in await call_tools(env, ToolCall("hang", {}))] == [ToolStatus.TIMEOUT]
         assert await call_tools(env, ToolCall("add", {"a": 2})) == [("3", ToolStatus.SUCCESS)]
 
-    episode(reached, play, deadline_s=2.0)
+    episode(reached, play, deadline_s=6.0)
 
 
 @pytest.mark.long
