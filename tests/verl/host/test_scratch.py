@@ -227,14 +227,31 @@ def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed(monkeypatc
         assert not semaphore.exists()
 
 
-HASTY = """
-import os, subprocess, sys, tempfile, time
+# The watcher, which finds at every look, until the controller has gone, that the child has just written.
+WATCHED = """
+import os, sys, time
 from verl.host import watcher
 
+folder, controller = sys.argv[1], int(sys.argv[2])
+wait, written = time.sleep, True
+
+def sleep(seconds):
+    global written
+    wait(seconds)
+    if written:
+        os.makedirs(folder + "/a", exist_ok=True)
+    written = os.getppid() == controller
+
+watcher.time.sleep = sleep
+sys.exit(watcher.main(folder, controller))
+"""
+HASTY = """
+import os, subprocess, sys, tempfile, time
+
 folder = tempfile.mkdtemp(prefix="verl-")
-command = [sys.executable, "-IS", watcher.__file__, folder, str(os.getpid())]
+command = [sys.executable, "-c", sys.argv[1], folder, str(os.getpid())]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-writer = subprocess.Popen(["sh", "-c", 'while mkdir -p "$0/a" && touch "$0/a/b"; do sleep 0.05; done', folder])
+writer = subprocess.Popen(["sleep", "600"])
 print(folder, writer.pid, process.pid, flush=True)
 time.sleep(1)
 process.stdin.write(b"-")
@@ -247,7 +264,8 @@ os._exit(130)
 @pytest.mark.long
 def test_a_folder_to_which_a_child_writes_is_removed_once_the_controller_is_gone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", HASTY], env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HASTY, WATCHED]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     folder, *pids = process.stdout.readline().split()
     assert process.wait(60) == 130
