@@ -261,7 +261,7 @@ def test_the_prefix_cache_does_not_survive_an_update(runner: Runner, policy: Pac
             runner.sync(2, policy)
 
 
-async def begun(engine: VLLMEngine) -> None:
+async def some_written(engine: VLLMEngine) -> None:
     """Some tokens have been written, and most have not."""
     while await engine.tokens_written() < 10:
         await asyncio.sleep(0.001)
@@ -272,7 +272,7 @@ def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, 
 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(400)))
-        await begun(runner.engine)
+        await some_written(runner.engine)
         await sync(runner.engine, 2, hf_named_parameters(changed))
         assert not pending.done()
         return await pending
@@ -289,7 +289,7 @@ def test_an_interrupted_request_continues_with_the_new_weights(runner: Runner, p
 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(pool.generate([5], Sampling(400, n=2)))
-        await begun(runner.engine)
+        await some_written(runner.engine)
         await sync(pool, 2, hf_named_parameters(changed))
         assert not pending.done()
         return await pending
@@ -667,7 +667,7 @@ def test_tokens_are_counted_while_vllm_writes_them(runner: Runner) -> None:
     async def look(working: asyncio.Future[Any]) -> None:
         while not working.done():
             looks.append(await engine.tokens_written())
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.001)
 
     async def written() -> None:
         joined = engine.generate(PROMPTS[0], Sampling(max_tokens=300, n=3, stop_token_ids=tuple(range(0, 200, 40))))

@@ -192,7 +192,7 @@ def test_verbs_in_this_process() -> None:
 
 
 def test_coroutines_of_one_worker_run_side_by_side(group: RayGroup) -> None:
-    """Neither ends before the other has begun."""
+    """Neither ends before the other has started."""
 
     async def both() -> list[int]:
         return await asyncio.wait_for(asyncio.gather(group.submit(0, meet), group.submit(0, meet)), 60)
