@@ -192,7 +192,7 @@ class Running:
         self._over.set()
         self._watcher.join()
         # What still lives may hold its end of the pipe open. The watcher of a killed controller speaks after its end.
-        self._reader.join(GONE_S if code == -signal.SIGKILL else 2.0)
+        self._reader.join(GONE_S if code == -signal.SIGKILL else 10.0)
         return Ended(code, [(at - self.struck, line) for at, line in list(self._lines)], seconds)
 
 

@@ -1,4 +1,7 @@
-"""A sandbox without walls, for tests of what is built on one: real processes, temporary folders, wall limits."""
+"""A sandbox without walls, for tests of what is built on one: real processes, temporary folders, wall limits.
+
+The limits are those of code that does not end by itself. Other code has all the time that a busy machine takes for it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from verl.envs.sandbox import Execution, Limits, Status
 
+ENDLESS = ("while True: pass", "sleep 30")
 SESSION = """
 import base64, contextlib, io, json, sys, traceback
 answers, names = sys.stdout, {}
@@ -30,6 +34,12 @@ for line in sys.stdin:
 """
 
 
+def _wall_s(limits: Limits | None, *code: str | bytes) -> float | None:
+    texts = [each.decode(errors="replace") if isinstance(each, bytes) else each for each in code]
+    endless = any(each in text for each in ENDLESS for text in texts)
+    return (limits or Limits()).wall_s if endless else None
+
+
 async def _ended(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -41,7 +51,7 @@ class PlainSession:
         self.process: asyncio.subprocess.Process | None = None
 
     async def run(self, code: str, limits: Limits | None = None) -> Execution:
-        wall_s, started = (limits or Limits()).wall_s, time.monotonic()
+        started = time.monotonic()
         if self.process is None:
             pipe = asyncio.subprocess.PIPE
             self.process = await asyncio.create_subprocess_exec(
@@ -50,7 +60,7 @@ class PlainSession:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(base64.b64encode(code.encode()) + b"\n")
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), wall_s)
+            line = await asyncio.wait_for(self.process.stdout.readline(), _wall_s(limits, code))
         except TimeoutError:
             await self.close()
             return Execution(Status.TIMEOUT, "", "", None, time.monotonic() - started)
@@ -77,7 +87,7 @@ class PlainSandbox:
         fetch: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> Execution:
-        wall_s, started = (limits or Limits()).wall_s, time.monotonic()
+        wall_s, started = _wall_s(limits, code, *(files or {}).values()), time.monotonic()
         pipe = asyncio.subprocess.PIPE
         command = [sys.executable, "-I", "-c", code] if language == "python" else ["bash", "-c", code]
         with tempfile.TemporaryDirectory() as name:

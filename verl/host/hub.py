@@ -11,6 +11,7 @@ from verl.errors import VerlError
 from verl.text import in_short
 
 _HUB_S = 10.0  # for the name's address, the connection and the whole answer
+_READ_S = 30.0  # for each part of them, so that the thread which is left to itself ends; longer: one limit is reported
 _T = TypeVar("_T")
 
 
@@ -29,7 +30,7 @@ def ask_hub(kind: str, name: str, revision: str | None = None) -> Any:
 
     api = HfApi()
     try:
-        return _within(_HUB_S, lambda: api.repo_info(name, repo_type=kind, revision=revision, timeout=_HUB_S))
+        return _within(_HUB_S, lambda: api.repo_info(name, repo_type=kind, revision=revision, timeout=_READ_S))
     except HFValidationError:
         raise
     except Exception as error:  # its HTTP client's

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from tests.support.virtual_clock import VirtualClockLoop, run_at_once
 from verl.envs.clock import EnvTimer
 
 
-class Jumping(asyncio.SelectorEventLoop):
+class Jumping(VirtualClockLoop):
     """A loop whose clock can be put forward, as that of a process is while it is stopped."""
 
     skipped_s = 0.0
@@ -50,4 +51,4 @@ def test_without_a_stop_the_limit_holds() -> None:
             await asyncio.sleep(60)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(block())
+        run_at_once(block())

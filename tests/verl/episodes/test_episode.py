@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.virtual_clock import run_at_once
 from tests.toolrl.benchmarks.runner.eval_play import chat as chat_that_lists_tools
 from toolrl.check.preflight.scripted_engine import ScriptedEngine
 from toolrl.envs.shop.shop import ShopEnv, shop_tasks
@@ -159,7 +160,7 @@ def episode_runner(chat: ChatTemplate, envs: Any, **budgets: Any) -> EpisodeRunn
 
 
 def play(engine: Any, setting: EpisodeRunner, seed: int | None = None) -> Trajectory | Fault:
-    return asyncio.run(setting.run(engine, Sampling(1), TASK, 0, seed))
+    return run_at_once(setting.run(engine, Sampling(1), TASK, 0, seed))
 
 
 def finished(engine: Any, setting: EpisodeRunner, seed: int | None = None) -> Trajectory:
@@ -384,7 +385,7 @@ def test_calls_that_a_lost_service_ended_are_counted_but_never_trained(chat: Cha
             return await EpisodeRunner.run(own, Speaker(chat, *texts), sampling, task, index, seed)
 
     setting = Numbered(Echoes(), ObservationTokenizer(chat, AskFormat(), 16), EpisodeLimits())
-    group = asyncio.run(GroupRollout(Speaker(chat), DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
+    group = run_at_once(GroupRollout(Speaker(chat), DirectScorer(Length()), Sampling(1), setting).run(TASK, 3, 0))
     assert group.rewards == (4.0, 4.0) and len(group.faults) == 1
     assert len(to_batch([group])) == 2
     metrics = tool_metrics([group])
@@ -462,9 +463,9 @@ def test_waiting_for_a_place_is_not_charged_to_the_episode_but_its_own_calls_are
         return [each.stop_reason for each in done if isinstance(each, Trajectory)]
 
     one = ("<ask>a</ask>\n", "done")
-    assert asyncio.run(together(*(Speaker(chat, *one) for _ in range(5)))) == [StopReason.STOP] * 5  # the last: 0.8 s
+    assert run_at_once(together(*(Speaker(chat, *one) for _ in range(5)))) == [StopReason.STOP] * 5  # the last: 0.8 s
     many = ("<ask>a</ask>" * 4 + "\n", "done")
-    assert asyncio.run(together(Speaker(chat, *many))) == [StopReason.TURN_TIMEOUT]
+    assert run_at_once(together(Speaker(chat, *many))) == [StopReason.TURN_TIMEOUT]
 
 
 def test_tools_added_later_are_shown_to_the_policy(chat: ChatTemplate) -> None:
@@ -528,7 +529,7 @@ def test_episodes_do_not_wait_for_each_other_and_one_failure_is_its_own(chat: Ch
 
     setting = episode_runner(chat, Factory(), retries=0, turn_s=20.0)
     rollout = GroupRollout(ScriptedEngine(script), DirectScorer(Length()), Sampling(1), setting)
-    group = asyncio.run(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
+    group = run_at_once(asyncio.wait_for(rollout.run(TASK, count, 0), 30))
     assert [trajectory.index for trajectory in group.trajectories] == [0, 2, 3, 4, 5]
     assert [score.total for score in group.scores] == [2.0] * 5 and done[-1] == 0
     assert group.faults == ("t#0, response 1: the environment: step raised RuntimeError: only me",)
@@ -809,7 +810,7 @@ def test_the_state_that_an_episode_out_of_tokens_leaves_is_paid_for() -> None:
     setting = EpisodeRunner(ClassFactory(ShopEnv), ObservationTokenizer(chat, tool_call_format, 64), budgets)
     reward = build_reward("env")
     for written, total in ((texts, 1.0), ((texts[0], texts[2]), 0.0)):
-        played = asyncio.run(setting.run(Speaker(chat, *written), Sampling(1), task, 0, None))
+        played = run_at_once(setting.run(Speaker(chat, *written), Sampling(1), task, 0, None))
         assert isinstance(played, Trajectory) and played.stop_reason is StopReason.LENGTH
         assert reward.score(played, task, 0) == Score(total, {"bought": total})
 

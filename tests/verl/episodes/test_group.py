@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.virtual_clock import run_at_once
 from tests.verl.episodes.test_episode import AskFormat, Echoes, Length
 from verl.build.env import single_turn_runner
 from verl.chat.observations import ObservationTokenizer
@@ -49,7 +50,7 @@ class Seeded:
 
 def rolled(engine: Any, runner: EpisodeRunner, seed: int | None = 4) -> TrajectoryGroup:
     rollout = GroupRollout(engine, DirectScorer(Length()), Sampling(5, 0.7, stop_token_ids=(1,)), runner)
-    return asyncio.run(rollout.run(TASK, 4, 0, seed))
+    return run_at_once(rollout.run(TASK, 4, 0, seed))
 
 
 @pytest.mark.parametrize("seed", [4, None])
@@ -105,7 +106,7 @@ def test_only_equal_requests_are_joined() -> None:
         asked = ((1, first), (2, replace(first, seed=9)), (1, replace(first, seed=9)), (1, replace(first, top_k=3)))
         return await asyncio.gather(*(joined.generate((prompt,), sampling) for prompt, sampling in asked))
 
-    assert [completion.token_ids for (completion,) in asyncio.run(ask())] == [(8,), (9,), (9,), (8,)]
+    assert [completion.token_ids for (completion,) in run_at_once(ask())] == [(8,), (9,), (9,), (8,)]
     assert [(ids, sampling.n, sampling.seed) for ids, sampling in engine.asked] == [
         ((1,), 2, 8),
         ((2,), 1, 9),
@@ -148,5 +149,5 @@ def test_the_engine_is_followed_while_a_rollout_waits(chat: ChatTemplate, monkey
         for task in (running, following):
             task.cancel()
 
-    asyncio.run(follow())
+    run_at_once(follow())
     assert seen[:2] == ["0 of 4 responses, 10 tokens", "0 of 4 responses, 30 tokens"]

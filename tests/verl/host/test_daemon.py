@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from tests.support.until import until
 from verl.config.commands import TRAIN
 from verl.host.daemon import run_async, run_in_daemon_thread
 from verl.trainer.cli import run_cli
@@ -18,6 +19,7 @@ from verl.trainer.cli import run_cli
 _INTERRUPTED = """
 import signal, sys, threading
 from types import SimpleNamespace
+from tests.support.until import until
 from verl.config.commands import TRAIN
 from verl.host.daemon import run_async
 from verl.trainer.cli import run_cli
@@ -112,12 +114,15 @@ def test_a_thread_of_its_own_sees_the_context_and_takes_the_loop() -> None:
 
 
 def test_an_interrupt_ends_what_runs_in_a_thread_of_its_own() -> None:
-    ended = threading.Event()
+    ended, main = threading.Event(), threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        until(lambda: sys._current_frames()[main].f_back.f_code.co_name == "result")  # the main thread waits
+        signal.pthread_kill(main, signal.SIGINT)
 
     async def wait() -> None:
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        threading.Thread(target=interrupt).start()
         try:
             await asyncio.sleep(60)
         finally:

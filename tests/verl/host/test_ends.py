@@ -75,7 +75,7 @@ def test_a_scheduler_ends_a_command_like_ctrl_c(number: signal.Signals) -> None:
     process = start_code(WAITS + "sys.exit(run_cli([], '', TRAIN, wait))")
     ready(process)
     process.send_signal(number)
-    output = ended(process, 20)
+    output = ended(process, 60)
     code, word = CODES[number]
     assert process.returncode == code and word in output and f"{number.name}: shutting down" in output, output
     assert len(output.splitlines()) <= 4
@@ -92,7 +92,7 @@ def test_signals_ignored_by_nohup_stay_ignored() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
     process.send_signal(signal.SIGTERM)
-    assert "terminated: " in ended(process, 20) and process.returncode == 143
+    assert "terminated: " in ended(process, 60) and process.returncode == 143
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_end() -> None:
@@ -120,7 +120,7 @@ sys.exit(run_cli([], '', TRAIN, save))
         assert os.read(controller, 100).strip() == b"waiting"
         os.close(controller)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(20) == 129 and out.read_text() == "saved"
+        assert process.wait(60) == 129 and out.read_text() == "saved"
     finally:
         out.unlink(missing_ok=True)
 
@@ -156,7 +156,7 @@ def test_a_signal_while_a_library_starts_ends_the_command_in_order(
 ) -> None:
     source = KEPT.format(work=work, signal=number.name) + "sys.exit(run_cli([], '', TRAIN, run))"
     process = start_code(source, str(tmp_path))
-    output = ended(process, 30)
+    output = ended(process, 60)
     code, word = CODES[number]
     assert process.returncode == code and word in output and f"{number.name}: shutting down" in output, output
     assert "went on" not in output
@@ -212,7 +212,7 @@ def test_a_hanging_shutdown_is_cut_short_and_leaves_nothing(work: str, hang: str
     output = ended(process, 60)
     assert process.returncode == code and (code == 141 or "hanging processes were killed" in output), output
     assert ("RuntimeError: the cause" in output) == (code == 1)
-    child.wait(10)
+    child.wait(60)
     assert not Path(folder).exists()  # its watcher holds standard error until it has tidied up
 
 

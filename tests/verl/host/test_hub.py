@@ -1,11 +1,10 @@
-"""Names that are looked up on the hub where it does not answer: one line within seconds, for models and data sets."""
+"""Names that are looked up on the hub that does not answer: one line after one look-up, for models and data sets."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -15,13 +14,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from tests.conftest import ROOT
 from tests.support.hub import UNAVAILABLE, Hub
 from tests.support.service import free_port
+from tests.support.until import until
 from verl.host import hub
 from verl.host.hub import HubDownError, ask_hub
 
-HUBS: dict[str, tuple[Callable[[], str], str]] = {
-    "silent": (lambda: Hub().address, "TimeoutError: nothing within 10 s"),
-    "refusing": (lambda: f"http://127.0.0.1:{free_port()}", "ConnectError: "),
-    "503": (lambda: Hub(UNAVAILABLE).address, "status 503"),
+HUBS: dict[str, tuple[Callable[[], Hub | None], str]] = {
+    "silent": (Hub, "TimeoutError: nothing within 10 s"),
+    "refusing": (lambda: None, "ConnectError: "),
+    "503": (lambda: Hub(UNAVAILABLE), "status 503"),
 }
 
 
@@ -38,8 +38,8 @@ def test_without_a_hub_a_command_prints_one_line_with_a_hint(
     state: str, argv: list[str], start: str, kind: str
 ) -> None:
     start_hub, problem = HUBS[state]
-    address = start_hub()
-    started = time.monotonic()
+    server = start_hub()
+    address = server.address if server is not None else f"http://127.0.0.1:{free_port()}"
     done = subprocess.run(
         [sys.executable, "-m", "toolrl", *argv],
         env={**os.environ, "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)},
@@ -47,7 +47,8 @@ def test_without_a_hub_a_command_prints_one_line_with_a_hint(
         text=True,
         check=False,
     )
-    assert done.returncode == 2 and time.monotonic() - started < 60.0  # imports included
+    assert done.returncode == 2
+    assert server is None or server.connections in (1, 2)  # a client may connect twice; the libraries would more
     (message,) = [line for line in (done.stdout + done.stderr).splitlines() if "recipe=grpo" not in line]
     assert message.startswith(f"{start}is no file or folder, and the hub, {address}, does not answer ({problem}")
     assert message.endswith(
@@ -62,10 +63,10 @@ def test_all_of_a_look_up_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch)
     server = Hub(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n" + b" " * 900, every_s=0.05)
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
     monkeypatch.setattr(hub, "_HUB_S", 0.5)
-    started = time.monotonic()
     with pytest.raises(HubDownError, match=r"TimeoutError: nothing within 0.5 s"):
         ask_hub(kind, "me/name")
-    assert time.monotonic() - started < 5.0 and server.connections == 1
+    until(lambda: server.connections > 0)  # the thread that is left to itself may be slow
+    assert server.connections == 1
 
 
 @pytest.mark.parametrize("kind", ["model", "dataset"])

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 # A run that leaves as much as it can: a process of a session of its own, one with an empty environment, one that holds
 # a semaphore and has lost the tracker that would remove it, and a copy of the controller, which holds its pipes open.
 RUN = """
-import json, os, signal, subprocess, sys, tempfile, time
+import json, os, psutil, signal, subprocess, sys, tempfile, time
 from multiprocessing import get_context, resource_tracker
 from verl.host import watcher
 from verl.host.scratch import scratch_folder
@@ -41,7 +41,17 @@ if sys.argv[1] == "hold":
     print(json.dumps([lock._semlock.name, tempfile.mkdtemp()]), flush=True)
     time.sleep(600)
 
+def fell_asleep(after):
+    # The watcher's sleeps so far, once it is in a later one than `after`.
+    sleeps = after
+    while sleeps <= after:
+        time.sleep(0.01)
+        if watching.status() == psutil.STATUS_SLEEPING:
+            sleeps = watching.num_ctx_switches().voluntary
+    return sleeps
+
 with scratch_folder() as folder:
+    watching, = (each for each in psutil.Process().children() if watcher.__file__ in each.cmdline())
     daemon = subprocess.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True)
     bare = subprocess.Popen(["sleep", "600"], env={})
     holder = subprocess.Popen([sys.executable, __file__, "hold"], stdout=subprocess.PIPE)
@@ -52,7 +62,7 @@ with scratch_folder() as folder:
     facts = {"folder": str(folder), "inner": inner, "semaphore": semaphore,
              "pids": [int(daemon.stdout), bare.pid, holder.pid, copy]}
     print(json.dumps(facts), flush=True)
-    time.sleep(2 * watcher.PERIOD_S)  # what carries no mark must have been seen once
+    fell_asleep(fell_asleep(-1))  # what carries no mark must have been seen: a look lies between two sleeps
     print("seen", flush=True)
     if sys.argv[1] == "wait":
         time.sleep(600)
@@ -199,7 +209,8 @@ os._exit(0)
 """
 
 
-def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed() -> None:
+def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "_TRACKER_S", 60.0)  # how much later depends on the machine
     with (
         scratch_folder() as folder,
         subprocess.Popen(
@@ -216,14 +227,31 @@ def test_shared_memory_of_a_child_that_ends_a_little_later_is_removed() -> None:
         assert not semaphore.exists()
 
 
-HASTY = """
-import os, subprocess, sys, tempfile, time
+# The watcher, which finds at every look, until the controller has gone, that the child has just written.
+WATCHED = """
+import os, sys, time
 from verl.host import watcher
 
+folder, controller = sys.argv[1], int(sys.argv[2])
+wait, written = time.sleep, True
+
+def sleep(seconds):
+    global written
+    wait(seconds)
+    if written:
+        os.makedirs(folder + "/a", exist_ok=True)
+    written = os.getppid() == controller
+
+watcher.time.sleep = sleep
+sys.exit(watcher.main(folder, controller))
+"""
+HASTY = """
+import os, subprocess, sys, tempfile, time
+
 folder = tempfile.mkdtemp(prefix="verl-")
-command = [sys.executable, "-IS", watcher.__file__, folder, str(os.getpid())]
+command = [sys.executable, "-c", sys.argv[1], folder, str(os.getpid())]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-writer = subprocess.Popen(["sh", "-c", 'while mkdir -p "$0/a" && touch "$0/a/b"; do sleep 0.05; done', folder])
+writer = subprocess.Popen(["sleep", "600"])
 print(folder, writer.pid, process.pid, flush=True)
 time.sleep(1)
 process.stdin.write(b"-")
@@ -236,7 +264,8 @@ os._exit(130)
 @pytest.mark.long
 def test_a_folder_to_which_a_child_writes_is_removed_once_the_controller_is_gone() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", HASTY], env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HASTY, WATCHED]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     folder, *pids = process.stdout.readline().split()
     assert process.wait(60) == 130

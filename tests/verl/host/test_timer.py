@@ -56,8 +56,9 @@ def test_a_timer_that_is_due_meanwhile_goes_off_at_the_end(timer: int) -> None:
     try:
         signal.setitimer(timer, 0.05)
         with raising_after(30.0, RuntimeError, timer):
+            early = [*rung]  # before the block, on a machine that was busy just then
             work(0.2)
-            assert not rung
+            assert rung == early
         work(0.2)
         assert rung == [number]
     finally:

@@ -6,7 +6,6 @@ import io
 import os
 import tarfile
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -84,15 +83,13 @@ SMALL = Limits(mib=1, files=100, depth=50, seconds=30)
 def test_an_entry_that_leads_out_or_is_no_file_is_refused_with_its_name(tmp_path: Path, bad: str, links: Links) -> None:
     host = host_file(tmp_path / "host")
     before = {each: each.lstat() for each in (host, host.parent, tmp_path, Path("/etc/passwd"))}
-    started = time.monotonic()
     only_links = all(kind in (LINK, FOLDER) for _, kind, _ in BAD[bad])
     if links == "kept" and only_links and bad != "a link that becomes a folder":
         unpack(packed(BAD[bad]), tmp_path / "new", SMALL, links)  # they are text; see below for who follows it
     else:
         with pytest.raises(DataError) as caught:
             unpack(packed(BAD[bad]), tmp_path / "new", SMALL, links)
-        assert caught.value.file and SECRET not in str(caught.value)
-    assert time.monotonic() - started < 10
+        assert caught.value.file and SECRET not in str(caught.value) and "unpacked within" not in str(caught.value)
     assert {each.name for each in tmp_path.iterdir()} == {"host", "new"} and list(host.parent.iterdir()) == [host]
     assert host.read_text() == SECRET and not Path("/tmp/written").exists()
     for path, found in before.items():
@@ -177,14 +174,13 @@ def test_the_decompressed_size_is_bounded(tmp_path: Path) -> None:
     header = tarfile.TarInfo("long")
     header.type, header.size = tarfile.GNUTYPE_LONGNAME, 2 << 30
     for number, data in enumerate((sparse.getvalue(), bomb.getvalue(), header.tobuf() + bytes(1024))):
-        started = time.monotonic()
         with tempfile.TemporaryFile() as file:
             file.write(data)
             if number == 2:
                 file.truncate(3 << 30)
-            with pytest.raises(DataError):
+            with pytest.raises(DataError) as caught:
                 unpack(file, tmp_path / f"new{number}", SMALL)
-        assert time.monotonic() - started < 20
+        assert "unpacked within" not in str(caught.value)  # no need to wait for the limit of time
         assert sum(each.stat().st_blocks << 9 for each in (tmp_path / f"new{number}").rglob("*")) < 2 << 20
 
 

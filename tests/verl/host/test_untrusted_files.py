@@ -44,7 +44,7 @@ def test_a_path_that_is_no_regular_file_is_refused_at_once(place: Path, kind: st
         with pytest.raises(DataError, match=r"theirs/file: (is|has|cannot)") as caught:
             READERS[reader](place, "file")
         assert SECRET not in str(caught.value)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # what waits here waits for ever
     remove_tree(place)
     assert not place.exists() and (place.parent / "host" / "host.json").read_text() == SECRET
 

@@ -190,7 +190,7 @@ def test_each_place_has_the_right_answer_or_one_fault_in_time(tmp_path: Path, pl
         assert "4711" not in f"{found}{fault}" and SECRET not in small
     now = host.stat()
     assert host.read_text() == SECRET and (now.st_mode & 0o777, now.st_uid) == (0o600, os.geteuid())
-    assert took < 30, took
+    assert took < 60, took  # what waits here waits for ever
 
 
 @pytest.mark.parametrize("place", PLACES)

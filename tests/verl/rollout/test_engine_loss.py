@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tiny import MINI
+from tests.support.virtual_clock import run_at_once
 from verl.batch.token_batch import Floats, TokenBatch
 from verl.build.env import single_turn_runner
 from verl.chat.template import ChatTemplate
@@ -160,7 +161,7 @@ def test_requests_of_a_lost_engine_are_repeated_with_seed_and_weight_version(
         assert all(asked in again for asked in lost)
         assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))
 
-    asyncio.run(rolled())
+    run_at_once(rolled())
 
 
 @pytest.mark.parametrize("call", ["begin", "load", "end", "generate"])
@@ -173,7 +174,7 @@ def test_an_engine_lost_during_weight_sync_gets_the_weights_when_it_is_replaced(
         assert engines.remade == [0, 0] and [engine.version for engine in engines.engines] == [1] * size
         assert [each.versions for each in await answered(pool, 4)] == [(1,) * 10] * 4
 
-    asyncio.run(trained())
+    run_at_once(trained())
 
 
 def test_a_replaced_engine_waits_for_rank_users_and_their_weight_sync() -> None:
@@ -192,7 +193,7 @@ def test_a_replaced_engine_waits_for_rank_users_and_their_weight_sync() -> None:
         await asyncio.sleep(0.02)
         assert engines.remade == [0] and weight_sync.policy.published == 2  # type: ignore[attr-defined]
 
-    asyncio.run(trained())
+    run_at_once(trained())
 
 
 def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
@@ -202,7 +203,7 @@ def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
             await published(weight_sync, 1)
         assert pool.num_remade == 3
 
-    asyncio.run(trained())
+    run_at_once(trained())
 
 
 def test_a_failed_engine_replacement_is_raised_to_all_waiting_calls() -> None:
@@ -218,7 +219,7 @@ def test_a_failed_engine_replacement_is_raised_to_all_waiting_calls() -> None:
         asked = [pool.generate((number,), TEN) for number in range(3)]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
 
-    assert all(isinstance(each, RuntimeError) and str(each) == "no room" for each in asyncio.run(rolled()))
+    assert all(isinstance(each, RuntimeError) and str(each) == "no room" for each in run_at_once(rolled()))
 
 
 def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
@@ -234,7 +235,7 @@ def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
         await pool.generate((1,), TEN)
 
     with pytest.raises(StaleEngineError, match=r"answers with version \[0\]"):
-        asyncio.run(asyncio.wait_for(rolled(), 20))
+        run_at_once(asyncio.wait_for(rolled(), 20))
 
 
 class One:
@@ -262,7 +263,7 @@ def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
         whole = await asyncio.wait_for(rollout.run(Task("14", (Message("user", "y"),), "", ""), 2, 0), 20)
         assert whole.rewards == (1.0, 1.0) and whole.faults == ()
 
-    asyncio.run(rolled())
+    run_at_once(rolled())
 
 
 def test_without_a_way_to_replace_it_a_lost_engine_is_an_error() -> None:
@@ -272,5 +273,5 @@ def test_without_a_way_to_replace_it_a_lost_engine_is_an_error() -> None:
         await EnginePool(Engines([engine]), [[0]]).generate((1,), TEN)  # type: ignore[arg-type]
 
     with pytest.raises(WorkerLostError, match="rank x died"):
-        asyncio.run(rolled())
+        run_at_once(rolled())
     assert issubclass(EngineLostError, EngineError) and issubclass(LostRequestError, EngineError)

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.every import every
+from tests.support.virtual_clock import run_at_once
 from tests.verl.batch.test_packing import tiny_model
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.rollout.engine import Sampling
@@ -69,7 +70,7 @@ async def published_twice(pool: EnginePool, sampling: Sampling, wait_s: float = 
 def test_every_token_carries_the_version_that_wrote_it(on_weight_sync: OnWeightSync) -> None:
     engine = Writes()
     pool = EnginePool(LocalGroup(engine), [[0]], on_weight_sync)
-    done = asyncio.run(published_twice(pool, Sampling(max_tokens=60, n=2)))
+    done = run_at_once(published_twice(pool, Sampling(max_tokens=60, n=2)))
     assert len(done) == 4
     for completion in done:
         assert completion.finish_reason is FinishReason.LENGTH
@@ -151,8 +152,8 @@ async def recited(pieces: Sequence[str], stops: Sequence[str], breaks: Sequence[
 def test_a_response_in_pieces_stops_where_an_unbroken_one_would(
     pieces: list[str], stops: list[str], breaks: list[int]
 ) -> None:
-    whole = asyncio.run(recited(pieces, stops, ()))
-    broken = asyncio.run(recited(pieces, stops, breaks))
+    whole = run_at_once(recited(pieces, stops, ()))
+    broken = run_at_once(recited(pieces, stops, breaks))
     assert tuple(broken.token_ids) == tuple(whole.token_ids) and tuple(broken.logprobs) == tuple(whole.logprobs)
     assert broken.finish_reason is whole.finish_reason
     versions = [sum(place <= number for place in breaks) for number in broken.token_ids]
@@ -187,7 +188,7 @@ def test_a_canary_does_not_wait_for_requests_that_wait_for_weights(on_weight_syn
             assert canary.versions == (1,) * 5 and len(engine.asked) == place + 1 and not late.done()
         return place, [each for (each,) in await asyncio.gather(*responses, late)]
 
-    place, done = asyncio.run(probed())
+    place, done = run_at_once(probed())
     assert engine.asked[place] == (9,) and done[-1].versions == (1,) * 20
 
 
@@ -204,7 +205,7 @@ def test_weights_that_are_refused_leave_the_old_ones_in_use() -> None:
             await pool.begin_weights([])
         return list(await response)
 
-    (done,) = asyncio.run(goes_on())
+    (done,) = run_at_once(goes_on())
     assert tuple(done.token_ids) == (0,) * 30 == done.versions
 
 
@@ -214,7 +215,7 @@ def test_an_engine_that_breaks_off_by_itself_is_not_asked_again() -> None:
             return (Completion((1,), (0.0,), FinishReason.ABORT, 0),)
 
     pool = EnginePool(LocalGroup(Breaks()), [[0]], OnWeightSync.CONTINUE)
-    (done,) = asyncio.run(pool.generate((1,), Sampling(max_tokens=3)))
+    (done,) = run_at_once(pool.generate((1,), Sampling(max_tokens=3)))
     assert done.finish_reason is FinishReason.ABORT
 
 

@@ -261,12 +261,18 @@ def test_the_prefix_cache_does_not_survive_an_update(runner: Runner, policy: Pac
             runner.sync(2, policy)
 
 
+async def some_written(engine: VLLMEngine) -> None:
+    """Some tokens have been written, and most have not."""
+    while await engine.tokens_written() < 10:
+        await asyncio.sleep(0.001)
+
+
 def test_a_request_that_runs_through_an_update_comes_to_its_end(runner: Runner, policy: PackedPolicy) -> None:
     changed = shaken(load_causal_lm(runner.engine._settings.model_path), 4)
 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(runner.engine.generate([5], Sampling(400)))
-        await asyncio.sleep(0.1)
+        await some_written(runner.engine)
         await sync(runner.engine, 2, hf_named_parameters(changed))
         assert not pending.done()
         return await pending
@@ -283,7 +289,7 @@ def test_an_interrupted_request_continues_with_the_new_weights(runner: Runner, p
 
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(pool.generate([5], Sampling(400, n=2)))
-        await asyncio.sleep(0.1)
+        await some_written(runner.engine)
         await sync(pool, 2, hf_named_parameters(changed))
         assert not pending.done()
         return await pending
@@ -641,13 +647,13 @@ def test_vllm_ends_with_its_owner(model_path: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_ends_with_an_owner_that_was_not_reaped() -> None:
-    owner, core = subprocess.Popen([sys.executable, "-c", ""]), subprocess.Popen(["sleep", "100"])
+    owner, core = subprocess.Popen([sys.executable, "-c", ""]), subprocess.Popen(["sleep", "600"])
     while psutil.Process(owner.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     ending = threading.Thread(target=_end_with, args=(owner.pid, core.pid), daemon=True)
     ending.start()
     try:
-        assert core.wait(20) == -signal.SIGKILL
+        assert core.wait(60) == -signal.SIGKILL
     finally:
         owner.wait()
         core.kill()
@@ -661,7 +667,7 @@ def test_tokens_are_counted_while_vllm_writes_them(runner: Runner) -> None:
     async def look(working: asyncio.Future[Any]) -> None:
         while not working.done():
             looks.append(await engine.tokens_written())
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.001)
 
     async def written() -> None:
         joined = engine.generate(PROMPTS[0], Sampling(max_tokens=300, n=3, stop_token_ids=tuple(range(0, 200, 40))))

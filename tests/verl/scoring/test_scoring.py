@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.every import every
+from tests.support.until import until
 from toolrl.check.lab.__main__ import as_trajectory
 from verl.errors import ConfigError, DataError
 from verl.scoring.pool import Fault, ScoringPool
@@ -210,13 +211,6 @@ def test_many_stuck_responses_do_not_wait_for_other_deadlines(file: Path) -> Non
         assert totals(pool, "hang", "hang", "yes") == [-1.0, -1.0, 1.0]
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_dies_idle_is_made_anew_with_a_line_in_the_log(
     file: Path, how: signal.Signals, caplog: pytest.LogCaptureFixture
@@ -333,6 +327,8 @@ def test_a_pool_ends_while_it_scores(file: Path) -> None:
     async def leave() -> list[int]:
         with ScoringPool(f"{file}:judge", {}, 1, ScoringLimits()) as pool:
             waiting = [asyncio.ensure_future(pool.score(as_trajectory(task, "hang"), task, 0)) for _ in range(3)]
+            while not pool.pids:
+                await asyncio.sleep(0.05)
             await asyncio.sleep(2)
             pids = pool.pids
         await asyncio.wait(waiting, timeout=60)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.support.until import until
 from verl.single_controller.guard import Guard
 
 
@@ -24,9 +25,7 @@ def processes() -> Iterator[dict[str, psutil.Process]]:
 
 
 def wait_for_problem(guard: Guard) -> str:
-    deadline = time.monotonic() + 60
-    while guard.problem is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: guard.problem)
     assert guard.problem is not None
     return guard.problem
 
@@ -39,7 +38,7 @@ def test_a_dead_process_is_named_and_nothing_waits_for_the_others(
         assert guard.check() is None
         processes[name].kill()
         assert f"the {name} (process {processes[name].pid}) on this machine died" in wait_for_problem(guard)
-        assert all(each.status() == psutil.STATUS_ZOMBIE for each in processes.values())
+        until(lambda: all(each.status() == psutil.STATUS_ZOMBIE for each in processes.values()))
 
 
 def test_awaited_work_is_cancelled(processes: dict[str, psutil.Process]) -> None:

@@ -201,7 +201,7 @@ def test_the_first_interrupt_ends_what_waits_even_where_the_loop_stands_still() 
         "sys.exit(run_cli([], '', TRAIN, lambda argv, console: asyncio.run(stand())))"
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-    output = interrupted(process, 10)
+    output = interrupted(process, 60)
     assert output.strip().startswith("shutting down") and "interrupted: " in output
 
 
@@ -219,7 +219,7 @@ def test_a_chat_that_waits_for_its_user_is_interrupted(model: Path) -> None:
     while "System prompt" not in process.stdout.readline():
         assert process.poll() is None
     time.sleep(1)
-    assert "interrupted: " in interrupted(process, 20)
+    assert "interrupted: " in interrupted(process, 60)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 300) -> None:

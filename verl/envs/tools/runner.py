@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -123,14 +122,15 @@ class ToolRunner:
         raise AssertionError("the last attempt returns or raises")
 
     async def _attempt(self, tool: Tool, call: ToolCall, deadline_s: float) -> Answer:
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         try:
             status, text = ToolStatus.SUCCESS, await self._within(deadline_s, tool, call)
         except ToolTimeoutError as error:
             status, text = ToolStatus.TIMEOUT, str(error)
         except ToolError as error:
             status, text = ToolStatus.USER_ERROR, str(error)
-        return status, text, time.monotonic() - started
+        return status, text, clock() - started
 
     async def _within(self, deadline_s: float, tool: Tool, call: ToolCall) -> str:
         """The tool's answer. Not asyncio.timeout, which waits for calls that ignore cancellation."""

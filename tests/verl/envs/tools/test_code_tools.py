@@ -29,7 +29,7 @@ def talk(tool: dict[str, Any], turns: Sequence[Sequence[str]], task: Task = task
 
     async def episode() -> list[Results]:
         sandbox = PlainSandbox()
-        factory = ToolEnvFactory(build_tools([tool], sandbox), ToolRunner(ToolLimits(deadline_s=20, retries=0)))
+        factory = ToolEnvFactory(build_tools([tool], sandbox), ToolRunner(ToolLimits(deadline_s=60, retries=0)))
         env = factory(task)
         try:
             spec = (await env.reset()).tools[0]
@@ -72,13 +72,14 @@ def test_code_that_runs_too_long_is_stopped(name: str) -> None:
 
 def test_a_session_past_the_call_deadline_is_restarted() -> None:
     async def scene() -> None:
-        sandbox = PlainSandbox()
-        factory = ToolEnvFactory(build_tools(["python_session"], sandbox), ToolRunner(ToolLimits(deadline_s=5)))
+        sandbox, runner = PlainSandbox(), ToolRunner(ToolLimits(deadline_s=1.5))
+        factory = ToolEnvFactory(build_tools(["python_session"], sandbox), runner)
         env = factory(task())
         await env.reset()
         for code, status in (("while True: pass", ToolStatus.TIMEOUT), ("print(1)", ToolStatus.SUCCESS)):
             answer = await env.step(Message("assistant", "", tool_calls=(ToolCall("python", {"code": code}),)))
             assert answer.tool_uses[0].status is status
+            runner._limits = ToolLimits(deadline_s=60)  # for the start of another interpreter
         first, second = sandbox.sessions
         assert first.process is None and second.process is not None
         await env.close()

@@ -122,7 +122,7 @@ def test_a_sync_function_leaves_the_loop_free_and_its_errors_arrive() -> None:
     @tool
     def wait() -> str:
         """Waits until the loop, which must be free for that, lets it go on."""
-        assert release.wait(10)
+        assert release.wait(60)
         raise StopIteration
 
     async def both() -> None:
@@ -144,7 +144,7 @@ def test_hanging_threads_are_counted_logged_once_and_limited(
     @tool
     def hang() -> str:
         """Hangs."""
-        release.wait(10)
+        release.wait(60)
         return ""
 
     async def stop_three() -> None:

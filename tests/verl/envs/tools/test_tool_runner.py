@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.virtual_clock import run_at_once
 from verl.envs.base import StepResult
 from verl.envs.tool_env import ToolEnv, ToolEnvFactory
 from verl.envs.tools import runner
@@ -217,14 +218,17 @@ def test_a_call_that_ignores_cancellation_is_abandoned_and_counted(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_sync_tool_that_sleeps_is_left_in_its_thread() -> None:
+def test_a_sync_tool_that_waits_is_left_in_its_thread() -> None:
+    release = threading.Event()
+
     @tool
     def does() -> str:
-        """Sleeps."""
-        time.sleep(1.0)
+        """Waits."""
+        release.wait(60)
         return ""
 
     assert one(does, limits=HASTY)[1] is ToolStatus.TIMEOUT and does.num_abandoned == 1
+    release.set()
 
 
 def test_waiting_for_a_place_is_not_charged() -> None:
@@ -237,10 +241,10 @@ def test_waiting_for_a_place_is_not_charged() -> None:
         running.pop()
         return str(seen)
 
-    limits = ToolLimits(deadline_s=1.5, max_concurrent=1)
-    answers = run({"does": Does(slow)}, *[ToolCall("does", {})] * 5, limits=limits)  # the last waits for 1.6 s
+    calls = [ToolCall("does", {})] * 5  # the last waits for 1.6 s
+    answers = run_at_once(ToolRunner(ToolLimits(deadline_s=0.5, max_concurrent=1)).run(calls, {"does": Does(slow)}))
     assert [(message.content, use.status) for message, use in answers] == [("1", ToolStatus.SUCCESS)] * 5
-    assert all(use.seconds < 1.5 for _, use in answers)
+    assert [use.seconds for _, use in answers] == pytest.approx([0.4] * 5)
 
 
 def test_a_dead_service_stops_the_other_calls_of_the_message() -> None:
@@ -293,7 +297,7 @@ def test_limits_of_one_tool_stand_in_for_the_common_ones() -> None:
 
     calls = ToolRunner(LIMITS, {"hasty": replace(LIMITS, deadline_s=0.05)})
     asked = calls.run([ToolCall("hasty", {}), ToolCall("patient", {})], {"hasty": Does(slow), "patient": Does(slow)})
-    assert [use.status for _, use in asyncio.run(asked)] == [ToolStatus.TIMEOUT, ToolStatus.SUCCESS]
+    assert [use.status for _, use in run_at_once(asked)] == [ToolStatus.TIMEOUT, ToolStatus.SUCCESS]
 
 
 class Counter:
