@@ -326,7 +326,7 @@ def test_an_interrupted_build_is_repaired_by_the_next_run(checkout: Checkout, si
 
 @pytest.mark.long
 def test_two_concurrent_runs_build_the_environment_once(checkout: Checkout) -> None:
-    first = checkout.start(PIP_SLEEPS="8")  # time for the second to come to the lock, on a busy machine too
+    first = checkout.start(PIP_SLEEPS="3")  # time for the second to come to the lock, on a busy machine too
     wait_for_pip(checkout)
     second = checkout.run()
     first.communicate(timeout=120)

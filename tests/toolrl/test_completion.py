@@ -131,7 +131,7 @@ def test_zsh_completes_what_is_typed(line: str, entered: str, tmp_path: Path) ->
 
 def read_until(terminal: int, *texts: str) -> str:
     """What the terminal shows, up to the last of these texts, one after the other."""
-    shown, deadline = "", time.monotonic() + 30.0
+    shown, deadline = "", time.monotonic() + 200.0
     while True:
         place = 0
         for text in texts:

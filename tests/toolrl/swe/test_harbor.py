@@ -35,7 +35,7 @@ name = "sums/sum"
 difficulty = "easy"
 
 [verifier]
-timeout_sec = 20.0
+timeout_sec = 250.0
 env = { EXPECTED = "6" }
 
 [agent]
@@ -78,7 +78,7 @@ def test_a_folder_is_a_task(tmp_path: Path) -> None:
     task = to_task(as_task_row({"harbor": str(folder)}), "0")
     assert task.prompt[-1].content == "Write the sum of numbers.txt to /app/sum.txt."
     swe = read_swe_task(task.extra)
-    assert (swe.id, swe.workdir, swe.test_timeout_s) == ("sum", "/app", 20.0)
+    assert (swe.id, swe.workdir, swe.test_timeout_s) == ("sum", "/app", 250.0)
     assert (swe.limits.memory_mib, swe.limits.file_mib) == (512, 1024)
     assert swe.repository is not None and Path(swe.repository.path) == folder / "environment"
     assert swe.setup == "export UNIT=kg\ncd /app"
@@ -241,7 +241,7 @@ def test_all_of_the_working_folder_is_judged(tmp_path: Path) -> None:
 )
 def test_outcomes_by_what_test_sh_leaves(tmp_path: Path, script: str, outcome: PatchOutcome) -> None:
     need_bubblewrap()
-    toml = "[verifier]\ntimeout_sec = 2.0\n"
+    toml = f"[verifier]\ntimeout_sec = {2.0 if outcome is PatchOutcome.TIMEOUT else 250.0}\n"
     folder = folder_of(tmp_path, tests__test_dot_sh=script, task_dot_toml=toml)
     task = read_swe_task({"harbor": str(folder)})
 

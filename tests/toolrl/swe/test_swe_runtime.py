@@ -96,7 +96,7 @@ async def test_interrupts_and_time_outs_end_the_command_and_not_the_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def begin(runtime: Runtime, command: str) -> CommandResult:
-        """What it shows at the soft time-out by which it has begun; a busy machine needs several."""
+        """What it shows at the soft time-out by which it has started; a busy machine needs several."""
         found = await runtime.run(command, soft_timeout_s=0.3)
         while not found.output:
             found = await runtime.run("", soft_timeout_s=0.3)
@@ -113,7 +113,7 @@ async def test_interrupts_and_time_outs_end_the_command_and_not_the_shell(
             await runtime.run("echo three")
         await runtime.write("/tmp/two", b"")
         assert (await runtime.run("")).output == "one\ntwo\n"
-        await begin(runtime, "echo begun; while :; do :; done; echo not here")
+        await begin(runtime, "echo on; while :; do :; done; echo not here")
         stopped = await runtime.interrupt()
         assert (stopped.status, stopped.exit_code) == (CommandStatus.FINISHED, 130)
         assert await output(runtime, "echo $x") == "7"

@@ -56,7 +56,8 @@ def test_a_session_that_fixes_the_bug_scores_one(place: Place) -> None:
 def test_a_patch_that_does_not_fix_the_bug_scores_zero(
     place: Place, changes: dict[str, str], outcome: PatchOutcome, shares: tuple[float, float]
 ) -> None:
-    verdict = place.score(patch(changes), replace(place.task, test_timeout_s=8.0))
+    task = replace(place.task, test_timeout_s=8.0) if outcome is PatchOutcome.TIMEOUT else place.task
+    verdict = place.score(patch(changes), task)
     assert (verdict.outcome, (verdict.fail_to_pass, verdict.pass_to_pass)) == (outcome, shares), verdict.detail
     assert verdict.score.total == 0.0
 

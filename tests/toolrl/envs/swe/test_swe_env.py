@@ -296,7 +296,7 @@ def test_a_command_is_stopped_at_its_limit_also_after_soft_time_outs(place: Plac
     assert stopped.messages[0].content == "before\n[stopped after 3 s]"
 
 
-def test_a_factory_with_a_soft_time_out_tells_how_to_wait(place: Place) -> None:
+def test_a_soft_time_out_is_described_to_the_agent(place: Place) -> None:
     async def described() -> str:
         factory = SweFactory(command_timeout_s=4.0, soft_timeout_s=1.0)
         try:

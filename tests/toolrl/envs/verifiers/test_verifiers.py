@@ -53,7 +53,7 @@ def play(script: Sequence[Any], *messages: Message) -> tuple[list[Any], Score | 
     async def run() -> tuple[list[Any], Score | None]:
         made = factory()
         try:
-            return await asyncio.wait_for(_play(made(task(*script)), messages), 30)
+            return await asyncio.wait_for(_play(made(task(*script)), messages), 250)
         finally:
             await made.close()
 
@@ -123,7 +123,7 @@ def test_episodes_share_a_process_which_starts_again_after_its_end() -> None:
         assert score is not None
         await made.close()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_worker_that_does_not_start_is_a_fault(id: str, problem: str) -> None:
             await made(task(*OK)).reset()
         await made.close()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 250))
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ from verl.envs.tools.build import build_tools
 tools = build_tools([{{"name": "mcp", "command": {[sys.executable, SERVER]!r}, "timeout_s": 60}}])
 print(len(tools))
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path.cwd())
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, cwd=Path.cwd())
     assert ended.returncode == 0 and ended.stdout.strip() == "5", ended.stderr
 
 

@@ -259,7 +259,7 @@ def test_an_answer_of_another_form_is_the_servers_fault(answer: Any) -> None:
 
 def test_the_command_reports_a_missing_corpus() -> None:
     command = [sys.executable, "-m", "toolrl.tools.retrieval.server", "--corpus", "nowhere.jsonl"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 2 and ended.stderr.startswith("error: nowhere.jsonl: there is no such file")
 
 
