@@ -53,10 +53,10 @@ class Mistakes:
         if not calls:
             if not self._errs("invent" if task.asked else "call none", task.wanted[0].tool.verb):
                 return task.gold
-            return render_response(f"{task.thought}.", [self._unfounded(task)])
+            return render_response(task.thought, [self._unfounded(task)])
         if len(calls) > 1 and self._errs("first only", calls[0].tool.verb):
             calls = calls[:1]
-        return render_response(f"{task.thought}.", [self._written(call, task) for call in calls])
+        return render_response(task.thought, [self._written(call, task) for call in calls])
 
     def _errs(self, kind: str, verb: str) -> bool:
         return self._random.random() < self._scale * (RATES[kind] + _SPREAD * _OWN.get(verb, 0.0))
@@ -67,7 +67,7 @@ class Mistakes:
         if others and self._errs("another tool", call.tool.verb):
             return self._any_call(task, [each.tool.name for each in task.calls])
         values = []
-        for parameter, value in zip(call.tool.parameters, call.values, strict=True):
+        for parameter, value in call.filled:
             careless = self._errs(parameter.slot.group, call.tool.verb)
             values.append(value.careless if careless else value.value)
         if task.reference and self._errs("reference", call.tool.verb):
@@ -87,8 +87,5 @@ class Mistakes:
         if not task.asked:
             return self._any_call(task, [])
         call = task.wanted[0]
-        values = [
-            parameter.slot.label if parameter is task.asked else value.value
-            for parameter, value in zip(call.tool.parameters, call.values, strict=True)
-        ]
+        values = [parameter.slot.label if parameter is task.asked else value.value for parameter, value in call.filled]
         return call.render(values)

@@ -49,7 +49,12 @@ class Tool:
             each.name: {"description": each.description, "type": each.slot.type, "default": ""}
             for each in self.parameters
         }
-        return ListedTool(self.name, f"{self.verb} {self.noun}.", parameters)
+        return ListedTool(self.name, f"{self.purpose}.", parameters)
+
+    @property
+    def purpose(self) -> str:
+        """The name stands at its end: a small model copies what follows known words, not what is before them."""
+        return f"{self.verb} {self.noun} with {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,10 @@ class Call:
 
     tool: Tool
     values: tuple[Value, ...]
+
+    @property
+    def filled(self) -> list[tuple[Parameter, Value]]:
+        return list(zip(self.tool.parameters, self.values, strict=True))
 
     def render(self, values: Sequence[Any] | None = None) -> dict[str, Any]:
         """As JSON; values: others than the gold ones."""
@@ -85,18 +94,26 @@ class Task:
 
     @property
     def thought(self) -> str:
-        """The wanted tools in the terms of their descriptions, each once."""
-        return ", ".join(dict.fromkeys(f"{call.tool.verb} {call.tool.noun}" for call in self.wanted))
+        """For each wanted call the tool, unless it is the one before, and the values as the user writes them."""
+        parts: list[str] = []
+        for place, call in enumerate(self.wanted):
+            tool, words = call.tool, []
+            if place == 0 or tool != self.wanted[place - 1].tool:
+                words = [tool.purpose if tool in self.tools else f"{tool.verb} {tool.noun} with none"]
+            if tool in self.tools:
+                texts = ["missing" if p is self.asked else value.text for p, value in call.filled]
+                words += [f"{p.name} {text}" for (p, _), text in zip(call.filled, texts, strict=True)]
+            parts.append(", ".join(words))
+        return f"{'; '.join(parts)}."
 
     @property
     def gold(self) -> str:
         """The right response."""
         if self.asked:
-            label = self.asked.slot.label
-            return render_response(f"{self.thought}: the {label} is missing.", response=f"Which {label}?")
+            return render_response(self.thought, response=f"Which {self.asked.slot.label}?")
         if not self.calls:
-            return render_response(f"{self.thought}: no tool fits.", response=phrases.NO_TOOL)
-        return render_response(f"{self.thought}.", [call.render() for call in self.calls])
+            return render_response(self.thought, response=phrases.NO_TOOL)
+        return render_response(self.thought, [call.render() for call in self.calls])
 
 
 class Source:
@@ -283,15 +300,15 @@ def masked(source: Source, values: Values) -> Task:
         parameters = (replace(p, name=f"p{n}") for n, p in zip(numbers, tool.parameters, strict=True))
         hidden[tool] = replace(tool, name=name, parameters=tuple(parameters))
     calls = tuple(replace(call, tool=hidden[call.tool]) for call in task.calls)
-    return replace(task, tools=tuple(hidden.values()), calls=calls)
+    return replace(task, tools=tuple(hidden.values()), calls=calls, wanted=calls)
 
 
 FAMILIES: dict[str, tuple[Callable[[Source, Values], Task], float]] = {  # draw, share of a split
-    "single": (single, 0.24),
+    "single": (single, 0.22),
     "multiple": (multiple, 0.16),
-    "parallel": (parallel, 0.18),
+    "parallel": (parallel, 0.16),
     "masked": (masked, 0.14),
     "dialogue": (dialogue, 0.10),
-    "none": (none, 0.09),
-    "missing": (missing, 0.09),
+    "none": (none, 0.11),
+    "missing": (missing, 0.11),
 }

@@ -62,12 +62,27 @@ def test_tools_of_any_terms_are_no_held_out_ones_and_a_request_repeats_their_ter
         assert f"{wanted.verb} the {wanted.noun}" in task.turns[0].replace(wanted.verb.capitalize(), wanted.verb)
 
 
-def test_a_thought_is_the_descriptions_of_the_wanted_tools() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thought_names_each_wanted_tool_as_its_description_does_and_all_values_as_the_user_does(family: str) -> None:
     source = Source(Random(0))
-    for family, end in {"multiple": ".", "none": ": no tool fits.", "missing": " is missing."}.items():
+    for _ in range(50):
         task = source.draw_of(family)
-        described = ", ".join(call.tool.listed.description.rstrip(".") for call in task.wanted)
-        assert task.gold.startswith(f"<think> {described}") and f"{end} </think>" in task.gold
+        thought = task.gold[len("<think> ") : task.gold.index(". </think>")]
+        described = {tool.listed.description.rstrip(".") for tool in task.tools}
+        if family == "none":
+            assert thought.endswith(" with none") and not described & {thought}
+            continue
+        purposes = {call.tool.purpose for call in task.wanted}
+        assert purposes <= described
+        assert [thought.count(each) for each in purposes] == [1] * len(purposes)
+        said = " ".join(task.turns)
+        for part in re.split("[,;] ", thought):
+            if part not in purposes:
+                name, text = part.split(" ", 1)
+                assert name in {p.name for call in task.wanted for p in call.tool.parameters}
+                assert text in said or text == "missing"
+        assert thought.count(" missing") == (family == "missing")
+        assert thought.count(";") == len(task.wanted) - 1
 
 
 @pytest.mark.parametrize(("kind", "text", "value"), [("date", "3 May", "05-03"), ("time", "4 pm", "16:00")])
