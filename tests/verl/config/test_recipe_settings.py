@@ -184,6 +184,7 @@ INTENDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 _WITHOUT_SCRIPT = {  # nothing published that could be compared
     "artist_math",
     "artist_tools",
+    "composed_grpo",
     "embedded",
     "grpo",
     "mini_grpo",
