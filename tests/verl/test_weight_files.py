@@ -28,15 +28,16 @@ from transformers import (
 )
 
 from tests.verl.batch.test_packing import VOCABULARY, tiny_model
-from tests.verl.checkpoint.test_checkpoint import critic_loss, in_ranks, policy_loss, rank_packs, values
+from tests.verl.checkpoint.test_checkpoint import TOKENIZER, critic_loss, in_ranks, policy_loss, rank_packs, values
 from tests.verl.workers.test_fused import FORMULAS
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.pretrained import read_causal_lm
 from verl.weight_files import WeightFiles
+from verl.workers.export import export_hf
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.fused import fuse
-from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, load_causal_lm
+from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters, load_causal_lm
 from verl.workers.optim import OptimizerSettings
 
 SHAPE = {
@@ -227,12 +228,14 @@ def compare(rank: int, world: int, folder: Path, per_node: int | None = None) ->
     packs = rank_packs(rank, world)
     shape = (world,) if per_node is None else (world // per_node, per_node)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for name, (_, _, loss, _, _) in CASES.items():
+    for name, (saved, _, loss, lora, _) in CASES.items():
         whole, shards = (engine_of(name, folder, mesh, by_shards) for by_shards in (False, True))
         assert_equal(state(whole), state(shards))
         for _ in range(3):
             assert values(whole.update(packs, loss)) == values(shards.update(packs, loss))
         assert_equal(state(whole), state(shards))
+        if lora is None and isinstance(shards.module, PackedPolicy):
+            check_export(shards, folder / saved, folder / f"exported {name}")
     if world == 4:
         check_error(folder, mesh)
     if mesh.shape == (4,):
@@ -243,6 +246,25 @@ def assert_equal(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     assert wanted.keys() == found.keys()
     for name, each in wanted.items():
         assert each.dtype == found[name].dtype and torch.equal(each, found[name]), name
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(name for file in folder.glob("*.safetensors") for name in load_file(file))
+
+
+def check_export(engine: FSDPEngine, source: Path, to: Path) -> None:
+    """Several files by several ranks, with the names that the model came with, are the model again."""
+    export_hf(engine, to, TOKENIZER, dtype=torch.float32, file_bytes=30_000)
+    named = hf_named_parameters(engine.module)
+    weights = {name: full.clone() for name, full in engine.export_weights(named)}
+    assert names_in(to) == names_in(source) and len([*to.glob("*.safetensors")]) > 4
+    model, report = AutoModelForCausalLM.from_pretrained(to, dtype="auto", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_equal(weights, dict(model.named_parameters(remove_duplicate=False)))
+    second = sorted(each.name for each in to.glob("*.safetensors"))[1]
+    (to / "taken" / second).mkdir(parents=True, exist_ok=True)
+    with pytest.raises(DataError, match=r"taken: cannot be written"):  # on all ranks
+        export_hf(engine, to / "taken", TOKENIZER, dtype=torch.float32, file_bytes=30_000)
 
 
 def check_growth(folder: Path, mesh: Any) -> None:
