@@ -128,13 +128,26 @@ def add_adapter(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
 
     names = target_modules(model, lora)
     own = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _on_cpu(model.get_submodule(name) for name in names):
         torch.manual_seed(seed)
         inject_adapter_in_model(own, model)
     for _, parameter in adapter_tensors(model):
         parameter.data = parameter.data.float()
     if lora.path is not None:
         _load(model, lora.path)
+
+
+@contextmanager
+def _on_cpu(layers: Iterable[Any]) -> Iterator[None]:
+    """Weights on the meta device are one repeated number on the CPU in the block: peft puts adapters beside them."""
+    empty = {layer: layer.weight for layer in layers if layer.weight.is_meta}
+    for layer, weight in empty.items():
+        layer.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in empty.items():
+            layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
 @torch.no_grad()

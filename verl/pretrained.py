@@ -35,7 +35,6 @@ from verl.text import in_short
 hub_logging.disable_propagation()  # it has a handler of its own: the program's would print every line again
 _SHOWN = 3  # names listed in an error
 _LACKS = "lacks weights"
-_NOT_FINITE = "has weights that are NaN or infinite"
 
 
 def check_hub(name: str, key: str) -> None:
@@ -67,7 +66,7 @@ def check_files(path: str, key: str) -> None:
 def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The configuration of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
     check_hub(path, key)
-    with _readable(path, key):
+    with readable(path, key):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
 
@@ -77,7 +76,7 @@ def read_tokenizer(path: str, key: str = "model.path") -> Any:
     check_hub(path, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # as in `_readable`
+    except Exception as error:  # as in `readable`
         raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({in_short(error)})") from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise ConfigError(f"{key}: the tokenizer in {path!r} has no vocabulary; add its tokenizer.json")
@@ -114,22 +113,25 @@ def _as_tuple(found: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def read_causal_lm(
-    path: str, dtype: torch.dtype, key: str = "model.path", attention: str | None = None
+    path: str, dtype: torch.dtype, key: str = "model.path", attention: str | None = None, empty: bool = False
 ) -> PreTrainedModel:
     """A decoder-only model with all of its weights, on the CPU.
 
-    key: of `path` in the configuration; attention: transformers' attn_implementation. Raises ConfigError if there is no
-    model, weights are missing, of other shapes or not finite, and for a pickle that would run code.
+    key: of `path` in the configuration; attention: transformers' attn_implementation
+    empty: on the meta device; names and shapes of weights are checked then, their values are not read
+    Raises ConfigError if there is no model, weights are missing, surplus, of other shapes or not finite, and for a
+    pickle that would run code.
     """
     quiet = logging.get_verbosity()
     logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
     try:
-        with _readable(path, key):
+        with readable(path, key):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=read_model_config(path, key),
                 dtype=dtype,
                 attn_implementation=attention,
+                device_map="meta" if empty else None,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
@@ -139,10 +141,11 @@ def read_causal_lm(
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in info["mismatched_keys"]]
-    odd = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    odd = [] if empty else [name for name, weight in model.named_parameters() if not is_finite(weight)]
     _refuse(path, key, _LACKS, sorted(info["missing_keys"]))
+    _refuse(path, key, "has weights that its config.json has no place for", sorted(info["unexpected_keys"]))
     _refuse(path, key, "has weights whose shapes differ from its config.json", sorted(shapes))
-    _refuse(path, key, _NOT_FINITE, odd)
+    refuse_odd(path, key, odd)
     return model
 
 
@@ -157,17 +160,22 @@ def check_weights(path: str, key: str = "model.path") -> None:
     files = sorted(Path(path).glob("*.safetensors"))
     there: set[str] = set()
     for file in files:
-        with _readable(path, key), safe_open(file, "pt") as shard:
+        with readable(path, key), safe_open(file, "pt") as shard:
             names = [*shard.keys()]
-            odd = [name for name in names if not _is_finite(shard.get_tensor(name))]
-        _refuse(path, key, _NOT_FINITE, odd)
+            odd = [name for name in names if not is_finite(shard.get_tensor(name))]
+        refuse_odd(path, key, odd)
         there |= {*names}
     config = read_model_config(path, key)
-    with _readable(path, key), torch.device("meta"):
+    with readable(path, key), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     needed = {name for name, _ in model.named_parameters()}  # only the first of tied weights
     if files and there <= {name for name, _ in model.named_parameters(remove_duplicate=False)}:
         _refuse(path, key, _LACKS, sorted(needed - there))
+
+
+def refuse_odd(path: str, key: str, names: Sequence[str]) -> None:
+    """Raises ConfigError if there are weights that are not finite."""
+    _refuse(path, key, "has weights that are NaN or infinite", names)
 
 
 def _refuse(path: str, key: str, problem: str, names: Sequence[str]) -> None:
@@ -177,12 +185,13 @@ def _refuse(path: str, key: str, problem: str, names: Sequence[str]) -> None:
         raise ConfigError(f"{key}: the model in {path!r} {problem}: {shown}. Copy or export it again")
 
 
-def _is_finite(weight: Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
     return not weight.is_floating_point() or bool(torch.isfinite(weight.sum(dtype=torch.float32)))
 
 
 @contextmanager
-def _readable(path: str, key: str) -> Iterator[None]:
+def readable(path: str, key: str) -> Iterator[None]:
+    """Converts whatever is raised by reading a model's files into a ConfigError."""
     check_files(path, key)
     try:
         yield

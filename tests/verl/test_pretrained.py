@@ -29,6 +29,7 @@ from verl.host import hub
 from verl.pretrained import check_hub, check_weights, read_causal_lm, read_model_config, read_tokenizer
 from verl.rollout.hf_engine import load_hf_engine
 from verl.trainer.main_ppo import main
+from verl.weight_files import WeightFiles
 from verl.workers.model import load_causal_lm
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -89,6 +90,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         weights(lambda w: w.update({NAME: torch.ones(3, 5)})),
         r"whose shapes differ .*: .*up_proj.weight \(3, 5\) instead of \(64, 64\)",
     ),
+    "a weight too many": (
+        weights(lambda w: w.update({"model.norm.bias": torch.ones(64)})),
+        "no place for: model.norm.bias",
+    ),
     "one NaN": (weights(lambda w: w[NAME][3, 4:5].fill_(float("nan"))), f"NaN or infinite: {NAME}"),
     "one infinity": (weights(lambda w: w[NAME][3, 4:5].fill_(float("-inf"))), f"NaN or infinite: {NAME}"),
     "a cut file": (cut, "can be loaded"),
@@ -102,6 +107,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
+def first_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    """What a rank of four holds of it."""
+    which = slice(len(tensor) // 4)
+    return torch.empty_like(tensor[which], device="cpu"), which
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_folder_is_one_config_error(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damage, expected = DAMAGES[name]
@@ -113,6 +124,9 @@ def test_a_damaged_folder_is_one_config_error(name: str, folder: Path, monkeypat
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     with pytest.raises(ConfigError, match=rf"^model\.path: .*{expected}"):
         load_hf_engine(str(folder), torch.float32, "cpu", 1)
+    with pytest.raises(ConfigError, match=rf"^critic\.path: .*model.*{expected}"):
+        model = load_causal_lm(str(folder), key="critic.path", empty=True)
+        WeightFiles(str(folder), model, "critic.path").read(model, first_rows)
     assert not evil.exists()
 
 

@@ -1,58 +1,118 @@
 """Export of a policy to a folder that transformers and vLLM load directly."""
 
 import copy
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_files
 
 from verl.errors import DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
 from verl.lora import Lora, adapter_tensors, base_tensors, save_adapter, with_updates
-from verl.workers.fsdp_engine import FSDPEngine
+from verl.weight_files import Conversion, stored_conversions
+from verl.workers.fsdp_engine import FSDPEngine, raise_any
 from verl.workers.model import PackedPolicy
 
+_FILE_BYTES = 2 << 30
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
 _TEMPLATE_FILES = ["chat_template.jinja", "chat_template.json"]
 
 
 def export_hf(
-    engine: FSDPEngine, folder: Path, model: str, tokenizer: str | None = None, dtype: torch.dtype = torch.bfloat16
+    engine: FSDPEngine,
+    folder: Path,
+    model: str,
+    tokenizer: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    file_bytes: int = _FILE_BYTES,
 ) -> None:
     """Write the policy's weights, an adapter merged into them, its configurations and its tokenizer into `folder`.
 
-    Collective; rank 0 writes, and holds the whole model in `dtype` in CPU memory meanwhile.
+    Collective. Ranks share the files of weights, and each holds one of them at a time in CPU memory, in `dtype`.
     model: the folder or hub name that the policy was loaded from; its generation configuration is copied
     tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
         one version of transformers cannot always be read by another
-    Raises DataError on rank 0 if there is no tokenizer or the folder cannot be written.
+    file_bytes: most of one file, unless a weight needs more
+    Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
     """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
-    weights = {}
-    for name, full, update in with_updates(policy.model, stored_weights(policy.model), engine.export_weights):
-        if engine.rank == 0:
-            full = full if update is None else full.float() + update
-            weights[name] = full.to("cpu", dtype if full.is_floating_point() else full.dtype)
-    if engine.rank != 0:
-        return
+    ignored = policy.model._keys_to_ignore_on_save or ()
+    weights = {name: each for name, each in stored_weights(policy.model) if name not in ignored}
+    files = _planned(policy.model, {name: each.shape for name, each in weights.items()}, dtype, file_bytes)
+    problem = None
+    if engine.rank == 0:
+        problem = _problem(folder, partial(_write_beside, policy.model, files, folder, model, tokenizer, dtype))
+    raise_any(problem)  # also waits: transformers first removes files of weights from the folder
+    for first in range(0, len(files), engine.num_ranks):
+        own: dict[str, Tensor] = {}
+        for writer, file in enumerate(files[first : first + engine.num_ranks]):
+            for conversion in file.conversions:
+                named = [(name, weights[name]) for name, _ in conversion.sources]
+                gathered = {}
+                for name, full, update in with_updates(policy.model, named, engine.export_weights):
+                    if writer == engine.rank:
+                        gathered[name] = _stored(full if update is None else full.float() + update, dtype)
+                if gathered:
+                    own |= conversion.apply(policy.model, gathered.__getitem__)
+        if own and problem is None:  # after a problem the others still gather
+            path = folder / files[first + engine.rank].name
+            problem = _problem(folder, partial(save_file, own, path, {"format": "pt"}))
+    raise_any(problem)
+
+
+class WeightFile(NamedTuple):
+    """A file to write: which tensors become which in it, and the bytes of each."""
+
+    name: str
+    conversions: list[Conversion]
+    sizes: dict[str, int]
+
+
+def _planned(
+    model: PreTrainedModel, shapes: Mapping[str, torch.Size], dtype: torch.dtype, file_bytes: int
+) -> list[WeightFile]:
+    """Files of at most that size, with weights under the names that vLLM expects."""
+    found: list[tuple[list[Conversion], dict[str, int]]] = []
+    for conversion in stored_conversions(model, shapes):
+        tensors = conversion.apply(model, lambda name: torch.empty(shapes[name], dtype=dtype, device="meta"))
+        sizes = {name: each.nbytes for name, each in tensors.items()}
+        if not found or sum(found[-1][1].values()) + sum(sizes.values()) > file_bytes:
+            found.append(([], {}))
+        found[-1][0].append(conversion)
+        found[-1][1].update(sizes)
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    parts = [f"-{number:05d}-of-{len(found):05d}" for number in range(1, len(found) + 1)] if len(found) > 1 else [""]
+    return [WeightFile(f"{stem}{part}.{suffix}", *each) for part, each in zip(parts, found, strict=True)]
+
+
+def _stored(full: Tensor, dtype: torch.dtype) -> Tensor:
+    return full.to("cpu", dtype if full.is_floating_point() else full.dtype)
+
+
+def _problem(folder: Path, write: Callable[[], None]) -> DataError | None:
+    """What prevents the writing into a folder, which is made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_model(policy.model, weights, folder, dtype)
-        _copy(model, ["generation_config.json"], folder)
-        _copy(tokenizer or model, [*_TOKENIZER_FILES, *_FURTHER_FILES, *_TEMPLATE_FILES], folder)
+        write()
+    except DataError as error:
+        return error
     except OSError as error:
-        raise unwritable(folder, error) from error
+        return unwritable(folder, error)
     except SafetensorError as error:
-        raise DataError(f"cannot be written ({error})", hint="Free some space", file=str(folder)) from error
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or model)
+        return DataError(f"cannot be written ({error})", hint="Free some space", file=str(folder))
+    return None
 
 
 def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> None:
@@ -76,13 +136,28 @@ def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _write_model(model: PreTrainedModel, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Saved through a model on the meta device, so that the file's dtype does not change the trained model's config."""
+def _write_beside(
+    model: PreTrainedModel,
+    files: Sequence[WeightFile],
+    folder: Path,
+    source: str,
+    tokenizer: str | None,
+    dtype: torch.dtype,
+) -> None:
+    """All but the weights. Through a model on the meta device: the trained one's config keeps its dtype."""
     with torch.device("meta"):
         shell = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    # Maps the module's names to those of the original file, which vLLM expects.
-    shell._weight_conversions = getattr(model, "_weight_conversions", None)
-    shell.save_pretrained(folder, state_dict=weights)
+    shell.save_pretrained(folder, state_dict={})
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(sum(each.sizes.values()) for each in files)},
+            "weight_map": {name: each.name for each in files for name in each.sizes},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    _copy(source, ["generation_config.json"], folder)
+    _copy(tokenizer or source, [*_TOKENIZER_FILES, *_FURTHER_FILES, *_TEMPLATE_FILES], folder)
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or source)
 
 
 def _copy(source: str, names: list[str], folder: Path) -> None:

@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError, VerlError
 from verl.tracking.metric import Max, Mean, Metric
+from verl.weight_files import WeightFiles
 from verl.workers.checkpoint_reader import TensorPlanner, TensorReader
 from verl.workers.optim import OptimizerSettings, build_optimizer
 
@@ -136,9 +137,12 @@ class FSDPEngine:
         compute_dtype: torch.dtype = torch.float32,
         offload: Offload = NO_OFFLOAD,
         shares_device: bool = True,
+        weights: WeightFiles | None = None,
     ) -> None:
         """Shard `module` in place over the mesh, each layer as a unit. Without `optimizer` the model is frozen.
 
+        weights: of what the module has on the meta device; each rank reads its own rows. Raises ConfigError on all
+            ranks, if any of them cannot read them.
         shares_device: whether a rollout engine on the same device needs the memory that is offloaded or freed
         """
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -155,6 +159,8 @@ class FSDPEngine:
         self._mesh = mesh
         self._device = torch.device(mesh.device_type)
         self._shares_device = shares_device
+        if weights is not None:
+            self._read(weights)
         self._settings = optimizer
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
@@ -163,6 +169,23 @@ class FSDPEngine:
         self._params = Offloadable(self._move_params, self._device, offload.params)
         self._states = Offloadable(self._move_states, self._device, offload.optimizer)
         self.offload_all()
+
+    def _read(self, weights: WeightFiles) -> None:
+        self.module._apply(lambda each: torch.empty_like(each, device=self._device) if each.is_meta else each)
+        problem = None
+        try:
+            weights.read(self.module, self._part)
+        except ConfigError as error:
+            problem = error
+        raise_any(problem)
+
+    def _part(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """This rank's rows of a parameter, and which of the full tensor's they are. FSDP splits as `torch.chunk`."""
+        if not isinstance(tensor, DTensor):
+            return tensor, ...
+        held, most = tensor.to_local(), math.ceil(len(tensor) / self.num_shards)
+        start = min(most * self._mesh.get_local_rank(self._mesh.ndim - 1), len(tensor))
+        return held, slice(start, start + len(held))
 
     @torch.no_grad()
     def score(self, packs: Packs, forward: Callable[[Any, PackedBatch], Tensor]) -> list[Tensor]:
@@ -266,6 +289,10 @@ class FSDPEngine:
         return dist.get_rank()
 
     @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size()
+
+    @property
     def param_bytes(self) -> int:
         """Size of this rank's shard."""
         return sum(_local(each).nbytes for each in self.module.parameters())
@@ -348,6 +375,15 @@ class FSDPEngine:
         first = {parameter: name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
         return {**state, **{name: state.get(first[parameter], parameter) for name, parameter in every}}
+
+
+def raise_any(problem: VerlError | None) -> None:
+    """Raise the first rank's problem on all ranks, so that none of them waits for another. Collective."""
+    problems: list[VerlError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for each in problems:
+        if each is not None:
+            raise each
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -25,10 +25,12 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor | None  # [A], if requested
 
 
-def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "model.path") -> PreTrainedModel:
-    """A decoder-only model from a folder or a hub name, set up for packs. Raises as `read_causal_lm` does."""
+def load_causal_lm(
+    path: str, dtype: torch.dtype = torch.float32, key: str = "model.path", empty: bool = False
+) -> PreTrainedModel:
+    """A decoder-only model from a folder or a hub name, set up for packs. As `read_causal_lm`."""
     attention.register()
-    return read_causal_lm(path, dtype, key, attention.PACKED)
+    return read_causal_lm(path, dtype, key, attention.PACKED, empty)
 
 
 def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:

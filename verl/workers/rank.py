@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from verl.lora import Lora, add_adapter
 from verl.single_controller.group import WorkerContext
 from verl.units import GIB
+from verl.weight_files import WeightFiles
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.export import export_adapter, export_hf
@@ -285,12 +286,13 @@ def _engine(
     """A sharded model; frozen weights are held in their compute dtype."""
     key = "model.path" if path == spec.model_path else "critic.path"
     frozen = optimizer is None or lora is not None
-    model = load_causal_lm(path, spec.compute_dtype if frozen else torch.float32, key)
+    model = load_causal_lm(path, spec.compute_dtype if frozen else torch.float32, key, empty=True)
+    weights = WeightFiles(path, model, key)
     if spec.device == "cuda" and fused.is_wanted(spec.fused_kernels):
         fused.fuse(model)
     if lora is not None:
         add_adapter(model, lora, spec.seed)  # after the kernels, which look for plain linear layers
-    module = wrapper(model).to(spec.device)
+    module = wrapper(model)
     if lora is not None and isinstance(module, PackedCritic):
         module.value_head.float()  # which is trained like the adapter
     if isinstance(module, PackedPolicy):
@@ -298,4 +300,4 @@ def _engine(
         if spec.device == "cuda":
             module.kept_bytes = max_kept_bytes(torch.cuda.mem_get_info()[1])
     layers = decoder_layers(module)
-    return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device)
+    return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device, weights)
