@@ -168,9 +168,20 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
-    """The frozen reference policy of the KL penalty, if the algorithm has one."""
+    """The frozen models: the reference policy of the KL penalty, if the algorithm has one, and the teacher."""
 
-    offload_params: bool = False  # GPU: to host memory except during scoring
+    offload_params: bool = False  # GPU: reference and teacher to host memory except during scoring
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """On-policy distillation: a frozen model scores the tokens that the policy sampled (docs/training.md)."""
+
+    path: str | None = None  # folder or hub name of the teacher, with the policy's tokenizer; default: none
+    weight: float = 1.0  # of log p_teacher - log p in the advantages, beside those of the reward
+
+    def __post_init__(self) -> None:
+        _positive(self, "teacher.", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -599,6 +610,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
