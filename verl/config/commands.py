@@ -141,6 +141,7 @@ SFT = Command(
         *keys_of("env", "tool_call_format tool_call_format_options"),
         "model",
         *keys_of("lora", "rank alpha targets path"),
+        "sft",
         *keys_of("actor", "max_tokens_per_pack grad_clip optim"),
         *all_but(
             *("trainer", TrainerConfig),

@@ -125,6 +125,18 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Of `toolrl sft` (docs/training.md)."""
+
+    loss: str = "nll"  # nll (of demonstrations) | dpo (rows with chosen and rejected responses)
+    beta: float = 0.1  # DPO: implicit rewards are beta * (log p - log p before the training)
+
+    def __post_init__(self) -> None:
+        _one_of(("nll", "dpo"), "sft.loss", self.loss)
+        _positive(self, "sft.", "beta")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = 1e-6  # learning rate of AdamW
     weight_decay: float = 0.01  # weight decay of AdamW
@@ -608,6 +620,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)

@@ -92,6 +92,8 @@ _RULES = (
         lambda c: c.lora.enabled and c.teacher.path is None,
         "with lora.rank the reference is the policy's frozen base",
     ),
+    Rule("sft.beta", lambda c: c.sft.loss == "nll", "sft.loss is nll"),
+    Rule("data.split_turns", lambda c: c.sft.loss == "dpo", "a row of sft.loss=dpo trains its two responses"),
     Rule("rollout.val_kwargs", _no_rows, _NO_VALIDATION),
     Rule(
         "rollout.val_kwargs.top_p rollout.val_kwargs.top_k",
