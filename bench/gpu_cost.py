@@ -40,7 +40,7 @@ from toolrl.check.plan.seconds import (
     sharding_traffic,
 )
 from verl.batch.packed import PackedBatch
-from verl.build.algorithm import build_algorithm
+from verl.build.algorithm import algorithm_of
 from verl.config.load import load_config
 from verl.rollout.gpu_share import MANY_SEQUENCES, MANY_TOKENS
 from verl.tracking.flops import Device
@@ -78,7 +78,7 @@ class FullLogits(PackedPolicy):
 
 def make_plan(model: PretrainedConfig, gpu: str, *overrides: str) -> Plan:
     config = load_config([*ALWAYS, *overrides])
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    algorithm = algorithm_of(config)
     shape = shape_of(PackedPolicy(meta_model(model, model.num_hidden_layers)), model)
     return Plan(config, algorithm, shape, None, Lengths(PROMPT, RESPONSE, "given"), find_hardware(config, gpu))
 

@@ -40,6 +40,7 @@ ALGORITHMS: Mapping[str, str] = {
     "matchtir": "verl.algorithms.estimators.matchtir:MATCHTIR",
     "aspo": "verl.algorithms.estimators.aspo:ASPO",
     "raft_pp": "verl.algorithms.estimators.raft_pp:RAFT_PP",
+    "opd": "verl.algorithms.estimators.opd:OPD",
 }
 
 # Name of an advantage estimator, veRL's if it has one -> the preset that has it.

@@ -49,6 +49,7 @@ class Algorithm:
     old_logprobs: OldLogprobs = OldLogprobs.TRAINER
     correction: Correction | None = None  # off-policy correction of the engine-trainer mismatch
     kl: KLTerm = KLTerm()
+    teacher_weight: float = 0.0  # of a teacher's advantages (distillation.py); 0: there is no teacher
     entropy_coefficient: float = 0.0
     needs_critic: bool = False
     needs_group: bool = True  # whether advantages need two or more responses to a prompt
@@ -62,16 +63,21 @@ class Algorithm:
     max_resample_rounds: int = 1  # rounds of prompts that a step may draw until enough groups pass the filters
     overlong: Overlong | None = None  # length penalty, applied after the filters
 
+    @property
+    def logprobs_in_advantages(self) -> bool:
+        """Whether advantages need log-probs of the policy: with KL in the reward, and with a teacher."""
+        return self.kl.placement is KLPlacement.REWARD or self.teacher_weight != 0.0
+
     def old_pass_share(self, minibatches: int, epochs: int) -> float:
         """Share of a step's samples whose old log-probs the trainer computes in a pass of its own.
 
         Those of the first mini-batch are the log-probs of its update, unless a later epoch needs them again, or token
-        selection or the advantages need them before. With KL in the reward, advantages by group are estimated in the
+        selection or the advantages need them before. If these need log-probs, those by group are estimated in the
         update, too. With ROLLOUT all are the engine's.
         """
         if self.old_logprobs is OldLogprobs.ROLLOUT:
             return 0.0
-        before_update = (self.kl.placement is KLPlacement.REWARD and not self.by_group) or self.selection is not None
+        before_update = (self.logprobs_in_advantages and not self.by_group) or self.selection is not None
         return 1.0 if before_update or epochs > 1 else 1.0 - 1.0 / minibatches
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.distillation import teacher_advantages
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
 from verl.algorithms.kl import apply_kl_penalty
 from verl.algorithms.losses.policy_loss import SelectionInputs
@@ -38,7 +39,8 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     """The batch with the advantages of the algorithm, and the critic's targets if there is a critic.
 
     The estimator sees the rewards of trained tokens only, so no mask can leak into it, minus the KL penalty if it is in
-    the reward. Without old log-probs, which may not be needed before the update, the penalty uses the engine's.
+    the reward. A teacher's advantages are added to the estimator's. Without old log-probs, which may not be needed
+    before the update, penalty and teacher's advantages use the engine's.
     """
     assert batch.rewards is not None
     rewards_A = torch.from_numpy(batch.rewards)
@@ -57,9 +59,20 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
         {} if batch.parts is None else _by_name(batch.parts[first]),
     )
     estimate = algorithm.advantage(inputs)
+    advantages = _flat(estimate.advantages)
+    if algorithm.teacher_weight:
+        advantages = advantages + algorithm.teacher_weight * distilled(batch)
     returns = None if batch.values is None or estimate.returns is None else _flat(estimate.returns)
     whitening = None if estimate.whitening is None else (estimate.whitening.mean, estimate.whitening.std)
-    return replace(batch, advantages=_flat(estimate.advantages), returns=returns, whitening=whitening)
+    return replace(batch, advantages=advantages, returns=returns, whitening=whitening)
+
+
+def distilled(batch: TokenBatch) -> Floats:
+    """[A] the teacher's advantages, by the log-probs of the policy that sampled."""
+    assert batch.teacher_logprobs is not None and batch.rollout_logprobs is not None
+    columns = (sampling_logprobs(batch), batch.teacher_logprobs, ~np.isnan(batch.rollout_logprobs))
+    advantages: Floats = teacher_advantages(*map(torch.from_numpy, columns)).numpy()
+    return advantages
 
 
 def _by_name(parts: npt.NDArray[np.void]) -> dict[str, Tensor]:

@@ -194,7 +194,7 @@ class Sharding:
         """Every rank's shard in turn, each copied when it is sent, without what only the advantages needed."""
         needed, bounds = self.batch, self.batch.bounds
         if needed.advantages is not None:
-            needed = replace(needed, rewards=None, baselines=None, parts=None)
+            needed = replace(needed, rewards=None, baselines=None, parts=None, teacher_logprobs=None)
         for rank in range(self.num_ranks):
             yield Shard(needed.rows(self._rows(rank), bounds), _renumbered(self._packs(rank)))
 

@@ -52,6 +52,7 @@ class TokenBatch:
     # From the models, before the update. Without old log-probs and advantages the update computes them (`Deferred`).
     old_logprobs: Floats | None = None  # [A] of the policy
     ref_logprobs: Floats | None = None  # [A] of the reference
+    teacher_logprobs: Floats | None = None  # [A] of the teacher
     values: Floats | None = None  # [A] of the critic
 
     # From the algorithm.
@@ -110,6 +111,7 @@ class TokenBatch:
             parts=None if self.parts is None else self.parts[rows],
             old_logprobs=_taken_if(self.old_logprobs, trained),
             ref_logprobs=_taken_if(self.ref_logprobs, trained),
+            teacher_logprobs=_taken_if(self.teacher_logprobs, trained),
             values=_taken_if(self.values, trained),
             advantages=_taken_if(self.advantages, trained),
             returns=_taken_if(self.returns, trained),

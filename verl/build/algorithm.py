@@ -60,6 +60,19 @@ def needs_reference(algorithm: Algorithm) -> bool:
     return algorithm.kl.placement is not KLPlacement.NONE
 
 
+def algorithm_of(config: Config) -> Algorithm:
+    """The algorithm of a run, with the weight of its teacher.
+
+    Raises ConfigError as `build_algorithm` does, and for an algorithm that has nothing to learn from.
+    """
+    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    if config.teacher.path is not None:
+        return replace(algorithm, teacher_weight=config.teacher.weight)
+    if algorithm.teacher_weight:
+        raise ConfigError(f"algorithm.name={config.algorithm.name} learns from a teacher; set teacher.path to a model")
+    return algorithm
+
+
 def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_staleness: int) -> Algorithm:
     """The preset with its overrides. Raises ConfigError for an override without effect on the preset.
 

@@ -109,6 +109,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         optimizer=optimizer_settings(actor, actor.optim, policy_updates),
         lora=lora_of(config.lora),
         with_reference=needs_reference(algorithm),
+        teacher_path=config.teacher.path if algorithm.teacher_weight else None,
         critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
         critic_optimizer=optimizer_settings(actor, critic.optim, critic_updates),
         cliprange_value=critic.cliprange_value,
@@ -116,7 +117,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         largest_pack=largest_pack(config, config.data.max_prompt_length),
         fused_kernels=fused_kernels(config.model, device),
         policy_offload=Offload.of(config.actor.offload),
-        reference_offload=Offload(config.ref.offload_params),
+        frozen_offload=Offload(config.ref.offload_params),
         critic_offload=Offload.of(critic.offload),
         shares_device=config.rollout.colocated,
         device=device,
@@ -156,4 +157,6 @@ def abs_paths(config: Config) -> Config:
 
     model = replace(config.model, path=full(config.model.path), tokenizer_path=full(config.model.tokenizer_path))
     lora = replace(config.lora, path=full(config.lora.path))
-    return replace(config, model=model, lora=lora, critic=replace(config.critic, path=full(config.critic.path)))
+    critic = replace(config.critic, path=full(config.critic.path))
+    teacher = replace(config.teacher, path=full(config.teacher.path))
+    return replace(config, model=model, lora=lora, critic=critic, teacher=teacher)

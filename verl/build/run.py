@@ -14,7 +14,7 @@ import torch
 
 from verl.algorithms.algorithm import Algorithm
 from verl.build.algorithm import (
-    build_algorithm,
+    algorithm_of,
     build_kl_control,
     check_algorithm,
     check_rewards,
@@ -24,6 +24,7 @@ from verl.build.engines import build_sampling, engine_dtype
 from verl.build.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.build.ranks import DTYPES, check_adapter, choose_device
 from verl.build.scorer import build_scorer
+from verl.build.teacher import check_teacher
 from verl.build.transport import connect
 from verl.build.workers import Workers, start_workers
 from verl.chat.template import ChatTemplate
@@ -122,9 +123,10 @@ class Inputs:
 def load_inputs(config: Config) -> Inputs:
     """Load algorithm, reward, tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid
     ones, ServiceDownError for unreachable services, before an engine has started and waits for them."""
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    algorithm = algorithm_of(config)
     check_algorithm(algorithm, config)
     check_adapter(config)
+    check_teacher(config)
     warn_of_other_prompts(config)
     chat = load_chat_template(config.model)
     episode_runner = build_episode_runner(config, chat)
@@ -364,13 +366,14 @@ def val_sampling(config: Config, training: Sampling) -> Sampling:
 
 
 def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, timer: PhaseTimer) -> Learner:
-    """Policy, reference and critic on the same ranks; the latter two only if the algorithm needs them."""
+    """Policy, reference, teacher and critic on the same ranks; the others only if the algorithm needs them."""
     packing = PackSettings(config.actor.max_tokens_per_pack)
     return Learner(
         config=config,
         algorithm=algorithm,
         policy=Policy(WorkerView(ranks, "policy"), packing),
         reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
+        teacher=Policy(WorkerView(ranks, "teacher"), packing) if algorithm.teacher_weight else None,
         critic=Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
         kl_control=build_kl_control(config.algorithm, algorithm),
         timer=timer,

@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 Contents = dict[str, Any]  # by setting, in its form: a text for each file, {name: text} for a model's folder
 
 _DATA = "data.train_files"
-_MODELS = ("model.path", "model.tokenizer_path", "critic.path", "lora.path")
+_TEACHER = "teacher.path"
+_MODELS = ("model.path", "model.tokenizer_path", "critic.path", _TEACHER, "lora.path")
 _PROMPT = "data.prompt_template"
 _COMMAND = "env.command"
 _CODE = re.compile(r"(?P<file>.+\.(py|pkl)):\w+")
@@ -47,13 +48,13 @@ def contents_of(settings: Mapping[str, Any], reads_weights: bool, tasks: Iterabl
     """{setting: contents} of those that name files, and {variable: "1"} of ToolRL's that are on, if there is a reward.
 
     reads_weights: the folder `model.path` is read again on a resume, as the reference of a KL penalty or as the frozen
-        base of an adapter
+        base of an adapter; that of a teacher always is
     tasks: of the training data, whose rows may name rewards and environments in code of the user's
     """
     found: Contents = dict(switches()) if "reward.name" in settings else {}
     for key, value in settings.items():
         if key in _MODELS:
-            content = value and _of_model(value, reads_weights and key == "model.path")
+            content = value and _of_model(value, key == _TEACHER or (reads_weights and key == "model.path"))
         elif key == _DATA:
             content = [*map(_of_data, value), *_of_code_in_rows(tasks)]
         elif key == _COMMAND:

@@ -124,7 +124,9 @@ def all_but(group: str, kind: type, *excluded: str) -> tuple[str, ...]:
     return tuple(f"{group}.{each.name}" for each in fields(kind) if each.name not in excluded)
 
 
-_TRAIN_GROUPS = ("data", "model", "lora", "actor", "ref", "critic", "rollout", "env", "sandbox", "algorithm", "reward")
+_TRAIN_GROUPS = (
+    *("data", "model", "lora", "actor", "ref", "teacher", "critic", "rollout", "env", "sandbox", "algorithm", "reward"),
+)
 TRAIN = Command(
     name="train",
     uses=(*_TRAIN_GROUPS, "trainer", *keys_of("eval", "benchmarks limit data_dir allow_train_overlap")),
@@ -139,6 +141,7 @@ SFT = Command(
         *keys_of("env", "tool_call_format tool_call_format_options"),
         "model",
         *keys_of("lora", "rank alpha targets path"),
+        "sft",
         *keys_of("actor", "max_tokens_per_pack grad_clip optim"),
         *all_but(
             *("trainer", TrainerConfig),

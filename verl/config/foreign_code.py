@@ -10,7 +10,7 @@ from verl.verl_compat.verl_keys import short
 _PROGRAMS = ("command", "python", "custom_reward_function.path")  # last parts of keys whose value is one
 _AGENT = "agent"  # file.py:function, or a known name
 _ENGINE = "rollout.engine_options."  # vLLM's own, among them classes to import
-_PLAIN = ("data.", "model.", "critic.path", "eval.compare")  # files and names of data and models
+_PLAIN = ("data.", "model.", "critic.path", "teacher.path", "eval.compare")  # files and names of data and models
 USER_CODE = "data.user_code"
 
 

@@ -36,7 +36,7 @@ from verl.verl_compat.verl_keys import GROUPS, short, spelled, vocabulary
 _log = logging.getLogger(__name__)
 RECIPES = Path(__file__).with_name("recipe")
 SHORTHANDS = ("data", "model", "agent", "recipe", "reward")  # keys without a group
-_MODELS = ("model.path", "critic.path", "eval.compare")
+_MODELS = ("model.path", "critic.path", "teacher.path", "eval.compare")
 _SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"  # where scripts/prepare_smollm2.py writes it
 _FILES = ("data.train_files", "data.val_files", "eval.benchmarks")  # data= is the first that a command has
 _RENAMED: Mapping[str, str] = {  # keys of earlier versions

@@ -125,6 +125,18 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Of `toolrl sft` (docs/training.md)."""
+
+    loss: str = "nll"  # nll (of demonstrations) | dpo (rows with chosen and rejected responses)
+    beta: float = 0.1  # DPO: implicit rewards are beta * (log p - log p before the training)
+
+    def __post_init__(self) -> None:
+        _one_of(("nll", "dpo"), "sft.loss", self.loss)
+        _positive(self, "sft.", "beta")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = 1e-6  # learning rate of AdamW
     weight_decay: float = 0.01  # weight decay of AdamW
@@ -168,9 +180,20 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
-    """The frozen reference policy of the KL penalty, if the algorithm has one."""
+    """The frozen models: the reference policy of the KL penalty, if the algorithm has one, and the teacher."""
 
-    offload_params: bool = False  # GPU: to host memory except during scoring
+    offload_params: bool = False  # GPU: reference and teacher to host memory except during scoring
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """On-policy distillation: a frozen model scores the tokens that the policy sampled (docs/training.md)."""
+
+    path: str | None = None  # folder or hub name of the teacher, with the policy's tokenizer; default: none
+    weight: float = 1.0  # of log p_teacher - log p in the advantages, beside those of the reward
+
+    def __post_init__(self) -> None:
+        _positive(self, "teacher.", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,8 +620,10 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)

@@ -72,16 +72,28 @@ _RULES = (
     Rule("rollout.top_p rollout.top_k", lambda c: c.rollout.temperature == 0, "rollout.temperature=0 is greedy"),
     Rule("actor.offload critic.offload ref.offload_params", _on_cpu, _NO_GPU),
     Rule(
-        "ref.offload_params algorithm.kl_coefficient algorithm.kl_estimator",
+        "algorithm.kl_coefficient algorithm.kl_estimator",
         lambda c: c.algorithm.kl_placement == "none",
         "algorithm.kl_placement is none",
     ),
+    Rule(
+        "ref.offload_params",
+        lambda c: c.algorithm.kl_placement == "none" and c.teacher.path is None,
+        "algorithm.kl_placement is none",
+    ),
+    Rule("teacher.weight", lambda c: c.teacher.path is None, "teacher.path is not set"),
     Rule(
         "lora.alpha lora.targets lora.sync",
         lambda c: not c.lora.enabled,
         "all weights are trained without lora.rank",
     ),
-    Rule("ref.offload_params", lambda c: c.lora.enabled, "with lora.rank the reference is the policy's frozen base"),
+    Rule(
+        "ref.offload_params",
+        lambda c: c.lora.enabled and c.teacher.path is None,
+        "with lora.rank the reference is the policy's frozen base",
+    ),
+    Rule("sft.beta", lambda c: c.sft.loss == "nll", "sft.loss is nll"),
+    Rule("data.split_turns", lambda c: c.sft.loss == "dpo", "a row of sft.loss=dpo trains its two responses"),
     Rule("rollout.val_kwargs", _no_rows, _NO_VALIDATION),
     Rule(
         "rollout.val_kwargs.top_p rollout.val_kwargs.top_k",

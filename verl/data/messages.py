@@ -34,7 +34,7 @@ _UNUSED_COLUMNS: Mapping[str, tuple[Any, str]] = {
 def read_messages(value: Any, field: str) -> tuple[Message, ...]:
     """The messages of a column: a list or its JSON text. Raises DataError with index and field, e.g.
     `messages[3].tool_calls[0].function.arguments`."""
-    messages = _list(value, field, "a list of {role, content} messages")
+    messages = read_list(value, field, "a list of {role, content} messages")
     if not messages:
         raise DataError("is empty", "a list of {role, content} messages", field=field)
     return tuple(_message(each, f"{field}[{number}]") for number, each in enumerate(messages))
@@ -47,7 +47,8 @@ def read_tools(value: Any, field: str = "tools") -> tuple[ToolSpec, ...]:
     """
     if value is None:
         return ()
-    tools = tuple(_tool(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_TOOL}]")))
+    given = read_list(value, field, f"[{_TOOL}]")
+    tools = tuple(_tool(each, f"{field}[{number}]") for number, each in enumerate(given))
     names = set[str]()
     for number, tool in enumerate(tools):
         if tool.name in names:
@@ -125,7 +126,7 @@ def _part(value: Any, field: str) -> str:
 def _calls(value: Any, field: str) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
-    return tuple(_call(each, f"{field}[{number}]") for number, each in enumerate(_list(value, field, f"[{_CALL}]")))
+    return tuple(_call(each, f"{field}[{number}]") for number, each in enumerate(read_list(value, field, f"[{_CALL}]")))
 
 
 def _call(value: Any, field: str) -> ToolCall:
@@ -200,7 +201,7 @@ def read_object(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return _object(_from_json(value, name, "an object") if isinstance(value, str) else value, name, "an object")
 
 
-def _list(value: Any, field: str, expected: str) -> Sequence[Any]:
+def read_list(value: Any, field: str, expected: str) -> Sequence[Any]:
     if isinstance(value, str):
         value = _from_json(value, field, expected)
     if not isinstance(value, list | tuple):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -30,6 +31,8 @@ from verl.errors import ConfigError
 from verl.formats.plain import PLAIN
 from verl.lora import check_targets, lora_of
 from verl.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
+from verl.sft.objectives import DPO, Likelihood, Pair
+from verl.sft.pairs import pair_samples, read_preferences
 from verl.sft.run import COMMAND, SFTRun, SFTSettings
 from verl.single_controller.group import WorkerView
 from verl.single_controller.ray import Bundle, Cluster
@@ -44,7 +47,7 @@ from verl.workers.rank import RankSpec, build_rank
 
 
 @contextmanager
-def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SFTRun]:
+def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SFTRun[Any]]:
     """Start all components of an SFT run; they are shut down at the end of the block."""
     console = display.console
     display.phase("data")
@@ -56,16 +59,19 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
     runner = None if tool_call_format in (None, "native") else build_episode_runner(config, chat)
     observations = None if runner is None else runner.observations
     check_turns(observations or ObservationTokenizer(chat, PLAIN, 0))
-    train, demonstrations = _load(config, config.data.train_files, chat, observations, console)
-    val, _ = _load(config, config.data.val_files, chat, observations, console)
+    of_pairs = config.sft.loss == "dpo"
+    load = _load_pairs if of_pairs else _load
+    train, demonstrations = load(config, config.data.train_files, chat, observations, console)
+    val, _ = load(config, config.data.val_files, chat, observations, console)
     train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     resumable = resume_config(config, SFT)
-    contents = contents_of(resumable, reads_weights=config.lora.enabled)
+    contents = contents_of(resumable, reads_weights=of_pairs or config.lora.enabled)
     saved = find_saved(store, COMMAND, resumable, contents, trainer.allow_changed)
     batch_size = config.data.train_batch_size
     if batch_size > len(train):
-        raise ConfigError(f"data.train_batch_size={batch_size} exceeds the {len(train)} responses of the training data")
+        examples = f"{len(train)} {'pairs' if of_pairs else 'responses'}"
+        raise ConfigError(f"data.train_batch_size={batch_size} exceeds the {examples} of the training data")
     total_steps = trainer.total_training_steps or trainer.total_epochs * (len(train) // batch_size)
     assert config.model.path is not None
     check_packs(config.model.path, _longest(config))
@@ -114,6 +120,7 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
                 settings=settings,
                 train=train,
                 val=val,
+                objective=DPO(config.sft.beta) if of_pairs else Likelihood(),
                 policy=policy,
                 workers=workers,
                 store=store,
@@ -145,6 +152,22 @@ def _load(
         demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)
     return samples, demonstrations
+
+
+def _load_pairs(
+    config: Config, files: list[str], chat: ChatTemplate, observations: ObservationTokenizer | None, console: Console
+) -> tuple[list[Pair], list[Demonstration]]:
+    """(pairs of all files, with consecutive group numbers; the chosen responses of all that were read)."""
+    pairs: list[Pair] = []
+    chosen: list[Demonstration] = []
+    max_length, max_bad_share = _longest(config), config.data.max_bad_share
+    for source in files:
+        report = RowReport(source)
+        found = read_preferences(source, max_bad_share, report, config.data)
+        pairs += pair_samples(found, chat, max_length, max_bad_share, report, len(chosen), observations)
+        chosen += [each.chosen for each in found]
+        console.print(str(report), markup=False, soft_wrap=True)
+    return pairs, chosen
 
 
 def _longest(config: Config) -> int:

@@ -8,10 +8,11 @@ Samples of one conversation share a group, so that packing stores their common p
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from verl.errors import DataError, file_and_row
 from verl.formats.history import with_calls_written
 from verl.types import Message, Task, ToolSpec
 
+Converted = TypeVar("Converted")
 # Tool output quoted inside a response: never trained as if the policy had written it.
 _QUOTED_OUTPUT = re.compile(
     r"<(obs|observation|information|interpreter|result|tool_response)>.*?</\1>|```output\n.*?```", re.DOTALL
@@ -62,20 +64,29 @@ def read_demonstrations(
     Layouts: OpenAI's {messages: [...]} and those of verl/data/layouts.py, ToolRL's SFT file {instruction, input,
     output}, or ToolRL's parquet {prompt: [...], reward_model: {ground_truth}}; each may have OpenAI's `tools`.
     """
-    found, report = [], report or RowReport(source)
+    convert = partial(to_demonstration, split_turns=data.split_turns)
+    found = usable_rows(source, convert, max_bad_share, report or RowReport(source), data)
+    return [replace(demonstration, id=id) for id, demonstration in found]
+
+
+def usable_rows(
+    source: str, convert: Callable[[Any], Converted], max_bad_share: float, report: RowReport, data: DataConfig
+) -> list[tuple[str, Converted]]:
+    """(file#row, converted row) of the usable rows. Raises DataError if more than `max_bad_share` are unusable."""
+    found: list[tuple[str, Converted]] = []
     for number, rows in enumerate(source_rows(source, data)):
         report.num_rows += 1
         if not rows:
             report.drop("left out by data.map", number)
             continue
         try:
-            made = [to_demonstration(row, data.split_turns) for row in rows]
+            made = [convert(row) for row in rows]
         except DataError as error:
             report.add_bad(error.at(file=source, row=number), max_bad_share)
             continue
         report.num_split += len(made) - 1
         report.notes.update(notes_of(rows))
-        found += [replace(each, id=f"{Path(source).name}#{number}") for each in made]
+        found += [(f"{Path(source).name}#{number}", each) for each in made]
     report.check(max_bad_share)
     return found
 
@@ -140,9 +151,8 @@ def sft_samples(
     for number, demonstration in enumerate(demonstrations):
         file, row = file_and_row(demonstration.id)
         try:
-            turns = [
-                _turn(demonstration, place, first_group + number, chat, observations) for place in demonstration.trained
-            ]
+            group, places = first_group + number, demonstration.trained
+            turns = [turn_sample(demonstration, place, group, chat, observations) for place in places]
         except DataError as error:
             report.add_bad(error.at(file=file, row=row), max_bad_share)
             continue
@@ -157,7 +167,7 @@ def sft_samples(
     return samples
 
 
-def _turn(
+def turn_sample(
     demonstration: Demonstration, place: int, group: int, chat: ChatTemplate, observations: ObservationTokenizer | None
 ) -> Sample:
     before, message = demonstration.messages[:place], demonstration.messages[place]

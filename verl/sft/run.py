@@ -7,32 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
-import torch
 from rich.console import Console
 
-from verl.batch.samples import Sample, batch_of
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.checkpoint.crash import describe_resume
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import Saved
 from verl.data.overlap import TrainTasks
 from verl.host.signals import Ended, StopRequest, exit_code
+from verl.sft.objectives import Example, Likelihood, Objective
 from verl.single_controller.group import WorkerGroup
-from verl.tracking.metric import combined
 from verl.tracking.timers import PhaseTimer
 from verl.tracking.tracker import Trackers
 from verl.trainer.checkpointing import save_checkpoint
 from verl.trainer.cli import announce_checkpoint
+from verl.trainer.metrics import Metrics
 from verl.trainer.not_finite import is_left_out
 from verl.trainer.policy import Policy
 from verl.workers.rank import TrainingRank
 
 COMMAND = "main_sft"
 _log = logging.getLogger(__name__)
-_LOSS = "val/demonstrations/loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +45,12 @@ class SFTSettings:
 
 
 @dataclass(kw_only=True)
-class SFTRun:
-    """The SFT loop: samples in seeded order, one optimizer step per batch."""
+class SFTRun(Generic[Example]):
+    """The SFT loop: examples in seeded order, one optimizer step per batch."""
 
     settings: SFTSettings
-    train: Sequence[Sample]
-    val: Sequence[Sample]
+    train: Sequence[Example]
+    val: Sequence[Example]
     policy: Policy
     workers: WorkerGroup  # TrainingRanks
     store: CheckpointStore
@@ -60,6 +58,7 @@ class SFTRun:
     timer: PhaseTimer
     resume_config: Mapping[str, Any]  # settings that must not change on resume
     contents: Mapping[str, Any]  # contents of what they name (verl/checkpoint/contents.py)
+    objective: Objective[Any] = field(default_factory=Likelihood)
     saved: Saved | None = None  # checkpoint to resume from
     step: int = 0
     train_tasks: TrainTasks = field(default_factory=TrainTasks)  # written into every exported model
@@ -69,18 +68,19 @@ class SFTRun:
     def run(self) -> Path:
         """Train all remaining steps. Returns the last checkpoint's folder."""
         settings = self.settings
+        self.train, self.val = (self.objective.prepared(self.policy, each) for each in (self.train, self.val))
         last = self._resume()
         if self.step == 0 and self.val:
-            self.trackers.log(0, {_LOSS: self._validation_loss()})
+            self.trackers.log(0, self._validated())
         for batch in self._batches():
             self.timer.start()
             with self.timer.phase("update"):
-                learned = self.policy.sft_step(batch_of(batch))
+                learned = self.objective.step(self.policy, batch)
             self.step += 1
             timings = self.timer.metrics()
-            tokens = sum(len(sample.token_ids) for sample in batch)
+            tokens = self.objective.num_tokens(batch)
             metrics = {
-                **combined([learned]),
+                **learned,
                 **timings,
                 "perf/update_tokens_per_s": tokens / timings["time/update_s"],
             }
@@ -88,10 +88,10 @@ class SFTRun:
                 _log.warning("step %d: the update is not finite and was left out; lower actor.optim.lr", self.step)
             done = self.step == settings.total_steps
             if self.val and (done or (settings.test_freq and self.step % settings.test_freq == 0)):
-                metrics[_LOSS] = self._validation_loss()
+                metrics |= self._validated()
             self.trackers.log(self.step, metrics)
             if done or self.stop.number is not None or (settings.save_freq and self.step % settings.save_freq == 0):
-                last = self._save(metrics.get(_LOSS))
+                last = self._save(metrics.get(f"val/{self.objective.name}/loss"))
             if self.stop.number is not None and not done:
                 note = f"saved {last}. The same command resumes from there"
                 start_shutdown_timer(exit_code(self.stop.number), note)
@@ -107,7 +107,7 @@ class SFTRun:
         """Step of a failure, and how to resume."""
         return f"It failed after step {self.step} of {self.settings.total_steps}. {describe_resume(self.store)}"
 
-    def _batches(self) -> Iterator[list[Sample]]:
+    def _batches(self) -> Iterator[list[Example]]:
         """The remaining batches; each epoch is shuffled by seed and epoch, so the order need not be saved."""
         size, count = self.settings.batch_size, len(self.train)
         orders: dict[int, list[int]] = {}
@@ -120,11 +120,10 @@ class SFTRun:
                 batch.append(self.train[orders[epoch][place]])
             yield batch
 
-    def _validation_loss(self) -> float:
-        """Mean of -log p over all trained tokens of the validation samples, in nats."""
+    def _validated(self) -> Metrics:
         with self.timer.phase("validation"):
-            scored_A = self.policy.score(self.policy.shard_for_scoring(batch_of(self.val)))
-        return -float(torch.from_numpy(scored_A).mean())
+            measured = self.objective.measured(self.policy, self.val)
+        return {f"val/{self.objective.name}/{name}": value for name, value in measured.items()}
 
     def _save(self, loss: float | None) -> Path:
         state = {

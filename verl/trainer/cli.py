@@ -252,11 +252,15 @@ def check_reward(config: RewardConfig) -> None:
             resolve("reward", name, REWARDS)
 
 
-def check_model(config: ModelConfig, critic_path: str | None = None, key: str = "model.path") -> None:
-    """Raises ConfigError for an unset model or a missing folder. key: of the model setting"""
+def check_model(config: ModelConfig, key: str = "model.path", **others: str | None) -> None:
+    """Raises ConfigError for an unset model or a missing folder.
+
+    key: of the model setting; others: paths of further models by group, such as critic="folder"
+    """
     if config.path is None:
         raise ConfigError("model.path is not set; give a folder or a hub name")
-    paths = {key: config.path, "model.tokenizer_path": config.tokenizer_path, "critic.path": critic_path}
+    paths = {key: config.path, "model.tokenizer_path": config.tokenizer_path}
+    paths |= {f"{group}.path": path for group, path in others.items()}
     for key, path in paths.items():
         if path is not None and path.startswith((".", "/", "~")) and not Path(path).is_dir():
             raise ConfigError(f"{key}: there is no folder {path!r}")

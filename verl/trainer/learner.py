@@ -16,7 +16,7 @@ from verl.batch.token_batch import Floats, Ints, TokenBatch
 from verl.config.schema import Config
 from verl.tracking.metric import Mean, Metric, combined
 from verl.tracking.timers import PhaseTimer
-from verl.trainer.metrics import Metrics, explained_variance, reference_kl
+from verl.trainer.metrics import Metrics, explained_variance, reference_kl, teacher_kl
 from verl.trainer.not_finite import check_advantages, describe_cause, is_left_out
 from verl.trainer.policy import Critic, Policy, PolicyUpdate
 from verl.trainer.update_plan import Deferred, UpdatePlan, plan_updates
@@ -39,12 +39,13 @@ class Learned:
 
 @dataclass(kw_only=True)
 class Learner:
-    """Policy, reference and critic, and their training on a batch."""
+    """Policy, reference, teacher and critic, and their training on a batch."""
 
     config: Config
     algorithm: Algorithm
     policy: Policy
     reference: Policy | None = None
+    teacher: Policy | None = None
     critic: Critic | None = None
     kl_control: AdaptiveKL | None = None
     observer: UpdateObserver | None = None
@@ -53,6 +54,8 @@ class Learner:
     def __post_init__(self) -> None:
         needs_reference = self.algorithm.kl.placement is not KLPlacement.NONE
         assert needs_reference == (self.reference is not None), "a reference exists if and only if KL is used"
+        distills = self.algorithm.teacher_weight != 0.0
+        assert distills == (self.teacher is not None), "a teacher exists if and only if it is learned from"
         assert self.algorithm.needs_critic == (self.critic is not None), "a critic exists if and only if it is needed"
 
     def learn(self, batch: TokenBatch, step: int, rows: Sequence[str] = ()) -> Learned:
@@ -85,20 +88,21 @@ class Learner:
         return Learned(metrics, computed, batch)
 
     def _with_scores(self, batch: TokenBatch, plan: UpdatePlan) -> TokenBatch:
-        """With what the advantages need of the models, on the same packs: old and reference log-probs, values.
+        """With what the advantages need of the models, on the same packs: log-probs of the policy, the reference
+        and the teacher, values.
 
         If advantages are deferred, the old log-probs of the first mini-batch are the engine's for now.
         """
-        needs_old = plan.scores_policy and self.algorithm.kl.placement is KLPlacement.REWARD
+        needs_old = plan.scores_policy and self.algorithm.logprobs_in_advantages
         scores_all = needs_old and plan.deferred is Deferred.NOTHING
-        models = (self.policy if scores_all else None, self.reference, self.critic)
+        models = (self.policy if scores_all else None, self.reference, self.teacher, self.critic)
         if not any(models):
             return batch
         sharding = self.policy.shard_for_scoring(batch)
-        old, ref, values = (None if model is None else model.score(sharding) for model in models)
+        old, ref, teacher, values = (None if model is None else model.score(sharding) for model in models)
         if needs_old and not scores_all:
             old = self._old_logprobs(batch, np.arange(len(batch)), plan)
-        return replace(batch, old_logprobs=old, ref_logprobs=ref, values=values)
+        return replace(batch, old_logprobs=old, ref_logprobs=ref, teacher_logprobs=teacher, values=values)
 
     def _old_logprobs(self, batch: TokenBatch, rows: Ints, plan: UpdatePlan) -> Floats | None:
         """[A] the policy's log-probs before the updates, in the rows that are not deferred; the engine's elsewhere."""
@@ -154,6 +158,8 @@ class Learner:
         metrics: Metrics = {}
         if self.critic:
             metrics["critic/explained_variance"] = explained_variance(batch)
+        if self.teacher:
+            metrics["kl/teacher"] = teacher_kl(batch)
         if self.algorithm.kl.placement is KLPlacement.REWARD:
             divergence = reference_kl(batch, self.algorithm.kl.estimator)
             metrics["kl/reference"] = divergence

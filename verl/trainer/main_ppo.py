@@ -46,7 +46,7 @@ def _row_choices(config: Config) -> Iterable[str]:
 
 def run(args: CliArgs, console: Console) -> None:
     config = args.config
-    check_model(config.model, config.critic.path)
+    check_model(config.model, critic=config.critic.path, teacher=config.teacher.path)
     check_files("data.train_files", config.data.train_files, needed=True)
     check_files("data.val_files", config.data.val_files)
     check_reward(config.reward)

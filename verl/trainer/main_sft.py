@@ -6,6 +6,7 @@
     --cfg job      print the resulting configuration and exit
 
 Rows are OpenAI messages, ToolRL's SFT file or its parquet (docs/data.md). Loss on the assistant's own tokens only.
+With sft.loss=dpo they are preference pairs: messages, chosen, rejected.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def train(config: Config, display: Display) -> None:
 
         batch = config.data.train_batch_size
         pack = config.actor.max_tokens_per_pack
-        step = f"a step: {batch} responses, one optimizer step; packs of at most {pack} tokens"
+        examples = "pairs" if config.sft.loss == "dpo" else "responses"
+        step = f"a step: {batch} {examples}, one optimizer step; packs of at most {pack} tokens"
         console.print(step, markup=False)
         with start_sft_run(config, folder, display) as run:
             write_records(folder, config, SFT, run.saved)

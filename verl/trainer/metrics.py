@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from verl.algorithms.filters import num_written
 from verl.algorithms.kl import KL_ESTIMATORS
-from verl.batch.experience import sampling_logprobs
+from verl.batch.experience import distilled, sampling_logprobs
 from verl.batch.packing import make_units
 from verl.batch.token_batch import Ints, TokenBatch
 from verl.tracking.flops import TRAINING, DecoderShape, forward_flops, mfu
@@ -113,6 +114,13 @@ def reference_kl(batch: TokenBatch, estimator: str = "k1") -> float:
     assert batch.ref_logprobs is not None
     policy_A, ref_A = torch.from_numpy(sampling_logprobs(batch)), torch.from_numpy(batch.ref_logprobs)
     return float(KL_ESTIMATORS[estimator](policy_A, ref_A).mean())
+
+
+def teacher_kl(batch: TokenBatch) -> float:
+    """Token mean of log p - log p_teacher over the tokens that the policy sampled: estimates KL(p, p_teacher)."""
+    assert batch.rollout_logprobs is not None
+    num_sampled = int(np.count_nonzero(~np.isnan(batch.rollout_logprobs)))
+    return -float(distilled(batch).sum(dtype=np.float64)) / max(1, num_sampled)
 
 
 def explained_variance(batch: TokenBatch) -> float:

@@ -25,6 +25,10 @@ def check_advantages(batch: TokenBatch, rows: Sequence[str]) -> None:
     rows: id of the row of each group; empty: they are numbered
     """
     assert batch.advantages is not None
+    if batch.teacher_logprobs is not None and (bad := _groups(batch, batch.teacher_logprobs)):
+        raise NotFiniteError(
+            f"the teacher's log-probs of {_listed(bad, rows)} are not finite. Nothing was updated in this step"
+        )
     if bad := _groups(batch, batch.advantages):
         raise NotFiniteError(
             f"the advantages of {_listed(bad, rows)} are not finite, though the rewards are: the estimator has divided "
@@ -44,6 +48,7 @@ def describe_cause(batch: TokenBatch, policy: Policy, rows: Sequence[str]) -> st
         ratios_A = np.exp(np.where(np.isnan(sampled_A), 0.0, logprobs_A - sampled_A))  # NaN: not sampled
     tried = {
         "reference log-probs": batch.ref_logprobs,
+        "log-probs of the teacher": batch.teacher_logprobs,
         "values": batch.values,
         "log-probs": logprobs_A,
         "importance ratios": ratios_A,

@@ -94,9 +94,14 @@ class Policy(ShardedModel):
         """Whether an update on the mini-batch can estimate advantages by group: each is in one pack."""
         return self.shard(minibatch).keeps_groups()
 
-    def sft_step(self, batch: TokenBatch) -> dict[str, Metric]:
-        """One optimizer step of supervised fine-tuning: the mean of -log p over all trained tokens."""
-        shards = self.shard(with_loss_weights(batch, Aggregation.TOKEN_MEAN)).shards()
+    def sft_step(self, batch: TokenBatch, weights: Floats | None = None) -> dict[str, Metric]:
+        """One optimizer step of supervised fine-tuning: the mean of -log p over all trained tokens.
+
+        weights: [B] those of each sample's tokens in a sum of -log p, in place of the mean
+        """
+        mean = weights is None
+        weighted = with_loss_weights(batch, Aggregation.TOKEN_MEAN) if mean else replace(batch, loss_weights=weights)
+        shards = self.shard(weighted).shards()
         result: UpdateResult = self.workers.scatter(PolicyWorker.sft_step, shards)[0]
         return result.of("actor")
 

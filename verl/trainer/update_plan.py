@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.names import KLPlacement, OldLogprobs
+from verl.algorithms.names import OldLogprobs
 from verl.batch.token_batch import Ints, TokenBatch
 from verl.config.schema import Config
 from verl.trainer.policy import Policy
@@ -21,7 +21,7 @@ class Deferred(Enum):
 
     NOTHING = auto()
     OLD_LOGPROBS = auto()
-    ADVANTAGES = auto()  # old log-probs, and the advantages that need them: the KL penalty is in the reward
+    ADVANTAGES = auto()  # old log-probs, and advantages, which need them with KL in the reward or a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ def plan_updates(
     number, epochs = config.minibatches_per_step, config.actor.ppo_epochs
     rows = list(batch.minibatch_rows(number))
     trains_policy = step >= config.trainer.critic_only_updates
-    in_reward = algorithm.kl.placement is KLPlacement.REWARD
-    scores_policy = algorithm.old_logprobs is OldLogprobs.TRAINER and (trains_policy or in_reward)
+    in_advantages = algorithm.logprobs_in_advantages
+    scores_policy = algorithm.old_logprobs is OldLogprobs.TRAINER and (trains_policy or in_advantages)
     deferred = Deferred.NOTHING
     if trains_policy and scores_policy and algorithm.old_pass_share(number, epochs) < 1.0:
-        deferred = Deferred.ADVANTAGES if in_reward else Deferred.OLD_LOGPROBS
+        deferred = Deferred.ADVANTAGES if in_advantages else Deferred.OLD_LOGPROBS
     if deferred is Deferred.ADVANTAGES and (estimates_now or not policy.can_estimate(batch.rows(rows[0]))):
         deferred = Deferred.NOTHING
     return UpdatePlan(

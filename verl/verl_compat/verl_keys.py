@@ -261,7 +261,7 @@ ABSENT_FEATURES: Mapping[str, Only] = {
     "algorithm.rollout_correction.loss_type": Only("ppo_clip", "corrections weight the clipped loss"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": Only(False, "weights are not normalized"),
     "algorithm.use_pf_ppo": Only(False, "no PF-PPO"),
-    "distillation.enabled": Only(False, "no distillation"),
+    "distillation.enabled": Only(False, "set `teacher.path` for on-policy distillation"),
     "trainer.esi_redundant_time": Only(0, "no elastic instances"),
     "trainer.resume_from_path": Only(None, "a run resumes in its own folder; `model.path` starts from a model"),
     "trainer.checkpoint_callback_class": Only(None, "no callbacks of checkpoints"),

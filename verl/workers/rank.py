@@ -1,4 +1,4 @@
-"""One training rank: a process that holds its shards of policy, reference and critic."""
+"""One training rank: a process that holds its shards of policy, reference, teacher and critic."""
 
 import random
 import resource
@@ -54,6 +54,7 @@ class RankSpec:
     lora: Lora | None = None  # the policy's adapter, which is trained in place of its weights; a critic's is alike
     with_reference: bool = False
     tokenizer_path: str | None = None  # for exported models; default: model_path
+    teacher_path: str | None = None  # None: no teacher
     critic_path: str | None = None  # None: no critic
     critic_optimizer: OptimizerSettings | None = None
     cliprange_value: float = 0.5
@@ -61,7 +62,7 @@ class RankSpec:
     largest_pack: PackShape | None = None  # for auto
     fused_kernels: str = "auto"  # auto (on a GPU, those of liger-kernel where it is installed) | liger | none
     policy_offload: Offload = NO_OFFLOAD
-    reference_offload: Offload = NO_OFFLOAD
+    frozen_offload: Offload = NO_OFFLOAD  # of reference and teacher
     critic_offload: Offload = NO_OFFLOAD
     shares_device: bool = False  # whether rollout engines are colocated
     device: str = "cpu"
@@ -91,6 +92,7 @@ class TrainingRank:
     policy: PolicyWorker
     reference: PolicyWorker | None
     critic: CriticWorker | None
+    teacher: PolicyWorker | None = None
 
     def save(self, folder: Path) -> None:
         """Everything needed to resume (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
@@ -134,8 +136,7 @@ class TrainingRank:
         shared = [(self.policy.engine, Offload(False, spec.policy_offload.optimizer), _MOMENTS)]
         if self.critic is not None:
             shared.append((self.critic.engine, spec.critic_offload, _MOMENTS))
-        if self.reference is not None and spec.lora is None:
-            shared.append((self.reference.engine, spec.reference_offload, 0))
+        shared += [(engine, spec.frozen_offload, 0) for engine in self.frozen]
         resident = sum(
             engine.param_bytes * (not offload.params) + engine.trained_bytes * moments * (not offload.optimizer)
             for engine, offload, moments in shared
@@ -155,6 +156,12 @@ class TrainingRank:
     def trained(self) -> list[FSDPEngine]:
         return [self.policy.engine, *([] if self.critic is None else [self.critic.engine])]
 
+    @property
+    def frozen(self) -> list[FSDPEngine]:
+        """Of reference and teacher, without a reference that is the base of the policy's adapter."""
+        models = (None if self.spec.lora else self.reference, self.teacher)
+        return [each.engine for each in models if each is not None]
+
     def layers_to_checkpoint(self) -> int:
         """Layers that an update recomputes: none, all, or as many as the memory of any rank's GPU requires.
 
@@ -166,8 +173,7 @@ class TrainingRank:
         assert spec.largest_pack is not None
         total = self.device_bytes()
         held = sum(each.param_bytes + each.trained_bytes * _MOMENTS for each in self.trained)
-        if self.reference is not None and spec.lora is None and not spec.reference_offload.params:
-            held += self.reference.engine.param_bytes
+        held += sum(each.param_bytes for each in self.frozen if not spec.frozen_offload.params)
         with_kernels = fused.is_wanted(spec.fused_kernels)
         settings = RankSettings(
             spec.compute_dtype.itemsize,
@@ -209,18 +215,21 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
     mesh = join(spec, context)
     engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, spec.policy_offload, spec.lora)
     policy = PolicyWorker(engine, spec.temperature, sends_adapter=spec.lora is not None and not spec.lora.merged)
-    reference = critic = None
+    reference = teacher = critic = None
     if spec.with_reference and spec.lora is not None:
         reference = PolicyWorker(engine, spec.temperature, without_adapter=True)
     elif spec.with_reference:
-        engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, spec.reference_offload)
+        engine = _engine(spec, spec.model_path, PackedPolicy, mesh, None, spec.frozen_offload)
         reference = PolicyWorker(engine, spec.temperature)
+    if spec.teacher_path is not None:
+        engine = _engine(spec, spec.teacher_path, PackedPolicy, mesh, None, spec.frozen_offload)
+        teacher = PolicyWorker(engine, spec.temperature)
     if spec.critic_path is not None:
         settings, offload = spec.critic_optimizer, spec.critic_offload
         lora = spec.lora and replace(spec.lora, path=None)  # the path is that of the policy's
         engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload, lora)
         critic = CriticWorker(engine, spec.cliprange_value)
-    rank = TrainingRank(spec, policy, reference, critic)
+    rank = TrainingRank(spec, policy, reference, critic, teacher)
     if number := rank.layers_to_checkpoint():
         for engine in rank.trained:
             checkpoint_layers(_wrapper(engine), number)
@@ -284,10 +293,10 @@ def _engine(
     lora: Lora | None = None,
 ) -> FSDPEngine:
     """A sharded model; frozen weights are held in their compute dtype."""
-    key = "model.path" if path == spec.model_path else "critic.path"
+    keys = {spec.critic_path: "critic.path", spec.teacher_path: "teacher.path", spec.model_path: "model.path"}
     frozen = optimizer is None or lora is not None
-    model = load_causal_lm(path, spec.compute_dtype if frozen else torch.float32, key, empty=True)
-    weights = WeightFiles(path, model, key)
+    model = load_causal_lm(path, spec.compute_dtype if frozen else torch.float32, keys[path], empty=True)
+    weights = WeightFiles(path, model, keys[path])
     if spec.device == "cuda" and fused.is_wanted(spec.fused_kernels):
         fused.fuse(model)
     if lora is not None:

@@ -123,6 +123,7 @@ def built(algorithm: Algorithm, given: Case) -> TokenBatch:
         batch_of(given.samples, np.array(given.greedy, dtype=np.float32)),
         old_logprobs=trained(given, given.old).numpy(),
         ref_logprobs=None if algorithm.kl.placement is KLPlacement.NONE else trained(given, given.ref).numpy(),
+        teacher_logprobs=trained(given, given.ref).numpy() if algorithm.teacher_weight else None,
         values=trained(given, given.values).numpy() if algorithm.needs_critic else None,
     )
     return with_advantages(batch, algorithm)

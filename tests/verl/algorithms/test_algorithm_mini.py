@@ -92,7 +92,7 @@ def before(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opd"])  # which learns from no reward
 def test_every_algorithm_raises_the_embedded_models_reward(
     name: str, rows: Path, before: list[float], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.local_run import local_trainer
 from tests.support.metric_names import known
-from tests.support.tiny import run_overrides
+from tests.support.tiny import run_overrides, save_tiny_model
 from verl.algorithms import ALGORITHMS
 from verl.batch.token_batch import TokenBatch
 from verl.config.load import load_config
@@ -54,6 +54,8 @@ def test_a_step_makes_better_responses_likelier(name: str, model: Path, rows: Pa
         f"data.train_files=[{rows}]",
     ]
     overrides += ["data.train_batch_size=2", "data.max_response_length=6", "rollout.n=4", "trainer.num_threads=1"]
+    if name == "opd":
+        overrides.append(f"teacher.path={save_tiny_model(tmp_path / 'teacher', seed=1)}")
     config = load_config([*overrides, *OWN.get(name, [])])
     seen: list[TokenBatch] = []
 

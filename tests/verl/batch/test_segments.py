@@ -213,12 +213,13 @@ def cut(groups: list[TrajectoryGroup], seed: int) -> list[TrajectoryGroup]:
 
 def scored(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     """With numbers in place of the models' scores, and advantages."""
-    drawn = np.random.default_rng(3).normal(size=(3, int(batch.num_trained.sum()))).astype(np.float32) / 4
+    drawn = np.random.default_rng(3).normal(size=(4, int(batch.num_trained.sum()))).astype(np.float32) / 4
     assert batch.rollout_logprobs is not None
     old = batch.rollout_logprobs + drawn[0]
     ref = None if algorithm.kl.placement is KLPlacement.NONE else old + drawn[1]
     values = drawn[2] if algorithm.needs_critic else None
-    return with_advantages(replace(batch, old_logprobs=old, ref_logprobs=ref, values=values), algorithm)
+    scores = {"ref_logprobs": ref, "values": values, "teacher_logprobs": old + drawn[3]}
+    return with_advantages(replace(batch, old_logprobs=old, **scores), algorithm)
 
 
 def weighted(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
@@ -293,7 +294,8 @@ def test_the_order_of_episodes_changes_nothing(algorithm: Algorithm, seed: int) 
         old = batch.rollout_logprobs
         assert old is not None
         ref = None if algorithm.kl.placement is KLPlacement.NONE else old * 1.1
-        batch = replace(batch, old_logprobs=old, ref_logprobs=ref, values=old / 4 if algorithm.needs_critic else None)
+        values = old / 4 if algorithm.needs_critic else None
+        batch = replace(batch, old_logprobs=old, ref_logprobs=ref, teacher_logprobs=old * 0.9, values=values)
         done = with_loss_weights(with_advantages(batch, algorithm), algorithm.aggregation, algorithm.aggregation_length)
         assert done.advantages is not None
         columns = np.stack([done.advantages, per_token(done)], axis=1)

@@ -680,11 +680,15 @@ def test_an_unusable_setting_is_an_error_that_names_its_key(overrides: list[str]
         (
             SFT,
             ["rollout.n=3"],
-            "rollout.n=3 has no effect: `sft` does not use rollout; it uses data, env, model, lora, actor, tr",
+            "rollout.n=3 has no effect: `sft` does not use rollout; it uses data, env, model, lora, sft, actor, tr",
         ),
         (SFT, ["actor.ppo_epochs=1"], "actor.ppo_epochs=1 has no effect: `sft` does not use it; of actor it uses max_"),
         (SFT, ["actor.optim.lrr=3"], "did you mean 'actor.optim.lr'?"),
-        (SFT, ["rollout.nn=3"], "unknown key 'rollout.nn'; there are data, env, model, lora, actor, trainer; --help"),
+        (
+            SFT,
+            ["rollout.nn=3"],
+            "unknown key 'rollout.nn'; there are data, env, model, lora, sft, actor, trainer; --help",
+        ),
         (SFT, ["recipe=torl"], "recipe=torl has no effect: `sft` takes no recipe"),
         (GENERATE, ["rollout.name=hf", "rollout.kv_cache_gib=2"], "rollout.kv_cache_gib=2 has no effect"),
         (GENERATE, ["rollout.name=hf", "rollout.tensor_model_parallel_size=2"], "engine has no tensor parallelism"),

@@ -584,7 +584,7 @@ def test_every_name_in_the_table_is_well_formed() -> None:
     groups = "reward|rollout|response_length|filter|staleness|tools|actor|critic|engine|correction|collapse|kl|val|eval"
     for metric in names.METRICS:
         assert re.fullmatch(
-            rf"({groups}|agent|segments|time|perf|memory)(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name
+            rf"({groups}|agent|dpo|segments|time|perf|memory)(/(<[a-z_]+>|[a-z_]+)(_[a-z]+)*)+", metric.name
         ), metric
         assert metric.unit and metric.meaning and "|" not in metric.unit + metric.meaning
         assert known(re.sub("<[a-z_]+>", "anything", metric.name)), metric

@@ -38,7 +38,7 @@ def test_the_embedded_default_learns(algorithm: str, gain: float, ratio: float, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("grpo", "ppo")])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("grpo", "ppo", "opd")])
 def test_every_algorithm_raises_the_reward(algorithm: str, tmp_path: Path) -> None:
     """On GRPO's recipe for the embedded model, half as long."""
     overrides = ["recipe=mini_grpo", f"algorithm.name={algorithm}", "trainer.total_training_steps=24"]

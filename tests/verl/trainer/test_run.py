@@ -126,7 +126,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("further", [[], ["lora.rank=4"]], ids=["whole", "adapter"])
+@pytest.mark.parametrize(
+    "further", [[], ["lora.rank=4"], [f"teacher.path={MINI / 'model'}"]], ids=["whole", "adapter", "distilled"]
+)
 def test_a_killed_run_goes_on_bit_for_bit(model: Path, tmp_path: Path, further: list[str]) -> None:
     """Four steps = two steps, kill -9, resume, two steps."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"

@@ -124,6 +124,7 @@ def trainer(
     minibatches: int = 2,
     critic: Critic | None = None,
     control: AdaptiveKL | None = None,
+    teacher: Policy | None = None,
 ) -> PPOTrainer:
     rollout_model = tiny_model("qwen2", tied=True, dtype=torch.float32)
     rollout_model.set_attn_implementation("sdpa")
@@ -155,6 +156,7 @@ def trainer(
         algorithm=algorithm,
         policy=learner,
         reference=reference,
+        teacher=teacher,
         critic=critic,
         kl_control=control,
     )

@@ -25,7 +25,7 @@ from toolrl.analysis.samples.sample_files import MAX_BYTES, KeptSample, StepSamp
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KL_ESTIMATORS
 from verl.algorithms.names import KLPlacement
-from verl.build.algorithm import build_algorithm
+from verl.build.algorithm import algorithm_of
 from verl.errors import ConfigError, DataError, VerlError
 from verl.text import counted, printable
 
@@ -191,6 +191,7 @@ class Explainer:
             if algorithm.kl.placement is KLPlacement.REWARD and beta is not None:
                 lines += _penalty(sample, kept.texts, algorithm, beta)
             lines.append(f"estimator: {describe(algorithm.advantage)}; docs/algorithms.md has its formula")
+            lines += _of_teacher(sample, algorithm)
         if sample.baseline is not None:
             lines.append(f"baseline, the reward of the greedy response: {sample.baseline:.6g}")
         if {"values", "returns"} <= sample.columns.keys():
@@ -213,7 +214,7 @@ def _algorithm(run: RunFolder) -> Algorithm:
     """Without the run's own filters, which no sample is explained by."""
     config = run.config("algorithm.name")
     algorithm = replace(config.algorithm, filters=None, max_resample_rounds=None)
-    return build_algorithm(algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    return algorithm_of(replace(config, algorithm=algorithm))
 
 
 def _seconds(seconds: Any) -> str:
@@ -279,6 +280,19 @@ def _penalty(sample: KeptSample, texts: Mapping[int, str], algorithm: Algorithm,
             f"  {places[at]:5} {token!r}: {start:.4g} - {beta:.4g} * {kl_A[at]:.4g} = {start - beta * kl_A[at]:.4g}"
         )
     return lines
+
+
+def _of_teacher(sample: KeptSample, algorithm: Algorithm) -> list[str]:
+    """The teacher's part of the advantages, by the log-probs that sampled, as in `_penalty`."""
+    sampling_A = sample.columns.get("old_logprobs", sample.columns.get("rollout_logprobs"))
+    if sampling_A is None or "teacher_logprobs" not in sample.columns:
+        return []
+    gap_A = sample.columns["teacher_logprobs"] - sampling_A
+    mean, low, high = (float(each) for each in (np.nanmean(gap_A), np.nanmin(gap_A), np.nanmax(gap_A)))
+    return [
+        f"plus {algorithm.teacher_weight:.6g} * (log p_teacher - log p): the difference is from {low:.4g} to "
+        f"{high:.4g}, {mean:.4g} on average"
+    ]
 
 
 def _replay(run: RunFolder, step: int) -> str:

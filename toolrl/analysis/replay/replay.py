@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolrl.analysis.replay.record import Record, made_by, read_record, record_path, recorded_steps
-from verl.build.algorithm import build_algorithm
+from verl.build.algorithm import algorithm_of
 from verl.build.ranks import start_ranks
 from verl.build.run import build_learner
 from verl.checkpoint.manifest import verify
@@ -124,7 +124,7 @@ def learner_before(plan: ReplayPlan, target: Record, config: Config, cluster: Cl
     """
     device, total_steps = str(target.made_by["device"]), int(target.made_by["total_steps"])
     _log_differences("here", made_by(config, device, total_steps), target.made_by)
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    algorithm = algorithm_of(config)
     ranks, _, _ = start_ranks(config, cluster, algorithm, device, total_steps)
     try:
         if plan.start is not None:

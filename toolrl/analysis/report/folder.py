@@ -43,7 +43,7 @@ _WITHOUT = {  # settings that may name code: what is not known without it
     "env.tool_call_format": "calls in responses are not parsed",
 }
 _BESIDE = {  # settings that it is built with
-    "algorithm.name": ("algorithm.", "data.max_response_length", "rollout.max_staleness"),
+    "algorithm.name": ("algorithm.", "teacher.", "data.max_response_length", "rollout.max_staleness"),
     "env.tool_call_format": ("env.tool_call_format", "reward.options"),
 }
 _EXPORT = "export "  # in the name of a variable among the settings

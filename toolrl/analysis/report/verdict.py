@@ -20,7 +20,7 @@ from verl.text import counted
 
 WINDOW = 5  # steps at each end of a run, at least, for a comparison
 # Presets whose advantages are not relative to the group.
-GROUP_FREE = ("ppo", "remax", "reinforce_pp", "vapo", "raft_pp")
+GROUP_FREE = ("ppo", "remax", "reinforce_pp", "vapo", "raft_pp", "opd")
 _SCORES = ("total", "score", "exact")  # metrics of validations that are better if they are higher
 _REWARD, _LOSS, _CORRECT = "reward/total", "actor/loss", "reward/correctness"
 _EQUAL = "reward/zero_variance_groups"

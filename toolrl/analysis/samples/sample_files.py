@@ -33,6 +33,7 @@ COLUMNS = (  # per trained token
     "old_logprobs",  # the trainer's before the step's first update, where a pass of their own computes them
     "logprobs",  # the trainer's in the first update with the sample
     "ref_logprobs",  # the reference's
+    "teacher_logprobs",  # the teacher's
     "entropy",  # nats
     "rewards",  # an episode's on its last token, a turn's on the turn's last
     "advantages",

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from toolrl.check.head_sizes import check_head_size
 from toolrl.commands import PLAN
 from verl.algorithms.algorithm import Algorithm
-from verl.build.algorithm import build_algorithm, build_kl_control, check_algorithm, needs_reference
+from verl.build.algorithm import algorithm_of, build_kl_control, check_algorithm, needs_reference
 from verl.build.engines import default_num_seqs, engine_dtype, sequence_length
 from verl.build.env import prompt_fn
 from verl.build.ranks import check_adapter, largest_pack, sees_gpu
@@ -95,6 +95,7 @@ class Plan:
     critic: ModelShape | None
     lengths: Lengths
     hardware: Hardware
+    teacher: ModelShape | None = None
 
     @property
     def pack(self) -> PackShape:
@@ -118,8 +119,8 @@ class Plan:
             return max(each.layers for each in self._trained) if setting is True else 0
         pack = largest_pack(self.config, self.config.data.max_prompt_length)
         held = sum(sum(resident(each, settings).values()) for each in self._trained)
-        if self._has_reference and not self.config.ref.offload_params:
-            held += reference_model(self.policy, settings)
+        if not self.config.ref.offload_params:
+            held += sum(reference_model(each, settings) for each in self._frozen.values())
         room = self.hardware.memory_gib * GIB
         return max(layers_to_checkpoint(each, pack, settings, room, held) for each in self._trained)
 
@@ -142,14 +143,17 @@ class Plan:
         return [self.policy, self.critic] if self.critic else [self.policy]
 
     @property
-    def _has_reference(self) -> bool:
-        """Whether there is a second model; that of an adapter is its base."""
-        return needs_reference(self.algorithm) and not self.policy.adapter
+    def _frozen(self) -> dict[str, ModelShape]:
+        """Reference and teacher, if there are; the reference of an adapter is its base."""
+        has_reference = needs_reference(self.algorithm) and not self.policy.adapter
+        found = {"reference": self.policy if has_reference else None, "teacher": self.teacher}
+        return {name: shape for name, shape in found.items() if shape is not None}
 
     def _passes(self, pack: PackShape) -> dict[str, Terms]:
         """{phase: bytes by term} of passes over a pack."""
         update = _largest(updating(model, pack, self.rank) for model in self._trained)
-        return {"score": scoring(self.policy, pack, self.rank), "update": update}
+        scorers = [self.policy, self.teacher] if self.teacher else [self.policy]
+        return {"score": _largest(scoring(model, pack, self.rank) for model in scorers), "update": update}
 
     def episode_gib(self) -> float:
         """Memory of a rank for a pack of one episode of maximum length, which ranks cannot share."""
@@ -163,8 +167,7 @@ class Plan:
         terms |= resident(self.policy, self.rank)
         if self.critic:
             terms |= {f"critic's {name}": size for name, size in resident(self.critic, self.rank).items()}
-        if self._has_reference:
-            terms["reference"] = reference_model(self.policy, self.rank)
+        terms |= {name: reference_model(shape, self.rank) for name, shape in self._frozen.items()}
         if self.hardware.on_cpu:
             return terms
         actor, critic = (Offload.of(each.offload) for each in (self.config.actor, self.config.critic))
@@ -173,7 +176,7 @@ class Plan:
             "optimizer": actor.optimizer and phase in ("rollout", "score", "weight_sync", "save"),
             "critic's parameters": critic.params and phase in ("rollout", "weight_sync", "save"),
             "critic's optimizer": critic.optimizer and phase in ("rollout", "score", "weight_sync", "save"),
-            "reference": self.config.ref.offload_params and phase != "score",
+            **dict.fromkeys(("reference", "teacher"), self.config.ref.offload_params and phase != "score"),
         }
         return {name: size for name, size in terms.items() if not offloaded.get(name)}
 
@@ -334,7 +337,7 @@ class Plan:
         options: dict[str, list[Any]] = {"actor.offload": further[self.config.actor.offload]}
         if self.critic:
             options["critic.offload"] = further[self.config.critic.offload]
-        if self._has_reference and not self.config.ref.offload_params:
+        if self._frozen and not self.config.ref.offload_params:
             options["ref.offload_params"] = [True]
         return options
 
@@ -356,7 +359,7 @@ class Plan:
         ranks, checkpointed = config.num_ranks, self.rank.checkpointed / self.policy.layers
         engines = config.num_engines * config.rollout.tensor_model_parallel_size
         policy = self._forward(self.policy)
-        critic = self._forward(self.critic) if self.critic else 0.0
+        critic, teacher = (self._forward(each) if each else 0.0 for each in (self.critic, self.teacher))
         passes = self.score_passes
         cost = FROZEN if self.policy.adapter else TRAINING
         epochs = config.actor.ppo_epochs * (cost + checkpointed)
@@ -366,8 +369,8 @@ class Plan:
         return {
             "rollout": self._rollout(engines, speed),
             "score": (
-                (passes * policy + critic) / ranks / speed.flops,
-                f"{passes + bool(self.critic):g} forwards: FLOP / F",
+                (passes * policy + critic + teacher) / ranks / speed.flops,
+                f"{passes + bool(self.critic) + bool(self.teacher):g} forwards: FLOP / F",
             ),
             "update": (
                 epochs * (policy + critic) / ranks / speed.flops,
@@ -379,7 +382,7 @@ class Plan:
 
     @property
     def score_passes(self) -> float:
-        """Passes without gradients over a step's samples: old log-probs, and the reference's."""
+        """Passes of the policy's size without gradients over a step's samples: old log-probs, and the reference's."""
         config, algorithm, lengths = self.config, self.algorithm, self.lengths
         if lengths.prompt + config.rollout.n * lengths.response > config.actor.max_tokens_per_pack:
             algorithm = replace(algorithm, by_group=False)  # no update sees a whole group
@@ -430,7 +433,7 @@ def changed(config: Any, key: str, value: Any) -> Any:
 
 def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
     """Raises ConfigError for a model that cannot be read or computed, or whose context is too short."""
-    algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
+    algorithm = algorithm_of(config)
     check_algorithm(algorithm, config)
     assert config.model.path is not None
     longest = sequence_length(config)
@@ -446,7 +449,12 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
         check_packs(path, longest, key)
         critic = read_shape(path, PackedCritic, key, lora_of(config.lora))
         check_head_size(critic.head_size, key, on_cpu, None, dtype)
-    return Plan(config, algorithm, policy, critic, lengths, hardware)
+    teacher = None
+    if config.teacher.path is not None:
+        check_packs(config.teacher.path, longest, "teacher.path")
+        teacher = read_shape(config.teacher.path, PackedPolicy, "teacher.path")
+        check_head_size(teacher.head_size, "teacher.path", on_cpu, None, dtype)
+    return Plan(config, algorithm, policy, critic, lengths, hardware, teacher)
 
 
 def read_shape(

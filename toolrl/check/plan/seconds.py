@@ -111,18 +111,25 @@ def estimate_step(plan: Plan) -> dict[str, float]:
     if plan.hardware.device is None or config.model.compute_dtype != "bfloat16":
         return {}
     assert config.model.path is not None
-    policy, critic = read_model_config(config.model.path), None
+    policy, critic, teacher = read_model_config(config.model.path), None, None
     if plan.critic:
         critic = read_model_config(config.critic.path or config.model.path, "critic.path")
+    if plan.teacher and config.teacher.path is not None:
+        teacher = read_model_config(config.teacher.path, "teacher.path")
     try:
-        return counted_seconds(plan, policy, critic)
+        return counted_seconds(plan, policy, critic, teacher)
     except RuntimeError as error:  # torch: no data to read
         raise ConfigError(
             f"model.path: the work of {policy.model_type} cannot be counted ({in_short(error)})"
         ) from error
 
 
-def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConfig | None = None) -> dict[str, float]:
+def counted_seconds(
+    plan: Plan,
+    policy: PretrainedConfig,
+    critic: PretrainedConfig | None = None,
+    teacher: PretrainedConfig | None = None,
+) -> dict[str, float]:
     """{phase: seconds}, the phases of `Plan.seconds` and "other", in bf16 on a known GPU."""
     device, config = plan.hardware.device, plan.config
     assert device is not None
@@ -139,17 +146,21 @@ def counted_seconds(plan: Plan, policy: PretrainedConfig, critic: PretrainedConf
     if plan.critic and critic:
         models.append((plan.critic, _mix(partial(critic_pass, critic, packed, fused=fused), share)))
     packs = packing.packs
-    scoring = packs * rates.seconds(score_pass(policy, packed, fused).forward)
-    scoring += scoring_traffic(plan.policy, plan.rank, packs) / rates.traffic
+
+    def scoring(shape: ModelShape, model: PretrainedConfig) -> float:
+        seconds = packs * rates.seconds(score_pass(model, packed, fused).forward)
+        return seconds + scoring_traffic(shape, plan.rank, packs) / rates.traffic
+
     values = sum(packs * rates.seconds(cost.forward) for _, cost in models[1:])
     values += sum(scoring_traffic(shape, plan.rank, packs) for shape, _ in models[1:]) / rates.traffic
+    distilling = scoring(plan.teacher, teacher) if plan.teacher and teacher else 0.0
     together = max(1.0, packs / config.minibatches_per_step)
     sharding = sum(sharding_traffic(shape, plan.rank, together) for shape, _ in models) / rates.traffic
     update = sum(rates.seconds(cost.total) for _, cost in models) + sharding
     stepping = (_CLIPPING_BYTES + _ADAMW_BYTES) * sum(shape.parameters for shape, _ in models) / plan.rank.shards
     return {
         "rollout": rollout_seconds(plan, rates),
-        "score": plan.score_passes * scoring + values,
+        "score": plan.score_passes * scoring(plan.policy, policy) + values + distilling,
         "update": packs * config.actor.ppo_epochs * update,
         "step": config.updates_per_step * stepping / rates.traffic,
         "weight_sync": (_SWITCH_S + 2 * _CACHE_S) * config.rollout.colocated,

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.local_run import local_fit, local_trainer
 from tests.support.report_run import save_report_run
-from tests.support.tiny import run_overrides
+from tests.support.tiny import MINI, run_overrides
 from tests.verl.trainer.test_recipes import HalfScripted
 from toolrl.analysis.collapse.collapse import CollapseWatch
 from toolrl.analysis.explain.__main__ import main
@@ -81,6 +81,7 @@ class OtherLogprobs:
         return tuple(replace(each, logprobs=[p - 0.4 * (n % 3) for n, p in enumerate(each.logprobs)]) for each in own)
 
 
+TEACHER = f"teacher.path={MINI / 'model'}"
 TWO_TURNS = (f"env.name={__file__}:TwoTurns", "env.tool_call_format=hermes", "data.max_response_length=64")
 
 
@@ -99,6 +100,24 @@ def trained_folder(model: Path, out: Path, *overrides: str) -> Path:
     return out / "run"
 
 
+@pytest.mark.long
+def test_a_teacher_is_learned_from_in_every_turn_and_in_no_observation(model: Path, tmp_path: Path) -> None:
+    """Beside the reward: GRPO's advantage of the episode, and half of the difference on each token of the policy's."""
+    overrides = ["algorithm.name=grpo", "algorithm.kl_placement=none", TEACHER, "teacher.weight=0.5"]
+    run = read_run(trained_folder(model, tmp_path, *overrides, "reward.name=env", *TWO_TURNS))
+    assert all(line["kl/teacher"] > 0 for line in run.rows)
+    turns: list[int] = []
+    for step in (1, 2):
+        for number, sample in enumerate(read_step(run, step).samples):
+            turns.append(int((np.diff(sample.mask, prepend=False) & sample.mask).sum()))
+            taught = 0.5 * (sample.columns["teacher_logprobs"] - sample.columns["old_logprobs"])
+            of_reward = sample.columns["advantages"] - taught
+            assert np.ptp(of_reward) < 1e-5 < np.ptp(taught)
+            shown = section(explain(run, step, number), "Group and advantage")
+            assert "plus 0.5 * (log p_teacher - log p): the difference is from " in shown
+    assert max(turns) == 2
+
+
 def section(explanation: Explanation, title: str) -> str:
     return "\n".join(dict(explanation.sections)[title])
 
@@ -114,8 +133,18 @@ def section(explanation: Explanation, title: str) -> str:
         ["algorithm.name=grpo", KL, "algorithm.entropy_coefficient=0.01", "algorithm.correction.is_level=token"],
         ["algorithm.name=grpo", KL, "algorithm.aggregation=token-mean", "algorithm.correction.is_level=sequence"],
         ["algorithm.name=dr_grpo", "reward.name=env", *TWO_TURNS],
+        ["algorithm.name=opd", TEACHER, "teacher.weight=0.05", "reward.name=env", *TWO_TURNS],
     ],
-    ids=["KL in the loss", "KL in the reward", "critic", "sequences", "token IS", "sequence IS", "several turns"],
+    ids=[
+        "KL in the loss",
+        "KL in the reward",
+        "critic",
+        "sequences",
+        "token IS",
+        "sequence IS",
+        "several turns",
+        "teacher",
+    ],
 )
 def test_the_record_of_a_step_agrees_with_the_arithmetic(overrides: list[str], model: Path, tmp_path: Path) -> None:
     run = read_run(trained_folder(model, tmp_path, *overrides))

@@ -253,6 +253,21 @@ def test_offloaded_states_leave_the_gpu_while_unused() -> None:
     }
 
 
+def test_a_teacher_costs_its_weights_and_a_forward_unless_it_is_offloaded() -> None:
+    """Four times as large as the policy: 2 bytes of a parameter between phases, and the largest pass of the score."""
+    without = plan_of(["algorithm.kl_placement=none"])
+    large = replace(SEVEN, parameters=4 * SEVEN.parameters, layers=4 * SEVEN.layers)
+    taught = replace(without, teacher=large)
+    before, after = sums(without), sums(taught)
+    for phase in ("rollout", "update", "weight_sync"):
+        assert after[phase] - before[phase] == pytest.approx(2 * 4 * 7e9 / GIB)
+    assert after["score"] - before["score"] > 2 * 4 * 7e9 / GIB
+    forward = without.seconds()["update"][0] / 3
+    assert taught.seconds()["score"][0] - without.seconds()["score"][0] > 3 * forward
+    offloaded = replace(taught, config=changed(taught.config, "ref.offload_params", True))
+    assert sums(offloaded)["update"] == before["update"] and sums(offloaded)["score"] == after["score"]
+
+
 def test_suggested_changes_fit_and_no_smaller_one_was_skipped() -> None:
     plan = plan_of(["trainer.n_gpus_per_node=2"], "h100")
     assert plan.violations()
@@ -309,9 +324,11 @@ def test_an_engine_gets_what_the_rank_beside_it_leaves() -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "params"])
-@pytest.mark.parametrize("name", ["toolrl_grpo", "ppo"])
+@pytest.mark.parametrize("name", ["toolrl_grpo", "ppo", "opd"])
 def test_the_plan_knows_what_a_rank_holds_beside_an_engine(name: str, offload: str, model: Path) -> None:
     overrides = [f"algorithm.name={name}", f"model.path={model}", "data.max_prompt_length=512", RESPONSES]
+    if name == "opd":
+        overrides.append(f"teacher.path={MINI / 'model'}")
     overrides.append("rollout.n=1" if name == "ppo" else "rollout.n=4")
     for each in ("actor", "critic") if name == "ppo" else ("actor",):
         overrides.append(f"{each}.offload={offload}")
