@@ -53,7 +53,7 @@ class Tool:
 
     @property
     def purpose(self) -> str:
-        """The name stands at its end: a small model copies what follows known words, not what is before them."""
+        """The name stands at its end: a small model copies what follows known terms, not what is before them."""
         return f"{self.verb} {self.noun} with {self.name}"
 
 
@@ -97,13 +97,13 @@ class Task:
         """For each wanted call the tool, unless it is the one before, and the values as the user writes them."""
         parts: list[str] = []
         for place, call in enumerate(self.wanted):
-            tool, words = call.tool, []
+            tool, steps = call.tool, []
             if place == 0 or tool != self.wanted[place - 1].tool:
-                words = [tool.purpose if tool in self.tools else f"{tool.verb} {tool.noun} with none"]
+                steps = [tool.purpose if tool in self.tools else f"{tool.verb} {tool.noun} with none"]
             if tool in self.tools:
                 texts = ["missing" if p is self.asked else value.text for p, value in call.filled]
-                words += [f"{p.name} {text}" for (p, _), text in zip(call.filled, texts, strict=True)]
-            parts.append(", ".join(words))
+                steps += [f"{p.name} {text}" for (p, _), text in zip(call.filled, texts, strict=True)]
+            parts.append(", ".join(steps))
         return f"{'; '.join(parts)}."
 
     @property

@@ -75,12 +75,12 @@ def test_a_thought_names_each_wanted_tool_as_its_description_does_and_all_values
         purposes = {call.tool.purpose for call in task.wanted}
         assert purposes <= described
         assert [thought.count(each) for each in purposes] == [1] * len(purposes)
-        said = " ".join(task.turns)
+        dialogue = " ".join(task.turns)
         for part in re.split("[,;] ", thought):
             if part not in purposes:
                 name, text = part.split(" ", 1)
                 assert name in {p.name for call in task.wanted for p in call.tool.parameters}
-                assert text in said or text == "missing"
+                assert text in dialogue or text == "missing"
         assert thought.count(" missing") == (family == "missing")
         assert thought.count(";") == len(task.wanted) - 1
 
