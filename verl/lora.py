@@ -34,6 +34,8 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 1 << 20  # bytes
 _PREFIX = "base_model.model."  # of the names in peft's files
 _EXPERTS = "experts"
+# peft adapts no such layer of these models: Mamba's kernels read its weight around the adapter.
+_UNADAPTED, _WITH_UNADAPTED = "out_proj", ("falcon_h1", "nemotron_h")
 # What an adapter may not have: vLLM or this trainer would ignore it.
 _UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
 
@@ -105,6 +107,8 @@ def target_modules(model: PreTrainedModel, lora: Lora) -> list[str]:
     head = model.get_output_embeddings()  # log-probs are computed from its weight alone
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == _EXPERTS]
+    if model.config.model_type in _WITH_UNADAPTED:
+        linear = [name for name in linear if name.rpartition(".")[2] != _UNADAPTED]
     there = sorted({name.rpartition(".")[2] for name in linear if f".{_EXPERTS}." not in name})
     chosen: list[str] = []
     for target in lora.targets:

@@ -156,7 +156,7 @@ class HFEngine(SingleEngine):
         self._written = tokens = [list[int]() for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         reasons: list[FinishReason | None] = [None] * len(prompts)
-        cache, step_BL = DynamicCache(), ids_BL
+        cache, step_BL = DynamicCache(config=self._model.config), ids_BL
         while any(reason is None for reason in reasons) and not self._interrupted:
             positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -step_BL.shape[1] :]
             with torch.no_grad():

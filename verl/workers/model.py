@@ -18,6 +18,7 @@ from verl.pretrained import read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
 from verl.workers.pre_norm import select_in_last_layer, selects_in_last_layer
+from verl.workers.state import separate_states
 
 
 class PolicyOutput(NamedTuple):
@@ -29,6 +30,12 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "mo
     """A decoder-only model from a folder or a hub name, set up for packs. Raises as `read_causal_lm` does."""
     attention.register()
     return read_causal_lm(path, dtype, key, attention.PACKED)
+
+
+def set_up_for_packs(decoder: nn.Module) -> None:
+    """Raises ConfigError for a layer that cannot compute packs."""
+    separate_states(decoder)
+    select_in_last_layer(decoder)
 
 
 def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
@@ -55,7 +62,8 @@ class PackedPolicy(nn.Module):
     def __init__(self, model: PreTrainedModel, fused: bool = True, kept_bytes: int = 0) -> None:
         super().__init__()
         self.model = model
-        select_in_last_layer(model.get_decoder())
+        set_up_for_packs(model.get_decoder())
+        self.logit_divisor = logit_divisor(model.config)
         self.fused = fused
         self.kept_bytes = kept_bytes
 
@@ -63,7 +71,7 @@ class PackedPolicy(nn.Module):
         hidden_AE = hidden_states(self.model.get_decoder(), packed)
         head_VE = self.model.get_output_embeddings().weight
         fused = self.fused and hidden_AE.device.type != "cpu"
-        options = temperature, with_entropy, fused, self.kept_bytes
+        options = temperature * self.logit_divisor, with_entropy, fused, self.kept_bytes
         return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, *options))
 
 
@@ -73,7 +81,7 @@ class PackedCritic(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.decoder = model.get_decoder()
-        select_in_last_layer(self.decoder)
+        set_up_for_packs(self.decoder)
         self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=model.dtype)
         nn.init.zeros_(self.value_head.weight)
 
@@ -97,6 +105,12 @@ def checkpoint_layers(module: PackedPolicy | PackedCritic, number: int) -> None:
     layers: list[Any] = decoder_layers(module)[number:]
     for layer in layers:
         layer.gradient_checkpointing = False
+
+
+def logit_divisor(config: PretrainedConfig) -> float:
+    """What a model divides the logits of its head by, as a temperature does: Granite, Falcon-H1 and Cohere."""
+    factor = getattr(config, "lm_head_multiplier", 1.0) * getattr(config, "logit_scale", 1.0)
+    return float(getattr(config, "logits_scaling", 1.0) / factor)
 
 
 def head_size(config: PretrainedConfig) -> int:

@@ -29,13 +29,13 @@ _SIZES = {
     "moe_intermediate_size": 16,
     "sliding_window": 4,  # this and the next: shorter than the prompt and the responses
     "attention_chunk_size": 4,
+    "mamba_chunk_size": 4,
+    "chunk_size": 4,
 }
 _TOLERANCE = 1e-3  # nats; float32 rounding accounts for 1e-5
 # Settings that transformers' models apply outside the attention function, with their neutral values.
 _NAMED = {
     "final_logit_softcapping": None,
-    "logits_scaling": 1.0,
-    "logit_scale": 1.0,
     "use_bidirectional_attention": False,
     "attention_chunk_size": None,
     "dropout": 0.0,
@@ -134,6 +134,7 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
     grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
     sizes = {"hidden_size": heads * head_size(config), "intermediate_size": 64, "max_window_layers": 1}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1 if grouped else heads}
+    sizes |= _heads_with_state(config, sizes["hidden_size"])
     before, layers = config.to_dict(), config.num_hidden_layers
     by_layer = {name: each for name, each in before.items() if isinstance(each, list) and len(each) == layers}
     kinds = dict(zip(zip(*by_layer.values(), strict=True), range(layers), strict=False))
@@ -143,3 +144,14 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
     named = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
     known = {name: value for name, value in named.items() if before.get(name) is not None}
     return type(config).from_dict({**before, **known})
+
+
+def _heads_with_state(config: PretrainedConfig, hidden: int) -> dict[str, int]:
+    """A few heads of the same size in layers with state; Mamba2 has as many as fill its inner width."""
+    sizes = {"linear_num_heads": 2, "mamba_num_heads": 2, "n_groups": 1, "mamba_n_groups": 1}
+    if keys := getattr(config, "linear_num_key_heads", None):
+        sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": config.linear_num_value_heads // keys}
+    if size := getattr(config, "mamba_d_head", None):
+        width = 2 * size if getattr(config, "mamba_d_ssm", None) else config.mamba_expand * hidden
+        sizes |= {"mamba_d_ssm": width, "mamba_n_heads": width // size}
+    return sizes
