@@ -20,8 +20,9 @@ from verl.lora import lora_of
 from verl.pretrained import check_weights, read_model_config, read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.gpu_share import ALONE, ENGINE_CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
+from verl.rollout.layer_options import check_layers
 from verl.single_controller.group import WorkerContext
-from verl.single_controller.ray import RayGroup
+from verl.single_controller.ray import RayGroup, joins
 from verl.transfer.bucket import BUCKET_BYTES
 from verl.units import GIB
 from verl.workers.memory import ModelShape, cache_per_token
@@ -78,6 +79,15 @@ async def start_engine(
             health_timeout_s=config.trainer.health_timeout_s,
         )
     )
+
+
+def check_engine_layers(config: Config) -> None:
+    """Raises ConfigError for a model that vLLM cannot run, before anything starts, if its engines will be on this
+    machine."""
+    if config.rollout.name == "vllm" and not joins(config.trainer.nnodes > 1):
+        assert config.model.path is not None
+        kind = read_model_config(config.model.path).model_type
+        check_layers(kind, engine_dtype(config), on_cpu=choose_device(config.trainer) == "cpu")
 
 
 def engine_dtype(config: Config) -> str:
