@@ -106,7 +106,7 @@ def sequence_length(config: Config) -> int:
 def max_positions(config: ModelConfig) -> int | None:
     """max_position_embeddings of the model, if its config has it. Raises ConfigError if there is no model."""
     assert config.path is not None
-    limit: int | None = getattr(read_model_config(config.path), "max_position_embeddings", None)
+    limit: int | None = getattr(read_model_config(config.path).get_text_config(), "max_position_embeddings", None)
     return limit
 
 

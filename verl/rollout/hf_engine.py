@@ -24,7 +24,7 @@ from transformers import (
 
 from verl.errors import ConfigError, EngineError
 from verl.lora import Lora, adapter_tensors, add_adapter
-from verl.pretrained import read_causal_lm
+from verl.pretrained import language_weights, read_causal_lm
 from verl.rollout.engine import Sampling, SingleEngine, each_of
 from verl.rollout.stopping import reach
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, all_names
@@ -139,7 +139,7 @@ class HFEngine(SingleEngine):
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """What a weight sync replaces: an adapter alone, if the model has one."""
         adapter = list(adapter_tensors(self._model))
-        yield from adapter or self._model.named_parameters(remove_duplicate=False)
+        yield from adapter or language_weights(self._model, self._model.named_parameters(remove_duplicate=False))
 
     async def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         if self._version is None:

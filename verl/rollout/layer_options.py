@@ -39,8 +39,16 @@ def check_layers(model_type: str, dtype: str, on_cpu: bool) -> None:
         )
 
 
-def layer_options(model_type: str, on_cpu: bool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's engine in place of the usual ones. given: rollout.engine_options"""
+def layer_options(model_type: str, on_cpu: bool, given: Mapping[str, Any], multimodal: bool = False) -> dict[str, Any]:
+    """Arguments of vLLM's engine in place of the usual ones. given: rollout.engine_options
+
+    multimodal: then the engine does not load the towers, which no prompt of a run needs
+    """
+    towers = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if multimodal else {}
+    return {**towers, **_of_layers(model_type, on_cpu, given)}
+
+
+def _of_layers(model_type: str, on_cpu: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     if on_cpu and model_type in _MAMBA2:
         # The CPU's scan returns a state per sequence, where the prefix cache reads one per chunk: an IndexError.
         return {"enable_prefix_caching": False}

@@ -28,7 +28,7 @@ from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.host.packages import SET_UP
 from verl.host.scratch import variables
 from verl.lora import RANKS, Lora
-from verl.pretrained import read_model_config, read_tokenizer
+from verl.pretrained import is_multimodal, read_model_config, read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.engine_options import check_engine_options
 from verl.rollout.gpu_share import ALONE
@@ -63,6 +63,8 @@ _SPELLINGS = {
     ".mamba.mamba.": ".mamba.",  # Falcon-H1
     ".short_conv.": ".conv.",  # LFM2
     ".embeddings.": ".embed_tokens.",  # Nemotron-H
+    "language_model.model.": "model.language_model.",  # multimodal models
+    "language_model.lm_head.": "lm_head.",
 }
 _A = ".A"  # the end of Mamba2's `.A_log`
 
@@ -417,11 +419,11 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
         if on_cpu and settings.kv_cache_gib is None:
             raise ConfigError("rollout.kv_cache_gib is required for a CPU engine: the memory of its KV cache")
         try:
-            kind = read_model_config(settings.model_path).model_type
+            config = read_model_config(settings.model_path)
         except ConfigError as error:
             raise EngineError(f"vLLM did not start: {error}") from error
-        check_layers(kind, settings.dtype, on_cpu)
-        own = layer_options(kind, on_cpu, settings.options)
+        check_layers(config.model_type, settings.dtype, on_cpu)
+        own = layer_options(config.model_type, on_cpu, settings.options, is_multimodal(config))
         try:
             arguments = AsyncEngineArgs(**{**engine_arguments(settings, on_cpu), **own})
             if not on_cpu and not is_eager(settings, on_cpu):

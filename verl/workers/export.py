@@ -20,6 +20,7 @@ from verl.workers.model import PackedPolicy
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
 _TEMPLATE_FILES = ["chat_template.jinja", "chat_template.json"]
+_PROCESSOR_FILES = ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 
 
 def export_hf(
@@ -45,7 +46,7 @@ def export_hf(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_model(policy.model, weights, folder, dtype)
-        _copy(model, ["generation_config.json"], folder)
+        _copy(model, ["generation_config.json", *_PROCESSOR_FILES], folder)
         _copy(tokenizer or model, [*_TOKENIZER_FILES, *_FURTHER_FILES, *_TEMPLATE_FILES], folder)
     except OSError as error:
         raise unwritable(folder, error) from error

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.batch.packed import PackedBatch
 from verl.errors import ConfigError
 from verl.lora import base_tensors
-from verl.pretrained import read_causal_lm
+from verl.pretrained import is_multimodal, language_weights, read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
 from verl.workers.pre_norm import select_in_last_layer, selects_in_last_layer
@@ -27,9 +27,16 @@ class PolicyOutput(NamedTuple):
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32, key: str = "model.path") -> PreTrainedModel:
-    """A decoder-only model from a folder or a hub name, set up for packs. Raises as `read_causal_lm` does."""
+    """A decoder-only model from a folder or a hub name, set up for packs; towers for pictures are frozen.
+
+    Raises as `read_causal_lm` does.
+    """
     attention.register()
-    return read_causal_lm(path, dtype, key, attention.PACKED)
+    model = read_causal_lm(path, dtype, key, attention.PACKED)
+    trained = {each for _, each in language_weights(model, model.named_parameters())}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+    return model
 
 
 def set_up_for_packs(decoder: nn.Module) -> None:
@@ -63,7 +70,7 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model = model
         set_up_for_packs(model.get_decoder())
-        self.logit_divisor = logit_divisor(model.config)
+        self.logit_divisor = logit_divisor(model.config.get_text_config())
         self.fused = fused
         self.kept_bytes = kept_bytes
 
@@ -82,7 +89,7 @@ class PackedCritic(nn.Module):
         super().__init__()
         self.decoder = model.get_decoder()
         set_up_for_packs(self.decoder)
-        self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=model.dtype)
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
         nn.init.zeros_(self.value_head.weight)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -96,6 +103,14 @@ def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
     if not hasattr(decoder, "layers"):
         raise ConfigError(f"{type(decoder).__name__} is not supported: a decoder needs an attribute `layers`")
     return list(decoder.layers)
+
+
+def towers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
+    """Parts of a multimodal model that text does not pass: frozen, and sharded apart so that no pass gathers them."""
+    if isinstance(module, PackedCritic) or not is_multimodal(module.model.config):
+        return []
+    decoder = module.model.get_decoder()
+    return [each for each in module.model.base_model.children() if each is not decoder and [*each.parameters()]]
 
 
 def checkpoint_layers(module: PackedPolicy | PackedCritic, number: int) -> None:
@@ -119,8 +134,10 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def hf_named_parameters(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name as in transformers and vLLM, parameter), aliases of tied weights included, without an adapter.
+    """(name as in transformers and vLLM, parameter) of what text passes, aliases of tied weights included, without an
+    adapter.
 
     Every alias is listed: an engine that does not receive a tied head silently keeps the stale one.
     """
-    yield from base_tensors(policy.model, policy.model.named_parameters(remove_duplicate=False))
+    named = policy.model.named_parameters(remove_duplicate=False)
+    yield from base_tensors(policy.model, language_weights(policy.model, named))

@@ -32,6 +32,7 @@ from verl.workers.model import (
     decoder_layers,
     head_size,
     load_causal_lm,
+    towers,
 )
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -111,7 +112,7 @@ class TrainingRank:
     def model_info(self) -> ModelInfo:
         policy = self.policy.engine.module
         assert isinstance(policy, PackedPolicy)
-        shape = policy.model.config
+        shape = policy.model.config.get_text_config()
         embeddings = {policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight}
         embedding = max(each.numel() for each in embeddings)
         return ModelInfo(
@@ -297,5 +298,5 @@ def _engine(
         module.fused = spec.fused_kernels != "none"
         if spec.device == "cuda":
             module.kept_bytes = max_kept_bytes(torch.cuda.mem_get_info()[1])
-    layers = decoder_layers(module)
+    layers = [*decoder_layers(module), *towers(module)]
     return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.conftest import ROOT
+from tests.support.multimodal import MULTIMODAL
+from tests.support.stateful import DENSE
 from verl.build.engines import check_engine_layers
 from verl.config.schema import Config, ModelConfig, RolloutConfig, TrainerConfig
 from verl.errors import ConfigError
@@ -51,6 +55,49 @@ def test_a_missing_torchvision_is_told_with_the_way_out(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"/whl/<CUDA>`"):
         check_layers("qwen3_5", "bfloat16", False)
     check_layers("qwen2", "bfloat16", True)
+
+
+def in_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What vLLM's CPU build does with a model, as in the documentation's table."""
+    needs: list[str] = []
+    monkeypatch.setattr(module, "find_spec", needs.append)  # returns None: not installed
+    torchvision = ""
+    for dtype in ("bfloat16", "float32"):
+        try:
+            check_layers(kind, dtype, True)
+        except ConfigError as error:
+            if "Triton" in str(error):
+                return "refused"
+            torchvision = "needs torchvision" if needs else torchvision
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    try:
+        check_layers(kind, "float32", True)
+        dtypes = ""
+    except ConfigError:
+        dtypes = "in bfloat16"
+    options = layer_options(kind, True, {})
+    without = {"enable_prefix_caching": "without prefix cache", "compilation_config": "without its own operators"}
+    return ", ".join(filter(None, [dtypes, *(without[name] for name in options), torchvision])) or "as any model"
+
+
+def test_the_documentation_tells_what_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    section = text.partition("### Layers with state, and multimodal models")[2].partition("\n## ")[0]
+    rows = [
+        re.findall(r"[^|]+", line) for line in section.splitlines() if line.startswith("| `") and "_type" not in line
+    ]
+    told = {kind: (cells[1].strip(), cells[2].strip()) for cells in rows for kind in re.findall("`(.+?)`", cells[0])}
+    assert told.keys() == {*DENSE, *MULTIMODAL}
+    assert {kind: words for kind, (words, _) in told.items()} == {kind: in_words(kind, monkeypatch) for kind in told}
+    compared = (ROOT / "tests" / "verl" / "rollout" / "test_vllm_state.py").read_text(encoding="utf-8")
+    assert {kind: yes for kind, (_, yes) in told.items()} == {
+        kind: "yes" if f'"{kind}"' in compared else "no" for kind in told
+    }
+
+
+def test_towers_are_not_loaded() -> None:
+    without = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    assert layer_options("gemma3", True, {}, multimodal=True) == layer_options("gemma3", False, {}, True) == without
 
 
 def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:

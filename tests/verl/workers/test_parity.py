@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conftest import ROOT
+from tests.support.multimodal import MULTIMODAL
 from tests.support.stateful import DENSE
 from tests.verl.batch.test_packing import random_samples
 from tests.verl.rollout.test_hf_engine import generate, trainer_logprobs
@@ -149,7 +150,7 @@ def test_the_transformers_engine_sees_the_same_windows(kind: str) -> None:
 def test_the_documentation_lists_what_is_verified() -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     table = text.partition("## Which models")[2].partition("\n\nAny other model")[0].partition("|---|---|")[2]
-    assert set(re.findall("`(.+?)`", table)) == {*SLIDING, *FULL, *DENSE}
+    assert set(re.findall("`(.+?)`", table)) == {*SLIDING, *FULL, *DENSE, *MULTIMODAL}
 
 
 def saved(config: PretrainedConfig, folder: Path) -> str:
@@ -207,7 +208,6 @@ def test_listed_architectures_pass_as_they_are_published(kind: str, tmp_path: Pa
         ("phi", {}, "differ by .* nats between a pack and its own forward"),  # its head has a bias
         ("opt", {}, r"it has dropout=0\.1"),
         ("jamba", {"num_experts": 1}, "JambaMambaMixer cannot continue the state of a prompt"),
-        ("gemma3", {}, "gemma3 is multimodal"),
         ("gpt2", {}, "GPT2Model is not supported"),
         ("mamba", {}, "failed on a pack"),
         ("t5", {}, r"failed on a pack \(ValueError: Unrecognized configuration class [^\n]*\)$"),
