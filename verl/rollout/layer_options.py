@@ -15,10 +15,10 @@ _DELTA_NETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qw
 _MAMBA2 = ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2")
 _SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 _NEED_TRITON = ("olmo_hybrid",)
-_IMPORT_TORCHVISION = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen2_5_vl", "qwen3_vl")
+_IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")  # and all multimodal models
 
 
-def check_layers(model_type: str, dtype: str, on_cpu: bool) -> None:
+def check_layers(model_type: str, dtype: str, on_cpu: bool, multimodal: bool = False) -> None:
     """Raises ConfigError for a model that vLLM cannot run on this device, in this dtype, or without a package.
 
     model_type: of config.json; dtype: of the engine
@@ -31,7 +31,7 @@ def check_layers(model_type: str, dtype: str, on_cpu: bool) -> None:
             f"{refused} in {dtype} on a CPU: its gated delta nets are computed in bfloat16 alone; set "
             "rollout.dtype=bfloat16, or rollout.name=hf"
         )
-    if model_type in _IMPORT_TORCHVISION and find_spec("torchvision") is None:
+    if (multimodal or model_type in _IMPORT_TORCHVISION) and find_spec("torchvision") is None:
         raise ConfigError(
             f"{refused} without the package torchvision, which its class imports also for text. Install the build that "
             "belongs to this torch: `pip install --no-deps torchvision --index-url "

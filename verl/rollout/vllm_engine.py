@@ -422,7 +422,7 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
             config = read_model_config(settings.model_path)
         except ConfigError as error:
             raise EngineError(f"vLLM did not start: {error}") from error
-        check_layers(config.model_type, settings.dtype, on_cpu)
+        check_layers(config.model_type, settings.dtype, on_cpu, is_multimodal(config))
         own = layer_options(config.model_type, on_cpu, settings.options, is_multimodal(config))
         try:
             arguments = AsyncEngineArgs(**{**engine_arguments(settings, on_cpu), **own})

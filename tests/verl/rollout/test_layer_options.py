@@ -48,23 +48,23 @@ def test_gated_delta_nets_are_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
         check_layers("olmo_hybrid", "bfloat16", True)
 
 
-def test_a_missing_torchvision_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torchvision_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install --no-deps torchvision --index-url .*/whl/cpu`"):
         check_layers("qwen3_5_text", "bfloat16", True)
     with pytest.raises(ConfigError, match=r"/whl/<CUDA>`"):
-        check_layers("qwen3_5", "bfloat16", False)
+        check_layers("gemma3", "bfloat16", False, multimodal=True)
     check_layers("qwen2", "bfloat16", True)
 
 
-def in_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def in_short(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What vLLM's CPU build does with a model, as in the documentation's table."""
     needs: list[str] = []
     monkeypatch.setattr(module, "find_spec", needs.append)  # returns None: not installed
     torchvision = ""
     for dtype in ("bfloat16", "float32"):
         try:
-            check_layers(kind, dtype, True)
+            check_layers(kind, dtype, True, kind in MULTIMODAL)
         except ConfigError as error:
             if "Triton" in str(error):
                 return "refused"
@@ -80,18 +80,19 @@ def in_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return ", ".join(filter(None, [dtypes, *(without[name] for name in options), torchvision])) or "as any model"
 
 
-def test_the_documentation_tells_what_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documentation_lists_what_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     section = text.partition("### Layers with state, and multimodal models")[2].partition("\n## ")[0]
-    rows = [
-        re.findall(r"[^|]+", line) for line in section.splitlines() if line.startswith("| `") and "_type" not in line
-    ]
-    told = {kind: (cells[1].strip(), cells[2].strip()) for cells in rows for kind in re.findall("`(.+?)`", cells[0])}
-    assert told.keys() == {*DENSE, *MULTIMODAL}
-    assert {kind: words for kind, (words, _) in told.items()} == {kind: in_words(kind, monkeypatch) for kind in told}
+    lines = [line for line in section.splitlines() if line.startswith("| `") and "model_type" not in line]
+    rows = [re.findall(r"[^|]+", line) for line in lines]
+    listed = {kind: (cells[1].strip(), cells[2].strip()) for cells in rows for kind in re.findall("`(.+?)`", cells[0])}
+    assert listed.keys() == {*DENSE, *MULTIMODAL}
+    assert {kind: limits for kind, (limits, _) in listed.items()} == {
+        kind: in_short(kind, monkeypatch) for kind in listed
+    }
     compared = (ROOT / "tests" / "verl" / "rollout" / "test_vllm_state.py").read_text(encoding="utf-8")
-    assert {kind: yes for kind, (_, yes) in told.items()} == {
-        kind: "yes" if f'"{kind}"' in compared else "no" for kind in told
+    assert {kind: yes for kind, (_, yes) in listed.items()} == {
+        kind: "yes" if f'"{kind}"' in compared else "no" for kind in listed
     }
 
 
