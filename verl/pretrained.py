@@ -120,6 +120,13 @@ def is_multimodal(config: PretrainedConfig) -> bool:
     return config.get_text_config() is not config
 
 
+def has_attention_alone(config: PretrainedConfig) -> bool:
+    """Whether no layer of it has a state; by the kinds of its layers, which other models do not list."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    return all(each.endswith("attention") and not each.startswith("linear") for each in kinds)
+
+
 def class_of(config: PretrainedConfig) -> Any:
     """transformers' class to load or build a model by: of a multimodal model the whole, whose names are its files'.
 
