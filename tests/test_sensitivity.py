@@ -33,7 +33,7 @@ def test_a_mistake_fits_the_source(mistake: Mistake) -> None:
 
 def test_names_are_distinct() -> None:
     names = [each.name for each in (*MISTAKES, *MUTANTS)]
-    assert len(set(names)) == len(names) == 45
+    assert len(set(names)) == len(names) == 48
 
 
 @pytest.mark.parametrize(("old", "count"), [("no such text", 0), ("def ", 3)])

@@ -17,13 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl.config.schema import LoraConfig
 from verl.errors import ConfigError, DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
-from verl.pretrained import check_files, read_model_config
+from verl.pretrained import check_files, class_of, read_model_config
 from verl.text import in_short
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's limits of an adapter's rank
@@ -34,6 +34,8 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 1 << 20  # bytes
 _PREFIX = "base_model.model."  # of the names in peft's files
 _EXPERTS = "experts"
+# peft adapts no such layer of these models: Mamba's kernels read its weight around the adapter.
+_UNADAPTED, _WITH_UNADAPTED = "out_proj", ("falcon_h1", "nemotron_h")
 # What an adapter may not have: vLLM or this trainer would ignore it.
 _UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
 
@@ -93,7 +95,7 @@ def check_targets(lora: Lora, model_path: str) -> None:
     """Raises ConfigError, as `add_adapter` does, before the model is loaded."""
     config = read_model_config(model_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = class_of(config).from_config(config, trust_remote_code=False)
     target_modules(model, lora)
 
 
@@ -103,8 +105,11 @@ def target_modules(model: PreTrainedModel, lora: Lora) -> list[str]:
     Raises ConfigError for a target that names none, with those that there are, and for experts.
     """
     head = model.get_output_embeddings()  # log-probs are computed from its weight alone
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    of_text = {*model.get_decoder().modules()} - {head}
+    linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each in of_text]
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == _EXPERTS]
+    if model.config.model_type in _WITH_UNADAPTED:
+        linear = [name for name in linear if name.rpartition(".")[2] != _UNADAPTED]
     there = sorted({name.rpartition(".")[2] for name in linear if f".{_EXPERTS}." not in name})
     chosen: list[str] = []
     for target in lora.targets:

@@ -6,7 +6,7 @@ become one error type, too. Code shipped with a model is never run: without trus
 prompt on the terminal.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
 
 from verl.errors import ConfigError, DataError
@@ -112,6 +114,36 @@ def _as_tuple(found: int | Sequence[int] | None) -> tuple[int, ...]:
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether it is the configuration of a language model with towers for pictures and the like."""
+    return config.get_text_config() is not config
+
+
+def has_attention_alone(config: PretrainedConfig) -> bool:
+    """Whether no layer of it has a state; by the kinds of its layers, which other models do not list."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    return all(each.endswith("attention") and not each.startswith("linear") for each in kinds)
+
+
+def class_of(config: PretrainedConfig) -> Any:
+    """transformers' class to load or build a model by: of a multimodal model the whole, whose names are its files'.
+
+    As a causal language model some of them would lose their towers without a word.
+    """
+    whole = is_multimodal(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if whole else AutoModelForCausalLM
+
+
+def language_weights(
+    model: PreTrainedModel, named: Iterable[tuple[str, nn.Parameter]]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of the named parameters that text passes: the decoder's and the output head's, not a tower's."""
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    own = {id(each) for part in parts for each in part.parameters()}
+    yield from ((name, each) for name, each in named if id(each) in own)
+
+
 def read_causal_lm(
     path: str, dtype: torch.dtype, key: str = "model.path", attention: str | None = None, empty: bool = False
 ) -> PreTrainedModel:
@@ -126,9 +158,10 @@ def read_causal_lm(
     logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
     try:
         with readable(path, key):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config = read_model_config(path, key)
+            loaded: Any = class_of(config).from_pretrained(
                 path,
-                config=read_model_config(path, key),
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 device_map="meta" if empty else None,
@@ -167,7 +200,7 @@ def check_weights(path: str, key: str = "model.path") -> None:
         there |= {*names}
     config = read_model_config(path, key)
     with readable(path, key), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = class_of(config).from_config(config, trust_remote_code=False)
     needed = {name for name, _ in model.named_parameters()}  # only the first of tied weights
     if files and there <= {name for name, _ in model.named_parameters(remove_duplicate=False)}:
         _refuse(path, key, _LACKS, sorted(needed - there))

@@ -1,4 +1,4 @@
-"""Thirty mutants of estimators, losses, packing and ToolRL's reward."""
+"""Thirty-three mutants of estimators, losses, packing, layers with state and ToolRL's reward."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def _of_batch(name: str, wrong: str, file: str, old: str, new: str) -> Mistake:
 
 def _of_reward(name: str, wrong: str, file: str, old: str, new: str) -> Mistake:
     return _mutant(f"tests/{_REWARDS}", name, wrong, file, old, new)
+
+
+def _of_state(name: str, wrong: str, old: str, new: str) -> Mistake:
+    return _mutant("tests/verl/workers/test_state.py", name, wrong, "verl/workers/state.py", old, new)
 
 
 MUTANTS = (
@@ -235,5 +239,23 @@ MUTANTS = (
         "verl/formats/toolrl_text.py",
         "start = text.rfind(header) if header else -1",
         "start = text.find(header) if header else -1",
+    ),
+    _of_state(
+        "border_ignored",
+        "A layer's state goes on from one sequence of a pack to the next.",
+        "(State(), None) if segment.prefix is None else ends[segment.prefix]",
+        "ends[-1] if ends else (State(), None)",
+    ),
+    _of_state(
+        "tail_ignored",
+        "A response's convolution does not see the end of its prompt.",
+        "self.conv_states[state_idx] = inputs[..., -conv_kernel_size:]",
+        "self.conv_states[state_idx] = inputs[..., :0]",
+    ),
+    _of_state(
+        "state_detached",
+        "A prompt gets no gradient through the state that its responses continue.",
+        "self.recurrent_states[state_idx] = recurrent_states",
+        "self.recurrent_states[state_idx] = recurrent_states.detach()",
     ),
 )

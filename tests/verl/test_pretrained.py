@@ -15,18 +15,28 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conftest import ROOT
 from tests.support.every import every
 from tests.support.hub import Hub
 from tests.support.service import free_port
+from tests.support.stateful import STATEFUL
 from tests.support.tiny import run_overrides, save_tiny_model
 from tests.support.until import until
+from tests.verl.workers.test_parity import tiny_config
 from verl.build.run import load_chat_template
 from verl.config.schema import ModelConfig
 from verl.errors import ConfigError
 from verl.host import hub
-from verl.pretrained import check_hub, check_weights, read_causal_lm, read_model_config, read_tokenizer
+from verl.pretrained import (
+    check_hub,
+    check_weights,
+    has_attention_alone,
+    read_causal_lm,
+    read_model_config,
+    read_tokenizer,
+)
 from verl.rollout.hf_engine import load_hf_engine
 from verl.trainer.main_ppo import main
 from verl.weight_files import WeightFiles
@@ -275,3 +285,18 @@ def test_a_folder_and_an_impossible_name_need_no_hub(tmp_path: Path, monkeypatch
         check_hub(name, "model.path")
     assert server.connections == 0
     server.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "alone"),
+    [
+        ("qwen2", {}, True),
+        ("gemma3_text", {}, True),
+        ("gemma3", {}, True),
+        ("llama", {}, True),
+        *((kind, settings, False) for kind, settings in STATEFUL.items()),
+        ("qwen3_5", {}, False),
+    ],
+)
+def test_layers_with_state_are_known_by_their_kinds(kind: str, settings: dict[str, Any], alone: bool) -> None:
+    assert has_attention_alone(tiny_config(kind, **settings) if settings else CONFIG_MAPPING[kind]()) is alone

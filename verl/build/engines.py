@@ -17,11 +17,12 @@ from verl.config.schema import Config, ModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.host.scratch import scratch_folder
 from verl.lora import lora_of
-from verl.pretrained import check_weights, read_model_config, read_tokenizer
+from verl.pretrained import check_weights, is_multimodal, read_model_config, read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.gpu_share import ALONE, ENGINE_CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
+from verl.rollout.layer_options import check_layers
 from verl.single_controller.group import WorkerContext
-from verl.single_controller.ray import RayGroup
+from verl.single_controller.ray import RayGroup, joins
 from verl.transfer.bucket import BUCKET_BYTES
 from verl.units import GIB
 from verl.workers.memory import ModelShape, cache_per_token
@@ -80,6 +81,15 @@ async def start_engine(
     )
 
 
+def check_engine_layers(config: Config) -> None:
+    """Raises ConfigError for a model that vLLM cannot run, before anything starts, if its engines will be on this
+    machine."""
+    if config.rollout.name == "vllm" and not joins(config.trainer.nnodes > 1):
+        assert config.model.path is not None
+        model, on_cpu = read_model_config(config.model.path), choose_device(config.trainer) == "cpu"
+        check_layers(model.model_type, engine_dtype(config), on_cpu, is_multimodal(model))
+
+
 def engine_dtype(config: Config) -> str:
     return config.model.compute_dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
@@ -96,7 +106,7 @@ def sequence_length(config: Config) -> int:
 def max_positions(config: ModelConfig) -> int | None:
     """max_position_embeddings of the model, if its config has it. Raises ConfigError if there is no model."""
     assert config.path is not None
-    limit: int | None = getattr(read_model_config(config.path), "max_position_embeddings", None)
+    limit: int | None = getattr(read_model_config(config.path).get_text_config(), "max_position_embeddings", None)
     return limit
 
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from verl.errors import ConfigError, EngineError
 from verl.lora import Lora, adapter_tensors, add_adapter
-from verl.pretrained import read_causal_lm
+from verl.pretrained import language_weights, read_causal_lm
 from verl.rollout.engine import Sampling, SingleEngine, each_of
 from verl.rollout.stopping import reach
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, all_names
@@ -139,7 +139,7 @@ class HFEngine(SingleEngine):
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """What a weight sync replaces: an adapter alone, if the model has one."""
         adapter = list(adapter_tensors(self._model))
-        yield from adapter or self._model.named_parameters(remove_duplicate=False)
+        yield from adapter or language_weights(self._model, self._model.named_parameters(remove_duplicate=False))
 
     async def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         if self._version is None:
@@ -156,7 +156,7 @@ class HFEngine(SingleEngine):
         self._written = tokens = [list[int]() for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
         reasons: list[FinishReason | None] = [None] * len(prompts)
-        cache, step_BL = DynamicCache(), ids_BL
+        cache, step_BL = DynamicCache(config=self._model.config), ids_BL
         while any(reason is None for reason in reasons) and not self._interrupted:
             positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -step_BL.shape[1] :]
             with torch.no_grad():

@@ -28,10 +28,11 @@ from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.host.packages import SET_UP
 from verl.host.scratch import variables
 from verl.lora import RANKS, Lora
-from verl.pretrained import read_tokenizer
+from verl.pretrained import is_multimodal, read_model_config, read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.engine_options import check_engine_options
 from verl.rollout.gpu_share import ALONE
+from verl.rollout.layer_options import check_layers, layer_options
 from verl.rollout.speculation import NGRAM, DraftCounter, until_stop
 from verl.rollout.vllm_extension import ADAPTER, WeightReceiver, is_alive
 from verl.single_controller.process_watch import StopWatch, end_of_child, oom_kills, statuses
@@ -56,6 +57,16 @@ LOG_TAIL = 15  # lines of vLLM's log quoted in an error
 _OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "attention_config")
 _GRAPH, _SPLITS = 512, 32  # vLLM's own: sequences of its largest CUDA graph, splits of a key sequence in it
 SOCKET_PATH, SOCKET_NAME = 107, len("/") + 36  # maximum length of a socket path; what vLLM appends to its folder
+
+# Parts of weight names that vLLM and transformers spell differently; vLLM's `load_weights` takes both.
+_SPELLINGS = {
+    ".mamba.mamba.": ".mamba.",  # Falcon-H1
+    ".short_conv.": ".conv.",  # LFM2
+    ".embeddings.": ".embed_tokens.",  # Nemotron-H
+    "language_model.model.": "model.language_model.",  # multimodal models
+    "language_model.lm_head.": "lm_head.",
+}
+_A = ".A"  # the end of Mamba2's `.A_log`
 
 _starting = threading.Lock()  # vLLM is configured by environment variables, which are process-wide
 
@@ -172,7 +183,8 @@ class VLLMEngine(SingleEngine):
         A failure after this check makes the engine unusable.
         """
         if self._settings.lora is None:
-            _compare(_known_names(layouts, self._weight_names), self._weight_names)
+            needed = set(map(_spelled, self._weight_names))
+            _compare(_known_names(layouts, needed), needed)
         if self._asleep:
             await self._unless_dead(self._llm.wake_up(["weights"]))
         async with self._all_or_nothing():
@@ -407,7 +419,13 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
         if on_cpu and settings.kv_cache_gib is None:
             raise ConfigError("rollout.kv_cache_gib is required for a CPU engine: the memory of its KV cache")
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(settings, on_cpu))
+            config = read_model_config(settings.model_path)
+        except ConfigError as error:
+            raise EngineError(f"vLLM did not start: {error}") from error
+        check_layers(config.model_type, settings.dtype, on_cpu, is_multimodal(config))
+        own = layer_options(config.model_type, on_cpu, settings.options, is_multimodal(config))
+        try:
+            arguments = AsyncEngineArgs(**{**engine_arguments(settings, on_cpu), **own})
             if not on_cpu and not is_eager(settings, on_cpu):
                 defaults = AsyncEngineArgs.get_batch_defaults(settings.tensor_parallel_size)[1]
                 _set_graphs(arguments, settings, defaults[UsageContext.LLM_CLASS])
@@ -563,10 +581,18 @@ def _compare(sent: Iterable[str], needed: Iterable[str]) -> None:
         raise EngineError(f"weight sync rejected, the old weights stay: {'; '.join(found)}")
 
 
+def _spelled(name: str) -> str:
+    """A weight's name in one spelling: vLLM's modules of layers with state have others than transformers'."""
+    for one, other in _SPELLINGS.items():
+        name = name.replace(one, other)
+    return f"{name}_log" if name.endswith(_A) else name
+
+
 def _known_names(layouts: Iterable[BucketLayout], known: set[str]) -> set[str]:
-    """The names of all weights. Of a tied weight those that vLLM's model knows, if any: Gemma has no head there."""
-    slices = (each for layout in layouts for each in layout.slices)
-    return {name for each in slices for name in (known.intersection(each.names) or each.names)}
+    """The names of all weights, spelled alike. Of a tied weight those that vLLM's model knows, if any: Gemma has no
+    head there."""
+    slices = ([*map(_spelled, each.names)] for layout in layouts for each in layout.slices)
+    return {name for names in slices for name in (known.intersection(names) or names)}
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

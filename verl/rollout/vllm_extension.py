@@ -59,7 +59,8 @@ class WeightReceiver:
 
     def refused_attention(self) -> list[str]:
         """What the attention backends of the model's layers do not compute, by their own account."""
-        layers = (each for each in self.model_runner.get_model().modules() if hasattr(each, "attn_backend"))
+        modules = self.model_runner.get_model().modules()
+        layers = (each for each in modules if isinstance(getattr(each, "attn_backend", None), type))  # a tower names it
         return sorted({reason for layer in layers for reason in refusals(layer)})
 
     def join_broadcast(self, host: str, port: int, first: int, size: int) -> None:

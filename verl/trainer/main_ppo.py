@@ -70,6 +70,7 @@ def train(config: Config, display: Display, only_preflight: bool) -> None:
 
 def _train(config: Config, display: Display, folder: Path, only_preflight: bool) -> None:
     """Everything heavy is imported here."""
+    from verl.build.engines import check_engine_layers
     from verl.build.env import with_tool_call_format
     from verl.build.ranks import check_device, sees_gpu, warn_of_slow_dtype
     from verl.build.run import load_chat_template, load_inputs, start_run
@@ -83,6 +84,7 @@ def _train(config: Config, display: Display, folder: Path, only_preflight: bool)
     display.phase("data")
     check_device(config.trainer)
     warn_of_slow_dtype(config)
+    check_engine_layers(config)
     config = with_tool_call_format(config, load_chat_template(config.model))
     inputs = load_inputs(config)
     for line in (*map(str, inputs.reports), *(inputs.online_eval.files() if inputs.online_eval else ())):

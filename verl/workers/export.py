@@ -27,6 +27,7 @@ _FILE_BYTES = 2 << 30
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
 _TEMPLATE_FILES = ["chat_template.jinja", "chat_template.json"]
+_PROCESSOR_FILES = ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 
 
 def export_hf(
@@ -154,7 +155,7 @@ def _write_beside(
             "weight_map": {name: each.name for each in files for name in each.sizes},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
-    _copy(source, ["generation_config.json"], folder)
+    _copy(source, ["generation_config.json", *_PROCESSOR_FILES], folder)
     _copy(tokenizer or source, [*_TOKENIZER_FILES, *_FURTHER_FILES, *_TEMPLATE_FILES], folder)
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or source)

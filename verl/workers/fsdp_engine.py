@@ -145,6 +145,7 @@ class FSDPEngine:
             ranks, if any of them cannot read them.
         shares_device: whether a rollout engine on the same device needs the memory that is offloaded or freed
         """
+        self.compute_dtype = compute_dtype
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         if all(parameter.dtype == compute_dtype for parameter in module.parameters()):
             precision = MixedPrecisionPolicy()

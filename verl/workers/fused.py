@@ -26,6 +26,7 @@ import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -249,14 +250,20 @@ def _joint(module: nn.Module, names: Sequence[str], hidden: Tensor) -> Sequence[
 
 
 def _rotary(kernel: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    rotated: tuple[Tensor, Tensor] = kernel(query, key, cos, sin)
-    return rotated
+    """Of the first part of each head, where cos and sin are narrower than it."""
+    width = cos.shape[-1]
+    query_part, key_part = kernel(query[..., :width], key[..., :width], cos, sin)
+    if width == query.shape[-1]:
+        return query_part, key_part
+    return torch.cat([query_part, query[..., width:]], dim=-1), torch.cat([key_part, key[..., width:]], dim=-1)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether the module is Llama's RMS norm: computed in float32, rounded, then weighted."""
+    """Whether the module is Llama's RMS norm: computed in float32, rounded, then weighted; of one input, no gate."""
     parameters, eps = dict(module.named_parameters()), getattr(module, "variance_epsilon", None)
     if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or eps is None:
+        return False
+    if len(signature(type(module).forward).parameters) != len(("self", "hidden_states")):
         return False
     hidden, weight = (each.bfloat16() for each in _random((3, 8), (8,)))
     wide = hidden.float()

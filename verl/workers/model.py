@@ -14,10 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.batch.packed import PackedBatch
 from verl.errors import ConfigError
 from verl.lora import base_tensors
-from verl.pretrained import read_causal_lm
+from verl.pretrained import is_multimodal, language_weights, read_causal_lm
 from verl.workers import attention
 from verl.workers.logprobs import token_logprobs
 from verl.workers.pre_norm import select_in_last_layer, selects_in_last_layer
+from verl.workers.state import separate_states
 
 
 class PolicyOutput(NamedTuple):
@@ -28,9 +29,22 @@ class PolicyOutput(NamedTuple):
 def load_causal_lm(
     path: str, dtype: torch.dtype = torch.float32, key: str = "model.path", empty: bool = False
 ) -> PreTrainedModel:
-    """A decoder-only model from a folder or a hub name, set up for packs. As `read_causal_lm`."""
+    """A decoder-only model from a folder or a hub name, set up for packs; towers for pictures are frozen.
+
+    As `read_causal_lm`.
+    """
     attention.register()
-    return read_causal_lm(path, dtype, key, attention.PACKED, empty)
+    model = read_causal_lm(path, dtype, key, attention.PACKED, empty)
+    trained = {each for _, each in language_weights(model, model.named_parameters())}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+    return model
+
+
+def set_up_for_packs(decoder: nn.Module) -> None:
+    """Raises ConfigError for a layer that cannot compute packs."""
+    separate_states(decoder)
+    select_in_last_layer(decoder)
 
 
 def hidden_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
@@ -57,7 +71,8 @@ class PackedPolicy(nn.Module):
     def __init__(self, model: PreTrainedModel, fused: bool = True, kept_bytes: int = 0) -> None:
         super().__init__()
         self.model = model
-        select_in_last_layer(model.get_decoder())
+        set_up_for_packs(model.get_decoder())
+        self.logit_divisor = logit_divisor(model.config.get_text_config())
         self.fused = fused
         self.kept_bytes = kept_bytes
 
@@ -65,7 +80,7 @@ class PackedPolicy(nn.Module):
         hidden_AE = hidden_states(self.model.get_decoder(), packed)
         head_VE = self.model.get_output_embeddings().weight
         fused = self.fused and hidden_AE.device.type != "cpu"
-        options = temperature, with_entropy, fused, self.kept_bytes
+        options = temperature * self.logit_divisor, with_entropy, fused, self.kept_bytes
         return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, *options))
 
 
@@ -75,8 +90,8 @@ class PackedCritic(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.decoder = model.get_decoder()
-        select_in_last_layer(self.decoder)
-        self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=model.dtype)
+        set_up_for_packs(self.decoder)
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=model.dtype)
         nn.init.zeros_(self.value_head.weight)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -92,6 +107,14 @@ def decoder_layers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
     return list(decoder.layers)
 
 
+def towers(module: PackedPolicy | PackedCritic) -> list[nn.Module]:
+    """Parts of a multimodal model that text does not pass: frozen, and sharded apart so that no pass gathers them."""
+    if isinstance(module, PackedCritic) or not is_multimodal(module.model.config):
+        return []
+    decoder = module.model.get_decoder()
+    return [each for each in module.model.base_model.children() if each is not decoder and [*each.parameters()]]
+
+
 def checkpoint_layers(module: PackedPolicy | PackedCritic, number: int) -> None:
     """Recompute the first layers in the backward instead of keeping their activations."""
     decoder: Any = module.model if isinstance(module, PackedPolicy) else module.decoder
@@ -101,14 +124,22 @@ def checkpoint_layers(module: PackedPolicy | PackedCritic, number: int) -> None:
         layer.gradient_checkpointing = False
 
 
+def logit_divisor(config: PretrainedConfig) -> float:
+    """What a model divides the logits of its head by, as a temperature does: Granite, Falcon-H1 and Cohere."""
+    factor = getattr(config, "lm_head_multiplier", 1.0) * getattr(config, "logit_scale", 1.0)
+    return float(getattr(config, "logits_scaling", 1.0) / factor)
+
+
 def head_size(config: PretrainedConfig) -> int:
     """Width of one attention head; all heads together may be wider or narrower than the hidden states."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def hf_named_parameters(policy: PackedPolicy) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name as in transformers and vLLM, parameter), aliases of tied weights included, without an adapter.
+    """(name as in transformers and vLLM, parameter) of what text passes, aliases of tied weights included, without an
+    adapter.
 
     Every alias is listed: an engine that does not receive a tied head silently keeps the stale one.
     """
-    yield from base_tensors(policy.model, policy.model.named_parameters(remove_duplicate=False))
+    named = policy.model.named_parameters(remove_duplicate=False)
+    yield from base_tensors(policy.model, language_weights(policy.model, named))

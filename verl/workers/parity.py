@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import Sample, batch_of, sample_from_completion
 from verl.errors import ConfigError
-from verl.pretrained import read_model_config
+from verl.pretrained import class_of, is_multimodal, read_model_config
 from verl.text import in_short
 from verl.types import Completion, FinishReason
 from verl.workers import attention
@@ -29,13 +29,14 @@ _SIZES = {
     "moe_intermediate_size": 16,
     "sliding_window": 4,  # this and the next: shorter than the prompt and the responses
     "attention_chunk_size": 4,
+    "mamba_chunk_size": 4,
+    "chunk_size": 4,
 }
+_DEPTHS = ("depth", "num_hidden_layers")  # of towers
 _TOLERANCE = 1e-3  # nats; float32 rounding accounts for 1e-5
 # Settings that transformers' models apply outside the attention function, with their neutral values.
 _NAMED = {
     "final_logit_softcapping": None,
-    "logits_scaling": 1.0,
-    "logit_scale": 1.0,
     "use_bidirectional_attention": False,
     "attention_chunk_size": None,
     "dropout": 0.0,
@@ -51,7 +52,7 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
     """
     config = read_model_config(path, key)
     refused = f"{key}: {next(iter(config.architectures or [type(config).__name__]))} cannot be trained"
-    _check_rope(config, longest, refused)
+    _check_rope(config.get_text_config(), longest, refused)
     try:
         gap = packing_gap(small_copy(config, **_SIZES))
     except ConfigError as error:
@@ -59,10 +60,11 @@ def check_packs(path: str, longest: int, key: str = "model.path") -> None:
     except Exception as error:  # unsupported architectures fail in many ways
         raise ConfigError(f"{refused}: a small copy of it failed on a pack ({in_short(error)})") from error
     if not gap <= _TOLERANCE:  # NaN included
-        named = [each for each, without in _NAMED.items() if getattr(config, each, without) != without]
+        text = config.get_text_config()
+        named = [each for each, without in _NAMED.items() if getattr(text, each, without) != without]
         raise ConfigError(
             f"{refused}: log-probs of a small copy differ by {gap:.2g} nats between a pack and its own forward"
-            f"{''.join(f'; it has {each}={getattr(config, each)}' for each in named)} (docs/training.md)"
+            f"{''.join(f'; it has {each}={getattr(text, each)}' for each in named)} (docs/training.md)"
         )
 
 
@@ -103,7 +105,7 @@ def packing_gap(config: PretrainedConfig) -> float:
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model for packs, with weights large enough to expose anything left out, biases and sinks included."""
     attention.register()
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED)
+    model: PreTrainedModel = class_of(config).from_config(config, attn_implementation=attention.PACKED)
     for parameter in model.float().parameters():
         parameter.data += torch.randn_like(parameter) / max(2.0, parameter.shape[-1] ** 0.5)
     return model
@@ -126,14 +128,18 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
     """The same architecture with few heads of the same size, and one layer of each kind in its per-layer settings.
 
     changes: new values of settings; those that the configuration does not have are ignored
-    Raises ConfigError for a multimodal model, whose configuration is nested.
+    A multimodal model's is nested; its towers keep one layer.
     """
-    if config.get_text_config() is not config:
-        raise ConfigError(f"{config.model_type} is multimodal, and only text models are supported")
+    if is_multimodal(config):
+        nested = {name: each for name, each in config.to_dict().items() if isinstance(each, dict)}
+        shallow = {name: {**each, **{size: 1 for size in _DEPTHS if size in each}} for name, each in nested.items()}
+        text = {"text_config": small_copy(config.get_text_config(), **changes).to_dict()}
+        return type(config).from_dict({**config.to_dict(), **shallow, **text})
     heads = min(2, config.num_attention_heads)
     grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
     sizes = {"hidden_size": heads * head_size(config), "intermediate_size": 64, "max_window_layers": 1}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1 if grouped else heads}
+    sizes |= _heads_with_state(config, sizes["hidden_size"])
     before, layers = config.to_dict(), config.num_hidden_layers
     by_layer = {name: each for name, each in before.items() if isinstance(each, list) and len(each) == layers}
     kinds = dict(zip(zip(*by_layer.values(), strict=True), range(layers), strict=False))
@@ -143,3 +149,14 @@ def small_copy(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
     named = {config.attribute_map.get(name, name): value for name, value in wanted.items()}
     known = {name: value for name, value in named.items() if before.get(name) is not None}
     return type(config).from_dict({**before, **known})
+
+
+def _heads_with_state(config: PretrainedConfig, hidden: int) -> dict[str, int]:
+    """A few heads of the same size in layers with state; Mamba2 has as many as fill its inner width."""
+    sizes = {"linear_num_heads": 2, "mamba_num_heads": 2, "n_groups": 1, "mamba_n_groups": 1}
+    if keys := getattr(config, "linear_num_key_heads", None):
+        sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": config.linear_num_value_heads // keys}
+    if size := getattr(config, "mamba_d_head", None):
+        width = 2 * size if getattr(config, "mamba_d_ssm", None) else config.mamba_expand * hidden
+        sizes |= {"mamba_d_ssm": width, "mamba_n_heads": width // size}
+    return sizes

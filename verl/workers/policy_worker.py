@@ -26,6 +26,8 @@ from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenS
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
 
+_DECAY = ".A_log"  # of the states of gated delta nets and Mamba2
+
 
 @dataclass(slots=True)
 class PolicyWorker:
@@ -94,7 +96,7 @@ class PolicyWorker:
 
     def connect(self, open_sender: OpenSender, dtype: torch.dtype, bucket_bytes: int) -> Sequence[BucketLayout]:
         """Prepare weight sync in `dtype`; returns its buckets. open_sender: None if the rank only takes part"""
-        self.layouts = plan(self._sent(), dtype, bucket_bytes)
+        self.layouts = _buckets(list(self._sent()), dtype, self.engine.compute_dtype, bucket_bytes)
         self.sender = None if open_sender is None else open_sender()
         return self.layouts
 
@@ -143,6 +145,18 @@ class PolicyWorker:
     def _policy(self) -> PackedPolicy:
         assert isinstance(self.engine.module, PackedPolicy)
         return self.engine.module
+
+
+def _buckets(
+    named: Sequence[tuple[str, Tensor]], dtype: torch.dtype, compute_dtype: torch.dtype, bucket_bytes: int
+) -> list[BucketLayout]:
+    """Buckets in the engine's dtype; those of decays, which it holds in float32, as exact as the trainer computes."""
+    decays = [(name, each) for name, each in named if name.endswith(_DECAY)]
+    if not decays or dtype.itemsize >= compute_dtype.itemsize:
+        return plan(named, dtype, bucket_bytes)
+    layouts = plan([(name, each) for name, each in named if not name.endswith(_DECAY)], dtype, bucket_bytes)
+    exact = plan(decays, compute_dtype, bucket_bytes)
+    return [*layouts, *(replace(each, number=len(layouts) + each.number) for each in exact)]
 
 
 class PackAdvantages:

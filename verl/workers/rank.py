@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig
 
 from verl.lora import Lora, add_adapter
+from verl.pretrained import language_weights
 from verl.single_controller.group import WorkerContext
 from verl.units import GIB
 from verl.weight_files import WeightFiles
@@ -33,6 +34,7 @@ from verl.workers.model import (
     decoder_layers,
     head_size,
     load_causal_lm,
+    towers,
 )
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
@@ -114,12 +116,13 @@ class TrainingRank:
     def model_info(self) -> ModelInfo:
         policy = self.policy.engine.module
         assert isinstance(policy, PackedPolicy)
-        shape = policy.model.config
+        shape = policy.model.config.get_text_config()
         embeddings = {policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight}
         embedding = max(each.numel() for each in embeddings)
+        of_text = {each for _, each in language_weights(policy.model, policy.model.named_parameters())}
         return ModelInfo(
             device=torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu",
-            parameters=sum(each.numel() for each in policy.parameters()) - embedding * len(embeddings),
+            parameters=sum(each.numel() for each in of_text) - embedding * len(embeddings),
             layers=shape.num_hidden_layers,
             attention_width=shape.num_attention_heads * head_size(shape),
             head_parameters=embedding,
@@ -308,5 +311,5 @@ def _engine(
         module.fused = spec.fused_kernels != "none"
         if spec.device == "cuda":
             module.kept_bytes = max_kept_bytes(torch.cuda.mem_get_info()[1])
-    layers = decoder_layers(module)
+    layers = [*decoder_layers(module), *towers(module)]
     return FSDPEngine(module, layers, mesh, optimizer, spec.compute_dtype, offload, spec.shares_device, weights)

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
 
 from toolrl.check.head_sizes import check_head_size
 from toolrl.commands import PLAN
@@ -33,7 +32,7 @@ from verl.data.lengths import PromptIds, fitting
 from verl.data.report import RowReport
 from verl.errors import ConfigError
 from verl.lora import Lora, add_adapter, lora_of
-from verl.pretrained import read_model_config
+from verl.pretrained import class_of, read_model_config
 from verl.rollout.gpu_share import CONTEXT_GIB, MANY_TOKENS, engine_share
 from verl.rollout.hf_engine import MAX_BATCH
 from verl.tracking.flops import DEVICES, FROZEN, TRAINING, DecoderShape, Device, find_device, find_memory, forward_flops
@@ -464,7 +463,7 @@ def read_shape(
     config = read_model_config(path, key)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = class_of(config).from_config(config)
             if lora is not None:
                 add_adapter(model, replace(lora, path=None))
             module = wrapper(model)

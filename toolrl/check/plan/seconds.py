@@ -20,7 +20,7 @@ from toolrl.check.plan.cost import Cost, PassCost, critic_pass, pack_of_groups, 
 from toolrl.check.plan.plan import Plan, decoder_of
 from verl.build.engines import engine_dtype
 from verl.errors import ConfigError
-from verl.pretrained import read_model_config
+from verl.pretrained import has_attention_alone, is_multimodal, read_model_config
 from verl.text import in_short
 from verl.tracking.flops import Device, forward_flops
 from verl.workers.memory import MASTER, ModelShape, RankSettings, cache_per_token
@@ -103,7 +103,8 @@ def scoring_traffic(shape: ModelShape, settings: RankSettings, packs: float) -> 
 
 
 def estimate_step(plan: Plan) -> dict[str, float]:
-    """`counted_seconds` of the configured models; {} where nothing is known: on CPU, in float32, on an unknown GPU.
+    """`counted_seconds` of the configured models; {} where nothing is known: on CPU, in float32, on an unknown GPU, for
+    layers with state and for multimodal models.
 
     Raises ConfigError for a model that computes with its data, which cannot be counted.
     """
@@ -116,6 +117,10 @@ def estimate_step(plan: Plan) -> dict[str, float]:
         critic = read_model_config(config.critic.path or config.model.path, "critic.path")
     if plan.teacher and config.teacher.path is not None:
         teacher = read_model_config(config.teacher.path, "teacher.path")
+    if not all(
+        has_attention_alone(each) and not is_multimodal(each) for each in (policy, critic, teacher) if each is not None
+    ):
+        return {}
     try:
         return counted_seconds(plan, policy, critic, teacher)
     except RuntimeError as error:  # torch: no data to read

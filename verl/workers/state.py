@@ -1,0 +1,129 @@
+"""Layers with state over packs: gated delta nets, Mamba2, short convolutions.
+
+transformers computes such a layer over one row from its first token to its last, so a pack would carry the state of a
+sequence into the next one. Here each segment is a call of the layer's own code that begins with the state in which its
+prefix ended, or with none. A prompt's state is computed once; every response continues it, and autograd sums what they
+send back.
+
+The state is what transformers would keep in its cache: the last inputs of the convolution (its tail) and the recurrent
+matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from inspect import signature, unwrap
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from verl.batch.packed import Segment
+from verl.errors import ConfigError
+
+_CACHES = ("cache_params", "past_key_values")  # names of the cache among a layer's arguments
+_WRITES_TAIL = "update_conv_state"  # the method of the cache that such layers call, and no other
+# Scans of transformers that begin without a state whenever they compute several tokens: Mamba's, unlike Mamba2's.
+_FORGETS = "mamba_selective_scan"
+
+
+class State:
+    """The cache of one layer over one segment, by the protocol of transformers' own, which copies in place.
+
+    Here every update is a new tensor, so the state before a segment can be continued by any number of others.
+    """
+
+    def __init__(self, before: State | None = None) -> None:
+        self.conv_states: dict[int, Tensor] = {} if before is None else dict(before.conv_states)
+        self.recurrent_states: dict[int, Tensor] = {} if before is None else dict(before.recurrent_states)
+
+    @property
+    def layers(self) -> Self:
+        return self
+
+    def __getitem__(self, layer: int) -> Self:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.conv_states)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """[1, C, T] the inputs of the convolution -> those with the tail before them."""
+        tail = self.conv_states.get(state_idx)
+        inputs = conv_states if tail is None else torch.cat([tail, conv_states], dim=-1)
+        self.conv_states[state_idx] = inputs[..., -conv_kernel_size:]
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class BySegments:
+    """The forward of a layer with state: the layer's own, segment by segment.
+
+    segments: of the pack; None: one sequence, computed as transformers does
+    """
+
+    def __init__(self, module: nn.Module, cache: str) -> None:
+        self.module, self.cache = module, cache
+        self.segments: Sequence[Segment] | None = None
+
+    def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        own = partial(type(self.module).forward, self.module)
+        if self.segments is None:
+            whole: Tensor = own(hidden_states, **options)
+            return whole
+        parts = hidden_states.split([segment.end - segment.start for segment in self.segments], dim=1)
+        ends: list[tuple[State, Tensor | None]] = []  # of each segment: a state, and tokens that it has not seen yet
+        outputs = []
+        for part, segment in zip(parts, self.segments, strict=True):
+            before, unseen = (State(), None) if segment.prefix is None else ends[segment.prefix]
+            state, tokens = State(before), part if unseen is None else torch.cat([unseen, part], dim=1)
+            if tokens.shape[1] == 1 and before.has_previous_state():
+                # A single token would be decoded, in place, which has no gradient: it is followed by a copy of itself,
+                # and whatever continues it begins before it.
+                output = own(tokens.repeat(1, 2, 1), **{**options, self.cache: state})[:, :1]
+                ends.append((before, tokens))
+            else:
+                output = own(tokens, **{**options, self.cache: state})
+                ends.append((state, None))
+            outputs.append(output[:, -part.shape[1] :])
+        return torch.cat(outputs, dim=1)
+
+
+def separate_states(decoder: nn.Module) -> None:
+    """Let the layers with state of a decoder compute packs. They stay as they are for single sequences.
+
+    Raises ConfigError for a layer that cannot continue a state.
+    """
+    for layer in getattr(decoder, "layers", []):
+        found = {module: cache for module in layer.modules() if (cache := _cache_of(module))}
+        for module, cache in found.items():
+            module.forward = BySegments(module, cache)
+        if found:
+            layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
+
+
+def _cache_of(module: nn.Module) -> str | None:
+    """The argument with the cache, if the module is a layer with state that is not set up for packs yet."""
+    forward = unwrap(type(module).forward)
+    names = getattr(forward, "__code__", None) and forward.__code__.co_names
+    if not names or _WRITES_TAIL not in names or isinstance(module.forward, BySegments):
+        return None
+    if _FORGETS in names:
+        raise ConfigError(
+            f"{type(module).__name__} cannot continue the state of a prompt: its scan of several tokens "
+            "begins without one"
+        )
+    return next(name for name in _CACHES if name in signature(forward).parameters)
+
+
+def _hand_over(layer: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Some decoder layers do not pass the segments on. Activations that are computed again call this again, too."""
+    for module in layer.modules():
+        if isinstance(module.forward, BySegments):
+            module.forward.segments = options.get("segments")
