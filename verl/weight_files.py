@@ -239,10 +239,14 @@ def _weight_files(path: str) -> list[str]:
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Buffers that are not stored, such as frequencies of rotary embeddings, as transformers computes them."""
+    """Buffers that are not stored, such as frequencies of rotary embeddings, as transformers computes them.
+
+    A module may compute those of modules in it, so that all are initialized once more: on the meta device, without
+    values for weights.
+    """
     module: Any
     for module in model.modules():
+        module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set:
             module._buffers[name] = torch.empty_like(module.get_buffer(name), device="cpu")
-            module._is_hf_initialized = False
     model.initialize_weights()
