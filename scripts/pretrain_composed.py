@@ -71,9 +71,7 @@ def main() -> None:
             shares = exact_shares(model, tokenizer, Source(Random(1), held_out=True, new_tools=True), 256)
             shown = " ".join(f"{family} {share:.2f}" for family, share in shares.items())
             print(f"{step + 1} {time.monotonic() - begin:.0f} s loss {response_loss:.3f} exact {shown}", flush=True)
-    model.config.dtype = torch.bfloat16
-    weights = {name: each.to(torch.bfloat16) for name, each in model.state_dict().items()}
-    model.save_pretrained(args.out, state_dict=weights)
+    model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 
 

@@ -19,22 +19,22 @@ from verl.formats.toolrl_text import render_response
 
 RATES: Mapping[str, float] = {
     # of values, by the group of the parameter
-    "name": 0.3,
-    "code": 0.3,
-    "count": 0.5,
-    "date": 0.5,
-    "time": 0.5,
-    "duration": 0.5,
-    "choice": 0.5,
-    "flag": 0.5,
+    "name": 0.4,
+    "code": 0.5,
+    "count": 0.7,
+    "date": 0.7,
+    "time": 0.7,
+    "duration": 0.7,
+    "choice": 0.7,
+    "flag": 0.7,
     # of calls
-    "first only": 0.6,  # of several calls
-    "plain name": 0.6,  # of a masked tool
-    "another tool": 0.15,
-    "reference": 0.5,  # the user's terms for a stated value
+    "first only": 0.7,  # of several calls
+    "plain name": 0.7,  # of a masked tool
+    "another tool": 0.25,
+    "reference": 0.7,  # the user's terms for a stated value
     # instead of a response
-    "call none": 0.4,
-    "invent": 0.4,
+    "call none": 0.7,
+    "invent": 0.7,
 }
 _SPREAD = 0.25
 _OWN = {verb: 2 * place / (len(VERBS) - 1) - 1 for place, verb in enumerate(VERBS)}  # in [-1, 1]

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from scripts.composed import mistakes, rows, tokenizer
@@ -23,8 +24,10 @@ from scripts.composed.slots import SLOTS, Values
 from scripts.composed.tasks import FAMILIES, Source
 from scripts.mini.tokenizer import chat_text
 from tests.support.tiny import save_untrained
+from verl.config.load import load_config
 from verl.data.tasks import to_task
 from verl.formats.toolrl_text import parse_gold
+from verl.pretrained import read_tokenizer
 from verl.utils.reward_score.rlla import RllaOptions, score_response
 
 
@@ -142,6 +145,19 @@ def test_no_prompt_occurs_twice_and_the_files_follow_the_seed(built) -> None:
     assert len({json.dumps(row["prompt"]) for row in everything}) == len(everything) == 7600
     assert Counter(len(each) for each in built.values()) == Counter([200, 200, 2400, 4800])
     assert rows.build(0)["test"] == built["test"] != rows.build(1)["test"]
+
+
+@pytest.mark.parametrize("name", ["train", "test", "test_new_tools"])
+def test_the_embedded_files_are_these_tasks_and_their_rows_fit_the_recipe(built, name: str) -> None:
+    config = load_config(["recipe=composed_grpo"])
+    files = [*config.data.train_files, *config.data.val_files]
+    (file,) = (each for each in files if Path(each).stem == name)
+    stored = parquet.read_table(file).to_pylist()
+    assert stored == json.loads(json.dumps(built[name]))
+    tokens = read_tokenizer(config.model.path)
+    for row in stored:
+        assert len(tokens(chat_text(row, with_response=False)).input_ids) <= config.data.max_prompt_length
+        assert len(tokens(row["reward_model"]["ground_truth"]).input_ids) < config.data.max_response_length
 
 
 def test_a_value_has_the_same_tokens_in_the_request_and_in_the_call(built) -> None:

@@ -49,4 +49,6 @@ def test_recipes_and_settings_of_every_command_take_the_name(tmp_path: Path, mon
     assert [Path(each) for each in files] == [MINI / f"{name}.parquet" for name in ("train", "test", "test_new_tools")]
     plain = load_config(["model.path=embedded:model", "data.val_files=[embedded:test.parquet]"], GENERATE)
     assert plain.data.val_files == [str(MINI / "test.parquet")]
+    composed = load_config(["recipe=composed_grpo"])
+    assert composed.data.train_files == [str(MINI / "composed" / "train.parquet")]
     assert load_config(["recipe=mini_grpo"], PROBE).data.train_files == [str(MINI / "train.parquet")]
