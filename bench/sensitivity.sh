@@ -3,7 +3,7 @@
 #
 #   bash bench/sensitivity.sh [NAME ..]       mistakes; default: all that can be tried
 #
-# A run takes some three minutes on two idle cores, a mistake with its right trainer ten of them. Finished runs are kept,
+# A run takes some two minutes on two idle cores, a mistake with its right trainer ten of them. Finished runs are kept,
 # so that a second call continues. Settings, all optional:
 #   SEEDS (5)                     seeds per mistake
 #   OUT (outputs/sensitivity)     folder of the runs

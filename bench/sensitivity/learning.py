@@ -35,7 +35,7 @@ RIGHT = "right"
 SIGNIFICANT = 0.01
 SEEDS = 5
 _PLAIN = "plain"
-_BASE = ("recipe=mini_grpo", "trainer.total_training_steps=24", "trainer.test_freq=4", "trainer.save_freq=0")
+_BASE = ("recipe=composed_grpo", "trainer.total_training_steps=24", "trainer.test_freq=4", "trainer.save_freq=0")
 CONDITIONS: Mapping[str, tuple[str, ...]] = {
     _PLAIN: _BASE,
     "two ranks": (*_BASE, "trainer.n_gpus_per_node=2"),
