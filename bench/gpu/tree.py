@@ -21,7 +21,7 @@ from verl.host.files import replacing
 
 SUMS = "SUMS"
 MIB = 2**20
-REPOSITORY_MIB = 14
+REPOSITORY_MIB = 18
 _LINE = re.compile(r"(?P<sum>[0-9a-f]{64}) [ *](?P<name>[\w-]+)\.tar\.xz")
 
 

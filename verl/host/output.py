@@ -89,7 +89,7 @@ class Output(_Checked):
         return Path("standard output")
 
 
-class _Messages(_Checked):
+class Messages(_Checked):
     """Standard error. A message that cannot be written there has no other place; the exit code remains."""
 
     @contextmanager
@@ -110,7 +110,7 @@ def checked_streams() -> Iterator[None]:
     sys.stderr = sys.stderr or _closed(2, os.O_WRONLY)
     before = sys.stdout, sys.stderr
     output = Output(sys.stdout)
-    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, _Messages(sys.stderr))
+    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, Messages(sys.stderr))
     try:
         with _interruptible():
             try:

@@ -164,8 +164,13 @@ def _handled(numbers: list[signal.Signals], handler: Callable[[int, FrameType | 
 def _announced(announce: Callable[[int], None], number: int) -> None:
     """If the terminal or the reader of the output is gone, redirect output to /dev/null: later writes do not fail."""
     try:
-        announce(number)
-        sys.stdout.flush()
+        try:
+            announce(number)
+            sys.stdout.flush()
+        except RuntimeError as error:  # a signal in the middle of a print, which then writes both texts
+            if "reentrant" not in str(error):
+                raise
+            os.write(1, b"")  # fails if the terminal is gone, too
     except (OSError, Ended) as error:
         if isinstance(error, Ended) and error.number != signal.SIGPIPE:  # a second signal
             raise
@@ -173,6 +178,3 @@ def _announced(announce: Callable[[int], None], number: int) -> None:
         for stream in (1, 2):
             os.dup2(nowhere, stream)
         os.close(nowhere)
-    except RuntimeError as error:  # a signal in the middle of a print, which then writes both texts
-        if "reentrant" not in str(error):
-            raise

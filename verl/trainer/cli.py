@@ -28,7 +28,7 @@ from verl.data.first_bytes import check_ends
 from verl.errors import ConfigError, DataError, VerlError
 from verl.host.arguments import read_arguments, unknown_option
 from verl.host.exits import exit_code_of
-from verl.host.output import Output
+from verl.host.output import Messages, Output
 from verl.host.packages import SET_UP, missing_package, script
 from verl.host.signals import Ended, ending_on_signals
 from verl.host.signals import exit_code as signal_code
@@ -113,8 +113,7 @@ def run_cli(
             with suppress(DataError):  # output.error from now on
                 _print_failure(console, error)
         if output.error is not None:
-            with suppress(OSError):  # the same disk
-                _print_failure(Console(stderr=True, highlight=False), error)
+            _print_failure(Console(file=cast(TextIO, Messages(sys.stderr)), stderr=True, highlight=False), error)
         return exit_code_of(error)
     except KeyboardInterrupt as error:
         number, note = (error.number, error.note) if isinstance(error, Ended) else (int(signal.SIGINT), "")
