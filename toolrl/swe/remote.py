@@ -312,7 +312,8 @@ class RemoteRuntime(FilesByPrograms):
                 body = wire.SessionRequest(session=session, startup_timeout=10.0)
                 await self._ask("create_session", body.model_dump(), SLACK_S)
             if not self._lease:
-                enter = wire.ActionRequest(command=f"cd {TESTBED}", session=session, timeout=SLACK_S, check="ignore")
+                command = f"export TERM=dumb PAGER=cat GIT_PAGER=cat; cd {TESTBED}"  # else git may wait for a key
+                enter = wire.ActionRequest(command=command, session=session, timeout=SLACK_S, check="ignore")
                 await self._ask("run_in_session", enter.model_dump(), SLACK_S)
 
     def _need_lease(self, what: str) -> None:

@@ -139,8 +139,9 @@ def test_the_base_of_a_patch_is_what_the_image_holds(docker: Docker) -> None:
 
 
 @pytest.mark.long
-def test_the_history_of_an_image_is_replaced(docker: Docker) -> None:
+def test_the_history_of_an_image_is_replaced(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the fix on a branch, in a stash and in a repository inside; a patch cannot take it from there."""
+    monkeypatch.delenv("TERM", raising=False)  # on such a terminal, git's pager waits for a key
     task = docker.task()
     image = docker.folder / "images" / "calc" / "testbed"
     shutil.rmtree(image)
