@@ -97,7 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with asyncio.Runner() as runner:
 
         async def make() -> SweFactory:
-            return SweFactory(command_timeout_s=200.0)  # of a busy machine
+            return SweFactory(command_timeout_s=20.0)  # one command waits for it
 
         factory = runner.run(make())
         yield Place(runner, factory, environment, row_of(folder, environment))
