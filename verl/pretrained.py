@@ -6,6 +6,7 @@ become one error type, too. Code shipped with a model is never run: without trus
 prompt on the terminal.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,13 +28,15 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import logging as transformers_logging
 
 from verl.errors import ConfigError, DataError
 from verl.host import untrusted_files
 from verl.host.hub import HubDownError, ask_hub
 from verl.text import in_short
 
+log = logging.getLogger(__name__)
 hub_logging.disable_propagation()  # it has a handler of its own: the program's would print every line again
 _SHOWN = 3  # names listed in an error
 _LACKS = "lacks weights"
@@ -152,10 +155,10 @@ def read_causal_lm(
     key: of `path` in the configuration; attention: transformers' attn_implementation
     empty: on the meta device; names and shapes of weights are checked then, their values are not read
     Raises ConfigError if there is no model, weights are missing, surplus, of other shapes or not finite, and for a
-    pickle that would run code.
+    pickle that would run code. Weights of a part that the model does not have, as a reward model's head, are a warning.
     """
-    quiet = logging.get_verbosity()
-    logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
+    quiet = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
     try:
         with readable(path, key):
             config = read_model_config(path, key)
@@ -170,13 +173,17 @@ def read_causal_lm(
                 trust_remote_code=False,
             )
     finally:
-        logging.set_verbosity(quiet)
+        transformers_logging.set_verbosity(quiet)
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in info["mismatched_keys"]]
     odd = [] if empty else [name for name, weight in model.named_parameters() if not is_finite(weight)]
     _refuse(path, key, _LACKS, sorted(info["missing_keys"]))
-    _refuse(path, key, "has weights that its config.json has no place for", sorted(info["unexpected_keys"]))
+    children = {name for name, _ in model.named_children()}
+    within = {name for name in info["unexpected_keys"] if name.partition(".")[0] in children}
+    _refuse(path, key, "has weights that its config.json has no place for", sorted(within))
+    if beside := sorted(info["unexpected_keys"] - within):  # a reward model's score, or what predicts further tokens
+        log.warning("%s: weights of %r that are not used: %s", key, path, _shown(beside))
     _refuse(path, key, "has weights whose shapes differ from its config.json", sorted(shapes))
     refuse_odd(path, key, odd)
     return model
@@ -213,9 +220,12 @@ def refuse_odd(path: str, key: str, names: Sequence[str]) -> None:
 
 def _refuse(path: str, key: str, problem: str, names: Sequence[str]) -> None:
     if names:
-        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        shown = ", ".join(names[:_SHOWN]) + rest
-        raise ConfigError(f"{key}: the model in {path!r} {problem}: {shown}. Copy or export it again")
+        raise ConfigError(f"{key}: the model in {path!r} {problem}: {_shown(names)}. Copy or export it again")
+
+
+def _shown(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
 
 
 def is_finite(weight: Tensor) -> bool:

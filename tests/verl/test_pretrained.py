@@ -300,3 +300,19 @@ def test_a_folder_and_an_impossible_name_need_no_hub(tmp_path: Path, monkeypatch
 )
 def test_layers_with_state_are_known_by_their_kinds(kind: str, settings: dict[str, Any], alone: bool) -> None:
     assert has_attention_alone(tiny_config(kind, **settings) if settings else CONFIG_MAPPING[kind]()) is alone
+
+
+@pytest.mark.parametrize("name", ["score.weight", "v_head.summary.bias", "mtp.layers.0.norm.weight"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_part_beside_the_model_is_named_and_not_used(
+    name: str, empty: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the files of reward models, of TRL's models with a value head, and of models that predict more tokens."""
+    save_tiny_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(4)}, file, {"format": "pt"})
+    model = read_causal_lm(str(tmp_path), torch.float32, "critic.path", empty=empty)
+    assert name not in model.state_dict()
+    assert caplog.messages == [f"critic.path: weights of {str(tmp_path)!r} that are not used: {name}"]
+    if empty:
+        WeightFiles(str(tmp_path), model)
