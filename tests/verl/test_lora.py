@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.every import every
+from tests.support.service import free_port
 from tests.support.tiny import MINI, save_untrained
 from tests.support.weight_sync import sync
 from tests.verl.batch.test_packing import random_samples
@@ -452,9 +452,7 @@ def test_two_ranks_with_kernels_train_the_adapter_of_one_without(model_path: Pat
 @pytest.fixture
 def context() -> Iterator[WorkerContext]:
     """Of a rank that makes its own process group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     yield WorkerContext(0, 1, port=port)
     gc.collect()
     dist.destroy_process_group()

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from verl.batch.samples import Sample
 from verl.build.env import build_episode_runner, with_tool_call_format
 from verl.build.ranks import DTYPES, check_device, choose_device, fused_kernels, optimizer_settings, warn_of_slow_dtype
 from verl.build.run import closing_run, load_chat_template
@@ -31,7 +30,7 @@ from verl.errors import ConfigError
 from verl.formats.plain import PLAIN
 from verl.lora import check_targets, lora_of
 from verl.sft.demonstrations import Demonstration, read_demonstrations, sft_samples
-from verl.sft.objectives import DPO, Likelihood, Pair
+from verl.sft.objectives import DPO, Likelihood
 from verl.sft.pairs import pair_samples, read_preferences
 from verl.sft.run import COMMAND, SFTRun, SFTSettings
 from verl.single_controller.group import WorkerView
@@ -60,9 +59,8 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
     observations = None if runner is None else runner.observations
     check_turns(observations or ObservationTokenizer(chat, PLAIN, 0))
     of_pairs = config.sft.loss == "dpo"
-    load = _load_pairs if of_pairs else _load
-    train, demonstrations = load(config, config.data.train_files, chat, observations, console)
-    val, _ = load(config, config.data.val_files, chat, observations, console)
+    train, demonstrations = _load(config, config.data.train_files, chat, observations, console)
+    val, _ = _load(config, config.data.val_files, chat, observations, console)
     train_tasks = TrainTasks.of(tasks_of(demonstrations), TrainTasks.read(config.model.path))
     store = CheckpointStore(folder / "checkpoints", trainer.keep_last, trainer.keep_best)
     resumable = resume_config(config, SFT)
@@ -140,34 +138,24 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
 
 def _load(
     config: Config, files: list[str], chat: ChatTemplate, observations: ObservationTokenizer | None, console: Console
-) -> tuple[list[Sample], list[Demonstration]]:
-    """(samples of all files, with consecutive group numbers; the demonstrations they come from)."""
-    samples: list[Sample] = []
+) -> tuple[list[Any], list[Demonstration]]:
+    """(samples, or pairs, of all files, with consecutive group numbers; the demonstrations, or chosen responses)."""
+    examples: list[Any] = []
     demonstrations: list[Demonstration] = []
-    max_length, max_bad_share = _longest(config), config.data.max_bad_share
+    max_bad_share = config.data.max_bad_share
     for source in files:
         report = RowReport(source)
-        found = read_demonstrations(source, max_bad_share, report, config.data)
-        samples += sft_samples(found, chat, max_length, max_bad_share, report, len(demonstrations), observations)
-        demonstrations += found
+        how = (chat, _longest(config), max_bad_share, report, len(demonstrations), observations)
+        if config.sft.loss == "dpo":
+            preferences = read_preferences(source, max_bad_share, report, config.data)
+            examples += pair_samples(preferences, *how)
+            demonstrations += [each.chosen for each in preferences]
+        else:
+            found = read_demonstrations(source, max_bad_share, report, config.data)
+            examples += sft_samples(found, *how)
+            demonstrations += found
         console.print(str(report), markup=False, soft_wrap=True)
-    return samples, demonstrations
-
-
-def _load_pairs(
-    config: Config, files: list[str], chat: ChatTemplate, observations: ObservationTokenizer | None, console: Console
-) -> tuple[list[Pair], list[Demonstration]]:
-    """(pairs of all files, with consecutive group numbers; the chosen responses of all that were read)."""
-    pairs: list[Pair] = []
-    chosen: list[Demonstration] = []
-    max_length, max_bad_share = _longest(config), config.data.max_bad_share
-    for source in files:
-        report = RowReport(source)
-        found = read_preferences(source, max_bad_share, report, config.data)
-        pairs += pair_samples(found, chat, max_length, max_bad_share, report, len(chosen), observations)
-        chosen += [each.chosen for each in found]
-        console.print(str(report), markup=False, soft_wrap=True)
-    return pairs, chosen
+    return examples, demonstrations
 
 
 def _longest(config: Config) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.support.every import every
 from tests.support.metric_names import known
+from tests.support.service import free_port
 from tests.verl.batch.test_packing import tiny_model
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.algorithms.dpo import preferences
@@ -225,9 +225,7 @@ def run(model: Path, pairs: Sequence[Pair], out: Path, steps: int) -> list[dict[
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     optimizer = OptimizerSettings(lr=2e-3, weight_decay=0.0)
     rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer), WorkerContext(0, 1, port=port))
     made = SFTRun(

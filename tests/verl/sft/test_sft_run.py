@@ -6,7 +6,6 @@ import gc
 import io
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import Gemma2Config
 
 from tests.support.every import every
+from tests.support.service import free_port
 from tests.support.tiny import MINI
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.batch.samples import Sample
@@ -69,9 +69,7 @@ def run(
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     optimizer = OptimizerSettings(lr=1e-2, weight_decay=0.0, schedule="cosine", total_steps=8, min_lr_ratio=0.1)
     rank = build_rank(RankSpec(str(model), torch.float32, 1.0, optimizer, lora), WorkerContext(0, 1, port=port))
     workers = LocalGroup(rank)
