@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
 
     def run(args: CliArgs, console: Console) -> int:
         with TemporaryDirectory(prefix="toolrl-chat-") as folder:
-            config = _of_run(args.config, runs, Path(folder)) if runs else args.config
+            config = _of_run(args.config, runs, Path(folder))
             if options:
                 config = replace(config, env=replace(config.env, tools=[*config.env.tools, *options]))
             check_model(config.model)
@@ -181,9 +181,12 @@ def _of_run(config: Config, runs: Sequence[str], folder: Path) -> Config:
     from toolrl.serve.openai_server.served_model import find_model, trained_format
     from toolrl.serve.openai_server.serving_files import base_template
 
-    if len(runs) > 1 or config.model.path is not None:
-        raise ConfigError(f"one model at a time, got {', '.join([*runs, *filter(None, [config.model.path])])}")
-    model = find_model(runs[0])
+    named = [*runs, *filter(None, [config.model.path])]
+    if len(named) > 1:
+        raise ConfigError(f"one model at a time, got {', '.join(named)}")
+    if not named or not (runs or Path(named[0]).is_dir()):  # none, or the hub's
+        return config
+    model = find_model(named[0])
     config = replace(config, model=replace(config.model, path=str(model.folder)))
     if config.env.tool_call_format is not None or not model.settings:
         return config

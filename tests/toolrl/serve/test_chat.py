@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,13 +65,15 @@ def run_with(run: Any, argv: Sequence[str], shown: io.StringIO) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", ["{run}", "model={run}", "model.path={run}/checkpoints/{latest}/hf"])
 def test_the_tools_run_and_all_turns_are_in_the_format_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(TOOL)
     run = make_run(tmp_path / "run")
+    latest = json.loads((run / "checkpoints" / "latest.json").read_text())["folder"]
     shown, (first, second, third) = talk(
-        [str(run), "--tools", f"{tmp_path / 'mine.py'}:get_rain,calculator"],
+        [model.format(run=run, latest=latest), "--tools", f"{tmp_path / 'mine.py'}:get_rain,calculator"],
         "Be short.\nRain in Kala?\nAnd now?\n\n",
         [CALL, "<response> 7. </response>", "<response> Bye. </response>"],
         monkeypatch,
