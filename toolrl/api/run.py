@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Run:
 
         rows = self.metrics
         known = {name: None for row in rows for name in row}
-        validation = [name for name in known if name.startswith("val/") and name.endswith("/total")]
+        validation = [name for name in known if re.fullmatch("val/[^/]+/total", name)]
         return plot(rows, names or [name for name in (*_SHOWN, *validation) if name in known])
 
     def serve(self, port: int | None = None) -> Server:

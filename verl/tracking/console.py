@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -179,7 +179,7 @@ def highlights(metrics: Mapping[str, float]) -> dict[str, str]:
         shown["reward"] = f"{metrics['reward/total']:.3f}" + (f" ({parts})" if parts else "")
     elif "actor/loss" in metrics:
         shown["loss"] = f"{metrics['actor/loss']:.4f}"
-    totals = [(name[4:-6], value) for name, value in metrics.items() if re.fullmatch("val/.+/total", name)]
+    totals = [(name[4:-6], value) for name, value in metrics.items() if re.fullmatch("val/[^/]+/total", name)]
     if totals:
         shown["validation"] = ", ".join(f"{name} {value:.3f}" for name, value in totals)
     if "perf/tokens_per_s" in metrics:
@@ -218,7 +218,10 @@ def metrics_by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 def before_after_table(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]], title: str = "Validation"
 ) -> Table:
-    """Before, after and change of every metric of every validation set (set -> metric -> value)."""
+    """Before, after and change of every metric of every validation set (set -> metric -> value).
+
+    Of a data source that has an `exact`, without `total`: a set may have many sources.
+    """
     table = Table(title=title)
     for name in ("set", "metric"):
         table.add_column(name, overflow="fold")
@@ -226,12 +229,18 @@ def before_after_table(
         table.add_column(name, justify="right", no_wrap=True)
     for name in dict.fromkeys((*before, *after)):
         first, last = before.get(name, {}), after.get(name, {})
-        for number, metric in enumerate(dict.fromkeys((*first, *last))):
+        metrics = [name for name in dict.fromkeys((*first, *last)) if not _is_total_beside_exact(name, {*first, *last})]
+        for number, metric in enumerate(metrics):
             old, new = ("" if metric not in each else f"{each[metric]:.3f}" for each in (first, last))
             change = f"{last[metric] - first[metric]:+.3f}" if old and new else ""
             table.add_row(Text("" if number else name), Text(metric), old, new, change)
         table.add_section()
     return table
+
+
+def _is_total_beside_exact(metric: str, metrics: Collection[str]) -> bool:
+    source, _, name = metric.rpartition("/")
+    return bool(source) and name == "total" and f"{source}/exact" in metrics
 
 
 def _cut(text: str) -> str:

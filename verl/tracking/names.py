@@ -107,6 +107,8 @@ METRICS = (
     Metric("val/<set>/exact", "share", "responses with the maximum reward"),
     Metric(f"val/<set>/total{STDERR}", "points", "standard error of total, over the tasks"),
     Metric(f"val/<set>/exact{STDERR}", "share", "standard error of exact, over the tasks"),
+    Metric("val/<set>/<data_source>/total", "points", "total of one data source of the set, if there are several"),
+    Metric("val/<set>/<data_source>/exact", "share", "exact of one data source; both have a standard error, too"),
     Metric("val/<set>/<part>", "points", "mean of one named part of the reward"),
     Metric("eval/<category>/score", "share", "score of a benchmark category or aggregate, greedy (docs/evaluation.md)"),
     Metric(f"eval/<category>/score{STDERR}", "share", "standard error of the score, by a bootstrap over the tasks"),

@@ -41,7 +41,7 @@ class Validator:
         return {name: await self.rollout.run_all(tasks, self.n, seed, step) for name, tasks in self.sets.items()}
 
     def metrics(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]], step: int) -> dict[str, float]:
-        """val/<set>/total, /<part>, /<data source>/total, and /exact; with _stderr those of total and exact.
+        """val/<set>/total, /exact, with _stderr their errors, all by /<data source> if there are several; and /<part>.
 
         exact: the fraction of responses with the maximum score of this step, among those whose reward defines one
         """
@@ -58,16 +58,19 @@ class Validator:
                     yield {"set": name, **row, **found}
 
     def _means(self, groups: Sequence[TrajectoryGroup], step: int) -> dict[str, float]:
-        totals = [[score.total for score in group.scores] for group in groups]
-        means = score_means([score for group in groups for score in group.scores]) | _estimate("total", totals)
+        means = score_means([score for group in groups for score in group.scores]) | self._estimates(groups, step)
         sources = [group.task.data_source for group in groups]
-        for source in dict.fromkeys(sources) if len(set(sources)) > 1 else ():
-            own = [each for each, its in zip(totals, sources, strict=True) if its == source]
-            means |= _estimate(f"{source}/total", own)
-        means |= _estimate("exact", [self._reached(group, step) for group in groups])
+        for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
+            own = [group for group in groups if group.task.data_source == source]
+            means |= {f"{source}/{name}": value for name, value in self._estimates(own, step).items()}
         if faults := sum(len(group.faults) for group in groups):
             means["faults"] = faults
         return means
+
+    def _estimates(self, groups: Sequence[TrajectoryGroup], step: int) -> dict[str, float]:
+        """total and exact with their standard errors."""
+        totals = [[score.total for score in group.scores] for group in groups]
+        return _estimate("total", totals) | _estimate("exact", [self._reached(group, step) for group in groups])
 
     def _reached(self, group: TrajectoryGroup, step: int) -> list[float]:
         """1 for each response with the maximum score, else 0; empty: the reward defines none."""

@@ -144,7 +144,9 @@ def test_validation_counts_the_highest_rewards_of_those_that_know_them(mine: str
     found = validator.metrics(asyncio.run(validator.rollouts(0)), 0)
     assert (found["val/v/sums/total"], found["val/v/mine/total"]) == (0.0, 7.0)
     assert [rewards.maximum(each, 0) is None for each in tasks] == [False, False, True]
-    assert found["val/v/exact"] == 0.5  # of the two that know theirs
+    assert found["val/v/exact"] == found["val/v/sums/exact"] == 0.5  # of the two that know theirs
+    assert found["val/v/sums/total_stderr"] == found["val/v/sums/exact_stderr"] * 2  # rewards are -1 and 1
+    assert "val/v/mine/exact" not in found
 
 
 def test_the_lab_tries_the_reward_of_each_row(

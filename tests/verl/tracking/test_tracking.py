@@ -521,13 +521,16 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_table_at_the_end() -> None:
     before = {"test": {"total": 0.5, "exact": 0.25}}
-    after = {"test": {"total": 2.0, "exact": 0.75}, "new tools": {"total": 1.0}}
+    sources = {"one/total": 3.0, "one/exact": 0.9, "two/total": 1.5}
+    after = {"test": {"total": 2.0, "exact": 0.75, **sources}, "new tools": {"total": 1.0}}
     console = Console(file=io.StringIO(), width=80)
     console.print(before_after_table(before, after))
     cells = [re.findall(r"[^│┃ ]+", line) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert ["set", "metric", "before", "after", "change"] in cells
     assert ["test", "total", "0.500", "2.000", "+1.500"] in cells
     assert ["exact", "0.250", "0.750", "+0.500"] in cells
+    assert ["one/exact", "0.900"] in cells and ["two/total", "1.500"] in cells
+    assert ["one/total", "3.000"] not in cells  # of a source with its share of exact ones
     assert ["new", "tools", "total", "1.000"] in cells
 
 

@@ -127,15 +127,16 @@ def _tasks(run: RunFolder, step: int) -> Mapping[str, int]:
     tasks: dict[str, set[str]] = {}
     for row in run.validation(step):
         name, source = row.get("set"), row.get("data_source")
-        for metric in ("total", f"{source}/total", *(["exact"] if "exact" in row else [])):
-            tasks.setdefault(f"val/{name}/{metric}", set()).add(str(row.get("task_id")))
+        for metric in ("total", "exact") if "exact" in row else ("total",):
+            for key in (metric, f"{source}/{metric}"):
+                tasks.setdefault(f"val/{name}/{key}", set()).add(str(row.get("task_id")))
     return {metric: len(its) for metric, its in tasks.items() if len(its) > 1}
 
 
-def _rank(name: str) -> int:
-    """Rewards of validation sets come first, then scores of benchmarks, and counts of missing tasks last."""
-    last = name.rpartition("/")[2]
-    return {"total": 0, "score": 1, "exact": 2, MISSING: 4}.get(last, 3)
+def _rank(name: str) -> tuple[bool, int]:
+    """Rewards of validation sets come first, then scores of benchmarks, counts of missing tasks, and single sources."""
+    kind, *_, last = levels = name.split("/")
+    return kind == "val" and len(levels) > 3, {"total": 0, "score": 1, "exact": 2, MISSING: 4}.get(last, 3)
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:

@@ -175,8 +175,9 @@ def test_the_verdict_by_hand(tmp_path: Path) -> None:
     first, last = [2.0, 0.0, 2.0, 0.0, 0.0], [4.0, 6.0, 4.0, 6.0, 4.0]
     rewards = enumerate([*first, *last], 1)
     rows: list[dict[str, Any]] = [{"step": number, "reward/total": reward} for number, reward in rewards]
-    rows[0] |= {"val/a/total": 0.5, "val/a/total_stderr": 0.03}
-    rows[-1] |= {"val/a/total": 0.6, "val/a/total_stderr": 0.04, "reward/zero_variance_groups": 0.9}
+    rows[0] |= {"val/a/total": 0.5, "val/a/total_stderr": 0.03, "val/a/Alone/total": 0.9}
+    rows[-1] |= {"val/a/total": 0.6, "val/a/total_stderr": 0.04, "val/a/Alone/total": 0.1}
+    rows[-1]["reward/zero_variance_groups"] = 0.9
     write_jsonl(tmp_path / "metrics.jsonl", rows)
     run = read_run(tmp_path)
     change, half = sum(last) / 5 - sum(first) / 5, 2.306 * math.sqrt(1.2 / 5 + 1.2 / 5)
