@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a policy to call tools with GRPO.
 #
-#   bash train_grpo.sh                       the embedded default: dataset/mini and its model, < 10 minutes on a CPU
+#   bash train_grpo.sh                       the embedded tasks and their model (recipe=composed_grpo), < 10 minutes on a CPU
 #   BASE_MODEL=PATH_OR_HUB_NAME EXPERIMENT_NAME=NAME bash train_grpo.sh   ToolRL's experiment (recipe=toolrl_grpo)
 #
 # BASE_MODEL=smollm2 is SmolLM2-135M-Instruct, created by scripts/prepare_smollm2.py on first use. Further variables:

@@ -1,8 +1,8 @@
 """Pictures of a report for docs/assets/report, drawn by chromium.
 
     toolrl train recipe=mini_grpo trainer.total_training_steps=10 trainer.test_freq=10
-    toolrl report outputs/mini_grpo
-    python scripts/report_pictures.py outputs/mini_grpo/report.html docs/assets/report [--dark] [--phone] [PAGE ..]
+    toolrl report outputs/composed_grpo
+    python scripts/report_pictures.py outputs/composed_grpo/report.html docs/assets/report [--dark] [--phone] [PAGE ..]
 
 Needs the packages selenium and pillow, and Debian's chromium and chromium-driver.
 """

@@ -8,10 +8,10 @@ train() {
     shift
     if [[ -z "${BASE_MODEL:-}" ]]; then
         if [[ -n "${DATA_DIR:-}" ]]; then
-            echo "DATA_DIR is set but BASE_MODEL is not: the embedded model fits only dataset/mini. Set BASE_MODEL." >&2
+            echo "DATA_DIR is set but BASE_MODEL is not: the embedded model fits only the embedded tasks. Set BASE_MODEL." >&2
             exit 2
         fi
-        overrides=("recipe=mini_$algorithm")
+        overrides=("recipe=composed_$algorithm")
     else
         overrides=("recipe=toolrl_$algorithm" "model.path=$(model_path)")
         overrides+=("data.train_files=[$(data_file train)]" "data.val_files=[$(data_file test)]")

@@ -696,10 +696,13 @@ def test_no_other_page_denies_the_gpu_measurements() -> None:
 
 def test_the_readmes_figures_are_those_of_the_committed_run() -> None:
     text = (ROOT / "README.md").read_text()
-    rows = [json.loads(line) for line in (ROOT / "docs/assets/mini_grpo_metrics.jsonl").read_text().splitlines()]
-    for name, key in (("test", "val/test/total"), ("test_new_tools", "val/test_new_tools/total")):
-        before, after = (row[key] for row in (rows[0], rows[-1]))
-        assert re.search(rf"^│ {name} +│ total +│ +{before:.3f} │ +{after:.3f} │", text, re.MULTILINE)
+    rows = [json.loads(line) for line in (ROOT / "docs/assets/composed_grpo_metrics.jsonl").read_text().splitlines()]
+    name = ""
+    table = re.findall(r"^│ (\w*) +│ (\S+) +│ +([\d.]+) │ +([\d.]+) │", text, re.MULTILINE)
+    for named, metric, *ends in table:
+        name = named or name
+        assert [f"{row[f'val/{name}/{metric}']:.3f}" for row in (rows[0], rows[-1])] == ends
+    assert {named for named, *_ in table} == {"test", "test_new_tools", ""}
     for step in map(int, re.findall(r"^step (\d+)/48, reward", text, re.MULTILINE)):
         assert f"step {step}/48, reward {rows[step]['reward/total']:.3f} " in text
 
@@ -708,7 +711,7 @@ def test_the_curve_is_drawn_from_the_committed_metrics(tmp_path: Path) -> None:
     from scripts import draw_learning_curve
 
     out = tmp_path / "curve.svg"
-    draw_learning_curve.draw(ROOT / "docs/assets/mini_grpo_metrics.jsonl", out)
+    draw_learning_curve.draw(ROOT / "docs/assets/composed_grpo_metrics.jsonl", out)
     committed = ROOT / "docs" / "assets" / "learning_curve.svg"
     # lines and labels: another version of matplotlib may draw them differently
     drawn, there = (re.findall(r'id="((?:line2d|text)_\d+)"', each.read_text()) for each in (out, committed))

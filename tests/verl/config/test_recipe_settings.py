@@ -185,6 +185,7 @@ _WITHOUT_SCRIPT = {  # nothing published that could be compared
     "artist_math",
     "artist_tools",
     "composed_grpo",
+    "composed_ppo",
     "embedded",
     "grpo",
     "mini_grpo",
