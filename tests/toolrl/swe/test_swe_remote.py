@@ -387,7 +387,7 @@ def test_a_start_that_fails_on_a_server_is_tried_on_another(tmp_path: Path) -> N
                 (tmp_path / name / "python/marker").touch()
             options = ("--environments", str(tmp_path / name))
             urls.append(stack.enter_context(runtime_server(tmp_path / name, *options)))
-        run(main(urls), 120)
+        run(main(urls), 300)
 
 
 def test_a_missing_server_is_a_lost_runtime(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_swe_rex_own_client_works_with_our_server(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with runtime_server(tmp_path) as url:
         command = [python, "-c", SWEREX_CLIENT, url.rpartition(":")[2], str(tmp_path / "source")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "ALL GOOD" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -58,7 +58,7 @@ class Runner:
         self.engine = self(VLLMEngine.start(settings))
 
     def __call__(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return self._runner.run(asyncio.wait_for(work, timeout=120))
+        return self._runner.run(asyncio.wait_for(work, timeout=300))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         async def together() -> list[tuple[Completion, ...]]:
