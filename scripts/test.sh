@@ -11,5 +11,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VERL_DEV=1
 if [[ -n "${VERL_VENV:-}" ]]; then VERL_VENV="$(realpath -m "$VERL_VENV")"; fi  # tests start scripts in other folders
 source scripts/setup_env.sh
-if (($# == 0)); then set -- --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder; fi  # in the order of conftest.py
+if (($# == 0)); then set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder; fi  # in the order of conftest.py
 "$VERL_PYTHON" -m pytest "$@"

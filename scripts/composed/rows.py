@@ -20,7 +20,7 @@ def system_text(task: Task) -> str:
 
 
 def as_row(task: Task, response: str, split: str, index: int) -> Row:
-    """The row of a task with this response. Its data source is the family: metrics are told apart by data source."""
+    """The row of a task with this response. Its data source is the family, as metrics are by data source."""
     example = {"instruction": system_text(task), "input": dialogue(task.turns), "output": response}
     return to_row(example, split, index) | {"data_source": task.family}
 
