@@ -7,10 +7,12 @@ import gc
 import inspect
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from hypothesis import settings
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 pytest_plugins = ["tests.chaos.results"]  # its options
 ROOT = Path(__file__).parents[1]
 COROUTINE_S = 300.0  # limit of a test that is a coroutine
+LIMIT_S = 900.0  # of a test with its fixtures
+UNLIMITED = {"slow", "gpu", "gpuset", "chaos"}
 TOGGLES = (*rlla.TOGGLES, "STRICTMATCH")
 settings.register_profile("untimed", deadline=None)  # cores are shared: no example is timed
 # The same examples in every run, for .ci/run: whether a commit passes is no matter of chance. Other runs draw new ones.
@@ -65,6 +69,26 @@ def pytest_configure() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """A test that hangs fails where it waits, and the others have their turn."""
+    if UNLIMITED & {mark.name for mark in item.iter_markers()}:
+        return (yield)
+    watch = threading.Timer(LIMIT_S, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2))
+    watch.daemon = True
+    former = signal.signal(signal.SIGUSR2, _overdue)
+    watch.start()
+    try:
+        return (yield)
+    finally:
+        watch.cancel()
+        signal.signal(signal.SIGUSR2, former)
+
+
+def _overdue(number: int, frame: FrameType | None) -> NoReturn:
+    pytest.fail(f"not finished within {LIMIT_S:.0f} s")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from peft import PeftModel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.support.every import every
+from tests.support.ranks import in_ranks
 from tests.support.service import free_port
 from tests.support.tiny import MINI, save_untrained
 from tests.support.weight_sync import sync
@@ -416,11 +416,9 @@ def test_what_the_model_or_vllm_cannot_have_is_refused_before_the_start(
     assert "lora.sync=merged: weights in bfloat16 round small updates" in caplog.text
 
 
-def train_rank(rank: int, world: int, folder: str, model_path: str) -> None:
+def train_rank(rank: int, world: int, folder: Path, model_path: Path) -> None:
     """Two updates of an adapter on this rank's packs; with several ranks layers use kernels by their formulas."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
-    model = load_causal_lm(model_path, torch.float64)
+    model = load_causal_lm(str(model_path), torch.float64)
     assert world == 1 or fuse(model, FORMULAS).layers == 2
     add_adapter(model, LORA)
     module = PackedPolicy(model)
@@ -432,17 +430,13 @@ def train_rank(rank: int, world: int, folder: str, model_path: str) -> None:
     results = [engine.update(packs, sft_loss) for _ in range(2)]
     weights = full_weights(engine)
     if rank == 0:
-        torch.save((results[1].loss, results[1].grad_norm, weights), f"{folder}/{world}.pt")
-    del engine, module
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+        torch.save((results[1].loss, results[1].grad_norm, weights), folder / f"{world}.pt")
 
 
 @pytest.mark.long
 def test_two_ranks_with_kernels_train_the_adapter_of_one_without(model_path: Path, tmp_path: Path) -> None:
     for world in (1, 2):
-        mp.spawn(train_rank, (world, str(tmp_path), str(model_path)), nprocs=world)
+        in_ranks(world, train_rank, tmp_path, model_path)
     (loss, norm, weights), (other_loss, other_norm, others) = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
     assert (other_loss, other_norm) == pytest.approx((loss, norm), rel=1e-5)
     for name, weight in weights.items():

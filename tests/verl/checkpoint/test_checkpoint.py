@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -29,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.conftest import ROOT
 from tests.support.every import every
 from tests.support.programs import need
+from tests.support.ranks import in_ranks
 from tests.verl.batch.test_packing import random_samples, tiny_model
 from tests.verl.workers.test_fsdp_engine import MAX_TOKENS, critic_loss, policy_loss, values
 from verl.algorithms.names import Aggregation
@@ -49,24 +48,6 @@ KINDS: dict[str, Any] = {
     "policy": (PackedPolicy, policy_loss, lambda policy, packed: policy(packed, 1.0, False).logprobs),
     "critic": (PackedCritic, critic_loss, lambda critic, packed: critic(packed)),
 }
-
-
-def in_ranks(world: int, job: Any, folder: Path, *args: Any) -> None:
-    """`job(rank, world, folder, *args)` in real processes that form a group."""
-    folder.mkdir(exist_ok=True)
-    (folder / "store").unlink(missing_ok=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run_rank, args=(world, job, folder, *args), nprocs=world)
-
-
-def run_rank(rank: int, world: int, job: Any, folder: Path, *args: Any) -> None:
-    """As in test_fsdp_engine: what holds the process group goes before the group itself."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    job(rank, world, folder, *args)
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def rank_packs(rank: int, world: int) -> Any:
@@ -482,7 +463,6 @@ def test_kept_on_the_disk(tmp_path: Path) -> None:
 SAVES_FOREVER = """
 import sys, time
 from pathlib import Path
-from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 store, step = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1), 0
 while True:
@@ -545,7 +525,6 @@ def test_a_kill_at_any_moment(tmp_path: Path) -> None:
 WRITES_ONE = """
 import sys
 from pathlib import Path
-from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=0)
 with store.writing(int(sys.argv[2])) as unfinished:
@@ -569,7 +548,6 @@ FILLS_A_DISK = """
 import sys
 from pathlib import Path
 from verl.errors import DataError
-from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]) / "run", keep_last=3, keep_best=0)
 for step in (10, 20):
@@ -588,7 +566,6 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from tests.verl.checkpoint.test_checkpoint import TOKENIZER, make_engine, rank_packs, train
 from verl.errors import DataError
-from verl.batch.experience import with_loss_weights
 from verl.checkpoint.checkpoint import CheckpointStore
 from verl.workers.export import export_hf
 

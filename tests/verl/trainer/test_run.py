@@ -19,12 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, need_vllm
+from tests.support.commands import printed
 from tests.support.every import every
 from tests.support.metric_names import known
 from tests.support.tiny import MINI, first_rows, run_overrides
 from toolrl.analysis.report.loss import computed_loss, sum_check
 from toolrl.analysis.samples.sample_files import read_samples, samples_path
 from verl.tracking.jsonl import read_jsonl
+from verl.trainer.main_ppo import main
 
 COMMAND = [sys.executable, "-m", "verl.trainer.main_ppo"]
 
@@ -59,10 +61,7 @@ def interrupted(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def run(overrides: list[str], expected: int = 0, **environment: str) -> str:
-    process = start(overrides, **environment)
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == expected, output
-    return output
+    return printed(main, overrides, expected, **environment)
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

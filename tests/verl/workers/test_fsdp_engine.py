@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.every import every
+from tests.support.ranks import in_ranks
 from tests.verl.batch.test_packing import random_samples, tiny_model
 from tests.verl.workers.test_fused import FORMULAS, assert_as_exact
 from verl.algorithms.names import Aggregation
@@ -42,20 +43,7 @@ def critic_loss(module: Any, packed: Any) -> Any:
     return ((module(packed) - 1.0).square() * packed.loss_weights).sum(), {}
 
 
-def run_rank(rank: int, world: int, folder: str, kind: str, fused: bool) -> None:
-    """One rank's life. What holds the process group goes first, then all ranks together, then the group itself:
-    a rank that leaves while another still talks to it, or with the group in use, may abort at its exit."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    outcome = train(rank, world, kind, fused)
-    gc.collect()
-    if rank == 0:
-        torch.save(outcome, f"{folder}/outcome.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def train(rank: int, world: int, kind: str, fused: bool) -> dict[str, Any]:
+def train(rank: int, world: int, folder: Path, kind: str, fused: bool) -> None:
     """Two updates of a policy and a critic on this rank's packs: the metrics, and the full weights afterwards.
 
     fused: whether layers use the kernels, by their formulas
@@ -79,19 +67,24 @@ def train(rank: int, world: int, kind: str, fused: bool) -> dict[str, Any]:
         outcome[name] = [engine.update(packs, loss) for _ in range(2)]
         named = hf_named_parameters(module) if isinstance(module, PackedPolicy) else module.named_parameters()
         outcome[f"{name} weights"] = {key: full.clone() for key, full in engine.export_weights(named)}
-    return outcome
+    if rank == 0:
+        torch.save(outcome, folder / "outcome.pt")
 
 
 def trained(world: int, folder: Path, kind: str, fused: bool = False) -> dict[str, Any]:
-    folder.mkdir()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run_rank, args=(world, str(folder), kind, fused), nprocs=world)
+    in_ranks(world, train, folder, kind, fused)
     outcome: dict[str, Any] = torch.load(folder / "outcome.pt", weights_only=False)
     return outcome
 
 
 def values(result: UpdateResult) -> dict[str, float]:
     return {name.removeprefix("model/"): metric.value for name, metric in result.of("model").items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What one rank computes with layers of a kind, once for all tests."""
+    return cache(lambda kind: trained(1, tmp_path_factory.mktemp(kind), kind))
 
 
 @pytest.mark.long
@@ -103,8 +96,8 @@ def values(result: UpdateResult) -> dict[str, float]:
         *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("llama", "qwen3")),
     ],
 )
-def test_two_ranks_equal_one(kind: str, fused: bool, tmp_path: Path) -> None:
-    one, two = trained(1, tmp_path / "one", kind), trained(2, tmp_path / "two", kind, fused)
+def test_two_ranks_equal_one(kind: str, fused: bool, alone: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    one, two = alone(kind), trained(2, tmp_path, kind, fused)
     for name in ("policy", "critic"):
         for alone, together in zip(one[name], two[name], strict=True):
             assert values(together) == pytest.approx(values(alone), rel=1e-6)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support.ranks import in_processes
+from tests.support.service import free_port
 from tests.verl.checkpoint.test_checkpoint import SETTINGS, everything, rank_packs
 from tests.verl.workers.test_fsdp_engine import policy_loss, tiny_model, values
 from verl.batch.packed import PackedBatch
@@ -41,10 +40,10 @@ def scores(engine: FSDPEngine, packs: list[PackedBatch]) -> list[float]:
     return sorted(chain.from_iterable(gathered))
 
 
-def run_rank(rank: int, world: int, port: int, folder: Path) -> None:
+def run_rank(rank: int, world: int, port: int, folder: Path, other: Path | None) -> None:
     """Three updates with a checkpoint after the second, and the third again from the checkpoint."""
     mesh = join(SPEC, WorkerContext(rank, world, port=port))
-    outcome = compute(mesh, rank_packs(rank, world), folder)
+    outcome = compute(mesh, rank_packs(rank, world), folder, other)
     gc.collect()
     if rank == 0:
         torch.save(outcome, folder / "outcome.pt")
@@ -52,7 +51,8 @@ def run_rank(rank: int, world: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def compute(mesh: DeviceMesh, packs: list[PackedBatch], folder: Path) -> dict[str, Any]:
+def compute(mesh: DeviceMesh, packs: list[PackedBatch], folder: Path, other: Path | None) -> dict[str, Any]:
+    """other: a checkpoint to load at the end"""
     engine = engine_on(mesh)
     outcome: dict[str, Any] = {"shape": tuple(mesh.shape), "untrained": scores(engine, packs)}
     for step in (1, 2):
@@ -63,26 +63,22 @@ def compute(mesh: DeviceMesh, packs: list[PackedBatch], folder: Path) -> dict[st
     resumed = engine_on(mesh)
     resumed.load(folder / "checkpoint")
     outcome["resumed"] = values(resumed.update(packs, policy_loss)), everything(resumed), scores(resumed, packs)
-    if os.environ.get("OTHER_CHECKPOINT"):
-        engine.load(Path(os.environ["OTHER_CHECKPOINT"]))
+    if other:
+        engine.load(other)
         outcome["other"] = everything(engine)
     return outcome
 
 
-def outcome_of(world: int, folder: Path) -> dict[str, Any]:
+def outcome_of(world: int, folder: Path, other: Path | None = None) -> dict[str, Any]:
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(run_rank, args=(world, port, folder), nprocs=world)
+    in_processes(world, run_rank, world, free_port(), folder, other)
     found: dict[str, Any] = torch.load(folder / "outcome.pt", weights_only=False)
     return found
 
 
-def test_two_nodes_of_two_ranks_equal_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_nodes_of_two_ranks_equal_one_rank(tmp_path: Path) -> None:
     four = outcome_of(4, tmp_path / "four")
-    monkeypatch.setenv("OTHER_CHECKPOINT", str(tmp_path / "four" / "checkpoint"))
-    one = outcome_of(1, tmp_path / "one")
+    one = outcome_of(1, tmp_path / "one", tmp_path / "four" / "checkpoint")
     assert (one["shape"], four["shape"]) == ((1,), (2, PER_NODE))
     for step in (1, 2):
         assert four[f"metrics {step}"] == pytest.approx(one[f"metrics {step}"], rel=1e-5)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT, need_vllm
+from tests.conftest import need_vllm
+from tests.support.commands import printed
 from tests.support.tiny import MINI, first_rows
 from toolrl.analysis.explain.explanation import explain
 from toolrl.analysis.report.folder import read_run
 from toolrl.analysis.report.page import MAX_BYTES as PAGE_BYTES
 from toolrl.analysis.report.page import write_report
 from toolrl.analysis.samples.sample_files import MAX_BYTES, read_samples, samples_path
+from toolrl.cli import main
 
 
 @pytest.mark.long
@@ -25,11 +24,9 @@ def test_every_step_keeps_what_the_report_shows_without_a_setting_for_it(tmp_pat
     need_vllm()
     overrides = ["recipe=mini_grpo", "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}"]
     few = [str(first_rows(MINI / f"{name}.parquet", 8, tmp_path)) for name in ("test", "test_new_tools")]
-    command = [sys.executable, "-m", "toolrl.cli", "train", *overrides, f"data.val_files=[{','.join(few)}]"]
-    environment = {**os.environ, "CORRECTMAX1": "1"}
-    done = subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, text=True)
+    output = printed(main, ["train", *overrides, f"data.val_files=[{','.join(few)}]"], CORRECTMAX1="1")
     folder = tmp_path / "mini_grpo"
-    assert f"look at it: toolrl report {folder}\n" in done.stdout
+    assert f"look at it: toolrl report {folder}\n" in output
     run = read_run(folder)
     assert run.settings["trainer.samples_kept"] == 16 and run.switches == {"CORRECTMAX1": "1"}
     computed = 0
