@@ -5,7 +5,6 @@ The workers are stand-ins that record their devices; everything before them is `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,10 +30,7 @@ def checked_spec(**fields: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a torch for the workers, which import it and compute nothing: forty of them, two seconds each."""
-    (tmp_path / "torch.py").write_text("class Tensor: ...")  # Ray looks it up
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.build.ranks.RankSpec", checked_spec)
     monkeypatch.setattr("verl.build.ranks.build_rank", fake_rank)
     monkeypatch.setattr("verl.build.workers.start_engine", fake_engine)
