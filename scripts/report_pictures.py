@@ -1,6 +1,6 @@
 """Pictures of a report for docs/assets/report, drawn by chromium.
 
-    toolrl train recipe=mini_grpo trainer.total_training_steps=10 trainer.test_freq=10
+    bash train_grpo.sh
     toolrl report outputs/composed_grpo
     python scripts/report_pictures.py outputs/composed_grpo/report.html docs/assets/report [--dark] [--phone] [PAGE ..]
 
