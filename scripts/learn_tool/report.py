@@ -65,7 +65,7 @@ def paired(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
         {
             "id": row["task_id"],
             "kind": row["data_source"],
-            "question": row["prompt"][-1]["content"].rpartition("\n")[2],
+            "question": row["prompt"][-1]["content"],
             "answer": row["answer"],
             "before": outcome(earlier[row["task_id"]]),
             "after": outcome(row),

@@ -134,7 +134,7 @@ def validation(rights: Sequence[bool], calls: Sequence[bool]) -> list[dict[str, 
         {
             "task_id": f"test.jsonl#{number}",
             "data_source": ARITHMETIC,
-            "prompt": [{"role": "user", "content": f"Call these.\n\nWhat is {number} times 2?"}],
+            "prompt": [{"role": "user", "content": f"What is {number} times 2?"}],
             "responses": [{"role": "assistant", "content": f"It is\n{number}."}],
             "answer": str(2 * number),
             "score": {"total": float(right)},
