@@ -1,7 +1,8 @@
 """Outcome reward for questions with a number: 1 if the last number of the last turn is the gold number, else 0.
 
-Only the last turn is read, so that neither a call nor a tool's result counts as an answer. Numbers are compared by
-value: 1,234 is 1234.0.
+An episode that a limit ended has no answer: its last turn may be a call that was not run, and a policy that is paid for
+it learns to write the number there. Tool results and earlier turns are not read. Numbers are compared by value: 1,234
+is 1234.0.
 """
 
 import re
@@ -9,7 +10,7 @@ from decimal import Decimal
 from typing import ClassVar
 
 from verl.errors import DataError
-from verl.types import GROUND_TRUTH, Score, Task, Trajectory
+from verl.types import GROUND_TRUTH, Score, StopReason, Task, Trajectory
 from verl.utils.reward_score.base import Mutation, as_mutations
 
 _NUMBER = re.compile(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?")
@@ -31,8 +32,8 @@ class NumberReward:
         _gold(task)
 
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
-        last = trajectory.turns[-1].message.content if trajectory.turns else ""
-        correct = float(last_number(last) == _gold(task))
+        answers = trajectory.stop_reason is StopReason.STOP and bool(trajectory.turns)
+        correct = float(answers and last_number(trajectory.turns[-1].message.content) == _gold(task))
         return Score(correct, {"correct": correct})
 
     def maximum(self, task: Task, step: int) -> float:

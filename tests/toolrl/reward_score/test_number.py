@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from tests.toolrl.check.lab.lab import try_reward
 from toolrl.reward_score.number import NumberReward, last_number
 from verl.errors import DataError
-from verl.types import Completion, FinishReason, Message, Outcome, Score, Task, Trajectory, Turn
+from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, Trajectory, Turn
 
 
 def task(answer: str) -> Task:
     return Task("t#0", (Message("user", "How many?"),), answer, "arithmetic")
 
 
-def score(answer: str, *texts: str, seen: str = "0") -> Score:
+def score(answer: str, *texts: str, seen: str = "0", stop: StopReason = StopReason.STOP) -> Score:
     """Of an episode in which the policy wrote these texts, with a tool's result between them."""
     done = Completion((), (), FinishReason.STOP, 0)
     turns = [Turn((), done, Message("assistant", text), (Message("tool", seen),)) for text in texts[:-1]]
     turns += [Turn((), done, Message("assistant", text)) for text in texts[-1:]]
     of = task(answer)
-    return NumberReward().score(Trajectory(of, 0, tuple(turns), FinishReason.STOP, Outcome.SCORED), of, 0)
+    return NumberReward().score(Trajectory(of, 0, tuple(turns), stop, Outcome.SCORED), of, 0)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,13 @@ def test_the_reward_is_one_for_the_right_number_at_the_end_of_the_last_turn() ->
     assert score("42", call, "It is done.", seen="42").total == 0.0  # the tool's number is not an answer
     assert score("42", "42", "I am not certain.").total == 0.0  # nor is that of an earlier turn
     assert score("42").total == score("42", "").total == 0.0
+
+
+@pytest.mark.parametrize("stop", [stop for stop in StopReason if stop is not StopReason.STOP])
+def test_what_a_limit_ended_is_no_answer(stop: StopReason) -> None:
+    again = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "42"}}\n</tool_call>'
+    assert score("42", again, again, seen="42", stop=stop).total == 0.0
+    assert score("42", "The answer is 42.", stop=stop).total == 0.0
 
 
 def test_the_lab_reports_no_violation() -> None:
