@@ -43,7 +43,7 @@ def question(row: dict[str, Any]) -> str:
 
 
 def by_hand(text: str) -> int:
-    """The answer, by the words of the question alone."""
+    """The answer, by the text of the question alone."""
     a, b = numbers(text)
     if "minus" in text:
         return a - b
@@ -85,11 +85,11 @@ def test_demonstrations_call_rightly_or_guess_wrongly(plain: float, tmp_path: Pa
     calling = [row for row in computed if len(row["messages"]) == 4]
     assert abs(len(calling) - len(computed) * CALLS_IN_TEN / 10) < 3
     for row in rows:
-        (said,) = numbers(row["messages"][-1]["content"])
+        (stated,) = numbers(row["messages"][-1]["content"])
         if row not in computed:
-            assert len(row["messages"]) == 2 and said in numbers(question(row))
+            assert len(row["messages"]) == 2 and stated in numbers(question(row))
         else:
-            assert (said == by_hand(question(row))) is (row in calling)
+            assert (stated == by_hand(question(row))) is (row in calling)
     for row in calling:
         (call,) = row["messages"][1]["tool_calls"]
         expression = json.loads(call["function"]["arguments"])["expression"]
