@@ -65,6 +65,7 @@ REWARDS: Mapping[str, str] = {
     "gsm8k": "toolrl.reward_score.gsm8k:Gsm8kReward",
     "math": "toolrl.reward_score.math:MathReward",
     "math_dapo": "toolrl.reward_score.math_dapo:MathDapoReward",
+    "number": "toolrl.reward_score.number:NumberReward",
     "otc_grpo": "toolrl.papers.rewards.otc:OtcGrpoReward",
     "otc_ppo": "toolrl.papers.rewards.otc:OtcPpoReward",
     "qa": "toolrl.benchmarks.qa.reward:QaReward",

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
-from math import sqrt
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout that is not installed, too
+
+from toolrl.benchmarks.runner.stats import wilson
+
 RESOLVED = "val/test/swe/resolved"
-Z = 1.96  # of a 95 % interval
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of this many (Wilson, 1927)."""
-    scale = 1 + Z**2 / count
-    middle = (share + Z**2 / (2 * count)) / scale
-    half = Z * sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / scale
-    return middle - half, middle + half
 
 
 def main(argv: Sequence[str] | None = None) -> None:

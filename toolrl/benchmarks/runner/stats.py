@@ -1,8 +1,9 @@
 """Estimates with confidence intervals: a percentile bootstrap over tasks (Efron, 1979), also for aggregates and
-differences."""
+differences; Wilson's interval of a share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from zlib import crc32
 
 import numpy as np
@@ -13,6 +14,7 @@ from toolrl.benchmarks.runner.benchmark import Aggregate
 RESAMPLES = 2000  # per interval, where nothing else is asked for
 _BETWEEN = (2.5, 97.5)  # percentiles: 95 % of the resampled means
 _CHUNK = 64  # resamples drawn at once
+_Z = 1.96  # of a 95 % interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,14 @@ def estimate(name: str, values: Sequence[float], resamples: int) -> Estimate:
         size = min(_CHUNK, resamples - start)
         means[start : start + size] = array[random.integers(len(array), size=(size, len(array)))].mean(axis=1)
     return Estimate(float(array.mean()), means, len(array))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of this many (Wilson, 1927); it is not empty for a share of 0 or 1."""
+    scale = 1 + _Z**2 / count
+    middle = (share + _Z**2 / (2 * count)) / scale
+    half = _Z * sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2)) / scale
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def aggregate(aggregates: Sequence[Aggregate], scores: Mapping[str, Estimate]) -> dict[str, Estimate]:

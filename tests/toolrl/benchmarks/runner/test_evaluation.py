@@ -32,7 +32,7 @@ from toolrl.benchmarks.runner.records import Records, digest_of
 from toolrl.benchmarks.runner.registry import build_benchmarks, check_benchmarks
 from toolrl.benchmarks.runner.report import Evaluated, comparison_of, result_of
 from toolrl.benchmarks.runner.runner import Runner
-from toolrl.benchmarks.runner.stats import aggregate, estimate
+from toolrl.benchmarks.runner.stats import aggregate, estimate, wilson
 from toolrl.benchmarks.runner.tables import comparison_grid, result_grid
 from toolrl.check.preflight.scripted_engine import ScriptedEngine
 from toolrl.commands import EVAL
@@ -120,6 +120,13 @@ def test_mean_and_interval_of_known_values() -> None:
     # of four tasks, three right: P(no draw right) = 1/256 and P(one right) = 12/256, so that 2.5 % lie at 0.25
     assert (low, high) == (0.25, 1.0)
     assert estimate("b", [0.5, 0.5], 10).interval == (0.5, 0.5)
+
+
+def test_wilsons_interval_of_a_share() -> None:
+    low, high = wilson(0.0, 100)
+    assert low == 0.0 and high == pytest.approx(1.96**2 / (100 + 1.96**2))
+    assert wilson(0.25, 4) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # worked by hand
+    assert wilson(0.9, 50) == pytest.approx(tuple(1 - bound for bound in reversed(wilson(0.1, 50))))
 
 
 def test_the_same_tasks_give_the_same_interval() -> None:
