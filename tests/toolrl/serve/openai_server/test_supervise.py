@@ -21,7 +21,8 @@ from toolrl.serve.openai_server import supervise
 SERVES = """
 import os, signal, sys, time
 signal.signal(signal.{name}, lambda *_: sys.exit({code}))
-open(sys.argv[1], "w").write(str(os.getpid()))
+with open(sys.argv[1], "w") as file:  # closed here: an exception of a signal is lost in the end of an object
+    file.write(str(os.getpid()))
 time.sleep(60)
 """
 
