@@ -54,12 +54,9 @@ def ending_on_signals(announce: Callable[[int], None]) -> Iterator[None]:
         if not first:
             first.append(number)
             _announced(announce, number)
-        if _in_finalizer(frame):
-            threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
-        else:
-            raise Ended(first[0])
+        raise Ended(first[0])
 
-    with _handled(ours, end):
+    with _handled(ours, end), _raised_until_seen():
         yield
 
 
@@ -141,11 +138,25 @@ class StopRequest:
             self._wake.remove(wake)
 
 
-def _in_finalizer(frame: FrameType | None) -> bool:
-    """Whether an exception would be discarded, as those of `__del__` are."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
+@contextmanager
+def _raised_until_seen() -> Iterator[None]:
+    """Python discards an exception in `__del__`, in a callback of a weak reference and in C code that cannot fail.
+
+    The signal then comes again. Only the closing of a file that is not referenced any more discards it unnoticed.
+    """
+    before = sys.unraisablehook
+
+    def discarded(unraisable: "sys.UnraisableHookArgs") -> None:
+        if isinstance(unraisable.exc_value, Ended):
+            threading.Timer(_AGAIN_S, os.kill, (os.getpid(), unraisable.exc_value.number)).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = discarded
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextmanager

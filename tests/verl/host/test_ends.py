@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -513,11 +514,22 @@ class Finalized:
         sum(range(10))
 
 
-def test_a_signal_in_a_finalizer_is_not_lost() -> None:
-    """Python discards what `__del__` raises."""
+def at_a_finalizer() -> None:
+    finalized = Finalized()
+    del finalized
+
+
+def at_a_callback() -> None:
+    target = type("Target", (), {})()
+    reference = weakref.ref(target, lambda _: signal.raise_signal(signal.SIGINT))
+    del target
+    assert reference() is None
+
+
+@pytest.mark.parametrize("moment", [at_a_finalizer, at_a_callback])
+def test_a_signal_whose_exception_is_discarded_is_not_lost(moment: Callable[[], None]) -> None:
     announced: list[int] = []
     with pytest.raises(Ended), ending_on_signals(announced.append):
-        finalized = Finalized()
-        del finalized
+        moment()
         time.sleep(10)
     assert announced == [signal.SIGINT]
