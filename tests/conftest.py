@@ -131,6 +131,13 @@ def no_reward_toggles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="module")
+def small_heap() -> None:
+    """For limits of CPU time: collections do not walk all that earlier tests have imported, which takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that all tests share, and none changes."""

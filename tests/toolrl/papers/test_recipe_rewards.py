@@ -41,6 +41,8 @@ from verl.types import (
 from verl.utils.reward_score import LabReward, build_reward
 from verl.utils.reward_score.base import REWARDS, GroupReward, written
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 OK, WRONG, LATE, DOWN = ToolStatus.SUCCESS, ToolStatus.USER_ERROR, ToolStatus.TIMEOUT, ToolStatus.UNAVAILABLE
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from toolrl.reward_score.math_equality import same_answer
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 SAME: dict[str, list[tuple[str, str]]] = {  # (answer, gold)
     "MV#14": [(r"19, 46, \text{ and } 82", "82, 19, 46"), (r"\pm 2021", "2021, -2021"), (r"n=2, 3, 4", "n = 2,3,4")],
     "MV#34, mixed numbers": [

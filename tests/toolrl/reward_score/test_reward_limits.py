@@ -18,6 +18,7 @@ from verl.formats.response import parsed_response
 from verl.types import Completion, FinishReason, Message, Outcome, Score, StopReason, Task, ToolCall, Trajectory, Turn
 from verl.utils.reward_score.base import REWARDS, build_reward
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 SIZE = 100_000
 CALL = '{"name": "a", "parameters": {"x": 1}}'
 

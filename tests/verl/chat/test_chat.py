@@ -22,6 +22,7 @@ from verl.errors import ConfigError, DataError
 from verl.formats.base import build_tool_call_format
 from verl.types import Message, ToolCall, ToolSpec
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 TEMPLATES = ROOT / "tests" / "verl" / "chat" / "templates"
 LLAMA_MARKS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
 QUESTION = Message("user", "How warm is it?")

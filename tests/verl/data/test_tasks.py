@@ -38,6 +38,7 @@ from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import render_response
 from verl.types import Message
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 LISTED = [ListedTool("get_weather", "Weather of a city"), ListedTool("get_time", "Time")]
 INSTRUCTION = "Use tools.\n\n" + tool_list(LISTED)
 

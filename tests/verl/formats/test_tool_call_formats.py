@@ -33,6 +33,7 @@ from verl.formats.prompt import load_template
 from verl.formats.toolrl_text import call_text, listed_tools, parse_calls
 from verl.types import Message, ToolCall, ToolSpec
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 CORPORA = sorted((ROOT / "tests" / "verl" / "formats" / "corpora").glob("*.jsonl"))
 CASES = [
     pytest.param(path.stem, json.loads(line), id=f"{path.stem}: {json.loads(line)['case']}")
@@ -360,6 +361,7 @@ def test_the_toolrl_reward_reads_every_call_that_the_format_reads(text: str) -> 
 
 PROMPTS = {
     "artist_math": "71062112ea67ba55",
+    "hermes_tools": "b44621b429561cbb",
     "openhands": "65f03069277a8acc",
     "artist_tools": "8ed065efc04754b6",
     "mini": "288d164a15e6291f",

@@ -34,6 +34,7 @@ from verl.utils.reward_score.rlla import (
     full_length,
 )
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 A = {"name": "A", "parameters": {"p": 1, "q": "z"}}
 B: dict[str, Any] = {"name": "B", "parameters": {}}
 C = {"name": "C", "parameters": {"x": 1}}
