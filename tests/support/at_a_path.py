@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-SECRET = '{"reward": 0.4711}'  # of the host: valid wherever JSON is expected
+DIGITS = "471147114711"  # so many that no time or size has them by chance
+SECRET = f'{{"reward": 0.{DIGITS}}}'  # of the host: valid wherever JSON is expected
 
 
 def host_file(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.at_a_path import KINDS, SECRET, host_file
+from tests.support.at_a_path import DIGITS, KINDS, SECRET, host_file
 from tests.toolrl.swe.repositories import FILES, calc_task, write
 from toolrl.analysis.report.folder import read_run
 from toolrl.analysis.samples.sample_files import read_samples, samples_path
@@ -187,7 +187,7 @@ def test_each_place_has_the_right_answer_or_one_fault_in_time(tmp_path: Path, pl
         assert nothing or kind in RIGHT.get(place, set()) or kind in SHARED, found
     assert len(fault) < 3000 and "Traceback" not in fault
     if kind not in SHARED:
-        assert "4711" not in f"{found}{fault}" and SECRET not in small
+        assert DIGITS not in f"{found}{fault}" and SECRET not in small
     now = host.stat()
     assert host.read_text() == SECRET and (now.st_mode & 0o777, now.st_uid) == (0o600, os.geteuid())
     assert took < 60, took  # what waits here waits for ever
@@ -259,7 +259,7 @@ def test_a_file_that_vanishes_and_grows_meanwhile_has_one_answer(tmp_path: Path,
         while time.monotonic() < until or tries < 3:
             tries += 1
             with suppress(VerlError, FileNotFoundError):
-                assert "4711" not in str(opens(folder))
+                assert DIGITS not in str(opens(folder))
             remove_tree(tmp_path / "made")
     finally:
         over.set()
