@@ -41,7 +41,7 @@ class Validator:
         return {name: await self.rollout.run_all(tasks, self.n, seed, step) for name, tasks in self.sets.items()}
 
     def metrics(self, rollouts: Mapping[str, Sequence[TrajectoryGroup]], step: int) -> dict[str, float]:
-        """val/<set>/total, /exact, with _stderr their errors, all by /<data source> if there are several; and /<part>.
+        """val/<set>/total and /exact with their _stderr, the same by data source if there are several, and /<part>.
 
         exact: the fraction of responses with the maximum score of this step, among those whose reward defines one
         """

@@ -303,6 +303,20 @@ def test_an_interval_of_few_tasks_takes_their_number(tmp_path: Path) -> None:
     assert validation(read_run(tmp_path / "equal")) == [("val/a/exact", 0.0, 1.0, None)]
 
 
+def test_the_interval_of_a_data_source_counts_its_own_tasks(tmp_path: Path) -> None:
+    """Three of eight tasks in each validation: 4 degrees of freedom, whose quantile is 2.776."""
+    name = "val/test/few/exact"
+    metrics = [{"step": step, name: float(step), f"{name}{STDERR}": 0.1} for step in (0, 1)]
+    write_jsonl(tmp_path / "metrics.jsonl", metrics)
+    (tmp_path / "validation").mkdir()
+    scored = {"set": "test", "score": {"total": 0.0, "parts": {}}, "exact": 0.0}
+    rows = [{**scored, "task_id": f"{task}", "data_source": "few" if task < 3 else "many"} for task in range(8)]
+    for step in (0, 1):
+        write_jsonl(tmp_path / "validation" / f"step-{step:06d}.jsonl", rows)
+    halves = {metric: half for metric, *_, half in validation(read_run(tmp_path))}
+    assert halves[name] == pytest.approx(2.776 * 0.1 * math.sqrt(2), rel=1e-3)
+
+
 def test_a_steady_reward_is_not_called_a_rise(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "metrics.jsonl", [{"step": n, "reward/total": float(n % 2)} for n in range(1, 21)])
     reward, validated, advice = verdict_of(read_run(tmp_path))
