@@ -3,9 +3,10 @@
     bash bench/sensitivity.sh [NAME ..]                trains what is missing below OUT, then writes the table
     python bench/sensitivity/learning.py OUT --table   the table of the runs that are there
 
-Every mistake and the right trainer learn from the same seeds, under the condition that the mistake needs to act. A row
-of a validation set counts with its mean score over the validations after the first: a mistake that only delays learning
-shows, too. The differences to the right trainer are paired over rows and seeds; the p-value takes both as samples.
+Every mistake and the right trainer learn from the same seeds, under the condition that the mistake needs to act. The
+runs are short: most of what these tasks teach is learned in a dozen steps. A row of a validation set counts with its
+mean score over the validations, the first of them half-way: a mistake that only delays learning shows, too. The
+differences to the right trainer are paired over rows and seeds; the p-value takes both as samples.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -35,21 +37,29 @@ RIGHT = "right"
 SIGNIFICANT = 0.01
 SEEDS = 5
 _PLAIN = "plain"
-_BASE = ("recipe=composed_grpo", "trainer.total_training_steps=24", "trainer.test_freq=4", "trainer.save_freq=0")
+_SHORT = (
+    "trainer.total_training_steps=16",
+    "trainer.test_freq=8",
+    "trainer.save_freq=0",
+    "trainer.val_before_train=false",
+)
+_BASE = ("recipe=composed_grpo", *_SHORT)
+_TOOL_LOOP = "tool loop"
 CONDITIONS: Mapping[str, tuple[str, ...]] = {
     _PLAIN: _BASE,
     "two ranks": (*_BASE, "trainer.n_gpus_per_node=2"),
     "KL loss": (*_BASE, "algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.02"),
     "warm-up": (*_BASE, "actor.optim.warmup_steps=8"),
-    "schedule": (*_BASE, "reward.options={schedule_reward: true, schedule_steps: 24}"),
+    "schedule": (*_BASE, "reward.options={schedule_reward: true, schedule_steps: 16}"),
+    _TOOL_LOOP: ("recipe=tool_loop", *_SHORT),
 }
 NEEDED: Mapping[str, str] = {  # by the mistakes that do not act in plain runs
     "doubled_rank": "two ranks",
     "tenfold_kl": "KL loss",
     "no_warm_up": "warm-up",
     "late_schedule": "schedule",
+    "trained_observations": _TOOL_LOOP,
 }
-UNTRIED = ("trained_observations",)  # needs a task of several turns
 Row = tuple[str, str]  # validation set, id of the task
 Scores = Mapping[Row, float]
 
@@ -58,7 +68,15 @@ def condition_of(name: str) -> str:
     return NEEDED.get(name, _PLAIN)
 
 
-def train(mistake: Mistake | None, condition: str, seed: int, folder: Path) -> None:
+def start_of_tool_loop(out: Path) -> tuple[str, ...]:
+    """Data and initial model of the tool loop as overrides; the right trainer makes both, once."""
+    folder = (out / "tool_loop_start").resolve()
+    subprocess.run(["bash", ROOT / "scripts/tool_loop/cold_start.sh", folder, "0"], check=True)
+    files = [f"data.{name}_files=[{folder}/data/{file}.jsonl]" for name, file in (("train", "train"), ("val", "test"))]
+    return (f"model.path={folder}/cold_start/checkpoints/step-000400/hf", *files)
+
+
+def train(mistake: Mistake | None, overrides: Sequence[str], folder: Path) -> None:
     """One run in a copy of the packages. Raises SystemExit with the end of its log if it fails."""
     shutil.rmtree(folder, ignore_errors=True)  # left by an interruption
     folder.mkdir(parents=True)
@@ -66,7 +84,7 @@ def train(mistake: Mistake | None, condition: str, seed: int, folder: Path) -> N
     with tempfile.TemporaryDirectory() as parent, log.open("w") as written:
         checkout = Path(parent) / "checkout"
         plant(mistake, checkout)
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *CONDITIONS[condition], f"trainer.seed={seed}"]
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
         command += [f"trainer.default_local_dir={folder}", "trainer.experiment_name=run"]
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, cwd=checkout, env=environment, stdout=written, stderr=subprocess.STDOUT)
@@ -79,10 +97,9 @@ def train(mistake: Mistake | None, condition: str, seed: int, folder: Path) -> N
 
 
 def scores_of(validation: Path) -> Scores:
-    """The mean score of every row over all validations but the first, before training."""
-    _, *steps = sorted(validation.glob("step-*.jsonl"))
+    """The mean score of every row over all validations."""
     found: dict[Row, list[float]] = defaultdict(list)
-    for step in steps:
+    for step in validation.glob("step-*.jsonl"):
         for line in step.read_text("utf-8").splitlines():
             row = json.loads(line)
             found[row["set"], row["task_id"]].append(row["reward"])
@@ -121,12 +138,10 @@ def read(folder: Path) -> Scores:
 def table(out: Path, seeds: Sequence[int]) -> str:
     """A Markdown table of the mistakes with all their runs, and what is missing."""
     lines = ["| mistake | condition | right | difference | p | found |", "| --- | --- | --- | --- | --- | --- |"]
-    missing = list(UNTRIED)
+    missing = []
     for mistake in MISTAKES:
         condition = condition_of(mistake.name)
         pairs = [[folder_of(out, condition, name, seed) for seed in seeds] for name in (mistake.name, RIGHT)]
-        if mistake.name in UNTRIED:
-            continue
         if not all((folder / "scores.json").exists() for folders in pairs for folder in folders):
             missing.append(mistake.name)
             continue
@@ -141,26 +156,40 @@ def folder_of(out: Path, condition: str, name: str, seed: int) -> Path:
     return out / condition.replace(" ", "_") / f"{name}-{seed}"
 
 
+def train_missing(out: Path, names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+    """Seed by seed, so that an interrupted study has whole pairs."""
+    mistakes = {each.name: each for each in MISTAKES}
+    starts = {_TOOL_LOOP: start_of_tool_loop(out)} if any(condition_of(name) == _TOOL_LOOP for name in names) else {}
+    runs: dict[Path, tuple[Mistake | None, list[str]]] = {}
+    for seed in seeds:
+        for name in names:
+            condition = condition_of(name)
+            overrides = [*CONDITIONS[condition], *starts.get(condition, ()), f"trainer.seed={seed}"]
+            for label, mistake in ((RIGHT, None), (name, mistakes[name])):
+                folder = folder_of(out, condition, label, seed).resolve()
+                if not (folder / "scores.json").exists():
+                    runs[folder] = mistake, overrides
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(lambda folder: train(*runs[folder], folder), runs):
+            pass
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder of the runs; those that are there are not run again")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mistakes; default: all that can be tried")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mistakes; default: all")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--table", action="store_true", help="train nothing")
     args = parser.parse_args(arguments)
-    tried = {each.name: each for each in MISTAKES if each.name not in UNTRIED}
-    if unknown := [name for name in args.names if name not in tried]:
-        parser.error(f"cannot be tried: {', '.join(unknown)}; can: {', '.join(tried)}")
+    known = [each.name for each in MISTAKES]
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
     if args.seeds < 2:
         parser.error("--seeds must be at least 2")
     seeds = range(args.seeds)
     if not args.table:
-        for seed in seeds:  # seed by seed: an interrupted study has whole pairs
-            for name in args.names or tried:
-                for each in (None, tried[name]):
-                    folder = folder_of(args.out, condition_of(name), each.name if each else RIGHT, seed)
-                    if not (folder / "scores.json").exists():
-                        train(each, condition_of(name), seed, folder.resolve())
+        train_missing(args.out, args.names or known, seeds, args.jobs)
     print(table(args.out, seeds))
 
 
