@@ -252,6 +252,7 @@ PAGE_OF: Mapping[str, str] = {  # command -> its page in docs/, beside training.
     "report": "report.md",
     "explain": "report.md",
     "replay": "replay.md",
+    "certify": "certify.md",
     "eval": "evaluation.md",
     "serve": "serving.md",
     "export": "serving.md",

@@ -40,6 +40,7 @@ GROUPS = {
             "toolrl.analysis.explain", "one sample of a step, from its prompt to its share of the loss"
         ),
         "replay": Subcommand("toolrl.analysis.replay", "run a recorded step again"),
+        "certify": Subcommand("toolrl.analysis.certify", "a manifest by which others can compute a run again"),
     },
     "use and measure a model": {
         "eval": Subcommand("toolrl.benchmarks.runner.command", "benchmarks and your rows, one model or two compared"),
@@ -65,6 +66,7 @@ GROUPS = {
 _OF_MODEL = "checkpoint= tool_call_format= option= prompt_template="
 _OF_SERVER = "host= port= token_file= --no-token allow_host= max_body_mib= max_requests="
 OPTIONS = {
+    "certify": "out= check= steps= setting= --user-code",
     "doctor": "--quick --dev --no-vllm",
     "env-server": f"env= option= {_OF_SERVER} data= --user-code task_option= idle_s= max_episodes=",
     "explain": "step= sample= --gradient --user-code",
