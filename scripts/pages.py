@@ -253,6 +253,7 @@ PAGE_OF: Mapping[str, str] = {  # command -> its page in docs/, beside training.
     "explain": "report.md",
     "replay": "replay.md",
     "certify": "certify.md",
+    "compare": "report.md",
     "eval": "evaluation.md",
     "serve": "serving.md",
     "export": "serving.md",

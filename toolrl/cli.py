@@ -36,6 +36,7 @@ GROUPS = {
     },
     "look at a run": {
         "report": Subcommand("toolrl.analysis.report", "one HTML file: curves, rollouts, tokens"),
+        "compare": Subcommand("toolrl.analysis.compare", "settings by what they learn, over rows and seeds"),
         "explain": Subcommand(
             "toolrl.analysis.explain", "one sample of a step, from its prompt to its share of the loss"
         ),
@@ -66,6 +67,7 @@ GROUPS = {
 _OF_MODEL = "checkpoint= tool_call_format= option= prompt_template="
 _OF_SERVER = "host= port= token_file= --no-token allow_host= max_body_mib= max_requests="
 OPTIONS = {
+    "compare": "step= --exact",
     "certify": "out= check= steps= setting= --user-code",
     "doctor": "--quick --dev --no-vllm",
     "env-server": f"env= option= {_OF_SERVER} data= --user-code task_option= idle_s= max_episodes=",

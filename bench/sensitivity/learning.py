@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -22,16 +21,14 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
-
-from scipy.special import stdtr
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from bench.sensitivity.mistakes import MISTAKES
 from bench.sensitivity.planting import Mistake, plant
+from toolrl.analysis.compare.paired import difference
 
 RIGHT = "right"
 SIGNIFICANT = 0.01
@@ -104,31 +101,6 @@ def scores_of(validation: Path) -> Scores:
             row = json.loads(line)
             found[row["set"], row["task_id"]].append(row["reward"])
     return {row: fmean(each) for row, each in found.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A mistake minus the right trainer; p: two-sided, of a mean of rows and seeds, both drawn from many."""
-
-    mean: float
-    p: float
-
-
-def difference(wrong: Sequence[Scores], right: Sequence[Scores]) -> Difference:
-    """Paired by seed, in the same order, and by row. Two seeds and two rows are needed.
-
-    The variance of the mean is that over rows plus that over seeds, with Satterthwaite's degrees of freedom. It counts
-    the noise of single scores twice, so p is rather too large.
-    """
-    seeds = [{row: scores[row] - base[row] for row in base} for scores, base in zip(wrong, right, strict=True)]
-    by_seed = [fmean(each.values()) for each in seeds]
-    by_row = [fmean(each[row] for each in seeds) for row in seeds[0]]
-    errors = [(stdev(each) / math.sqrt(len(each)), len(each)) for each in (by_seed, by_row)]
-    variance, center = sum(error**2 for error, _ in errors), fmean(by_seed)
-    if not variance:
-        return Difference(center, float(center == 0))
-    freedom = variance**2 / sum(error**4 / (count - 1) for error, count in errors)
-    return Difference(center, float(2 * stdtr(freedom, -abs(center) / math.sqrt(variance))))
 
 
 def read(folder: Path) -> Scores:

@@ -1,0 +1,1 @@
+"""Do settings differ in what they learn? Runs compared over rows and seeds."""
