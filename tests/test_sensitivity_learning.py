@@ -58,7 +58,7 @@ def test_an_unknown_mistake_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["shifted_advantages", "rewards_of_the_previous_step", "dropped_special_tokens"])
+@pytest.mark.parametrize("name", ["shifted_advantages", "rewards_of_the_previous_step", "stale_weights"])
 def test_a_policy_does_not_learn_with_a_mistake(name: str) -> None:
     """Without a mistake the same test passes."""
     [mistake] = [each for each in MISTAKES if each.name == name]

@@ -109,7 +109,7 @@ def rank_spec(config: Config, algorithm: Algorithm, device: str, total_steps: in
         optimizer=optimizer_settings(actor, actor.optim, policy_updates),
         lora=lora_of(config.lora),
         with_reference=needs_reference(algorithm),
-        teacher_path=config.teacher.path if algorithm.teacher_weight else None,
+        teacher_path=config.teacher.local if algorithm.teacher_weight else None,
         critic_path=(critic.path or config.model.path) if algorithm.needs_critic else None,
         critic_optimizer=optimizer_settings(actor, critic.optim, critic_updates),
         cliprange_value=critic.cliprange_value,

@@ -24,7 +24,7 @@ from verl.build.engines import build_sampling, engine_dtype
 from verl.build.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.build.ranks import DTYPES, check_adapter, choose_device
 from verl.build.scorer import build_scorer
-from verl.build.teacher import check_teacher
+from verl.build.teacher import check_teacher, connect_teacher
 from verl.build.transport import connect
 from verl.build.workers import Workers, start_workers
 from verl.chat.template import ChatTemplate
@@ -69,6 +69,7 @@ from verl.trainer.loop import COMMAND, TrainingRun
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.teacher_server import TeacherServer
 from verl.trainer.validate import Validator
 from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketLayout
@@ -373,11 +374,18 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, time
         algorithm=algorithm,
         policy=Policy(WorkerView(ranks, "policy"), packing),
         reference=Policy(WorkerView(ranks, "reference"), packing) if needs_reference(algorithm) else None,
-        teacher=Policy(WorkerView(ranks, "teacher"), packing) if algorithm.teacher_weight else None,
+        teacher=build_teacher(config, ranks) if algorithm.teacher_weight else None,
         critic=Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
         kl_control=build_kl_control(config.algorithm, algorithm),
         timer=timer,
     )
+
+
+def build_teacher(config: Config, ranks: WorkerGroup) -> Policy | TeacherServer:
+    """On the ranks, or behind a URL, which is asked for its model and tokens. Raises ServiceDownError."""
+    if config.teacher.url is None:
+        return Policy(WorkerView(ranks, "teacher"), PackSettings(config.actor.max_tokens_per_pack))
+    return connect_teacher(config)
 
 
 def load_chat_template(config: ModelConfig) -> ChatTemplate:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl.build.engines import sequence_length
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.host.daemon import run_async
 from verl.pretrained import read_model_config, read_tokenizer
+from verl.trainer.teacher_server import TeacherServer, teacher_server
 
 _SHOWN = 3  # tokens listed in an error
 
@@ -16,9 +20,11 @@ def check_teacher(config: Config) -> None:
     model, path = config.model, config.teacher.path
     if path is None:
         return
+    if config.teacher.url is not None:
+        connect_teacher(config)
+        return
     assert model.path is not None
-    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
-    own = read_tokenizer(model.tokenizer_path or model.path, key).get_vocab()
+    own = _own_tokenizer(config).get_vocab()
     theirs = read_tokenizer(path, "teacher.path").get_vocab()
     if differing := sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)):
         shown = ", ".join(f"{each!r} ({own.get(each)} here, {theirs.get(each)} there)" for each in differing[:_SHOWN])
@@ -38,3 +44,25 @@ def check_teacher(config: Config) -> None:
     if limit is not None and length > limit:
         lengths = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(f"{lengths} is {length} tokens, but the teacher supports {limit}")
+
+
+def connect_teacher(config: Config) -> TeacherServer:
+    """The teacher behind the URL in `teacher.path`. Raises ConfigError as `check_teacher`, ServiceDownError."""
+    assert config.teacher.url is not None
+    if config.rollout.temperature != 1:
+        raise ConfigError(
+            f"a served teacher gives log-probs at temperature 1, and the policy samples at rollout.temperature="
+            f"{config.rollout.temperature:g}; set it to 1, or teacher.path to a folder"
+        )
+    tokenizer = _own_tokenizer(config)
+    ids = sorted(tokenizer.get_vocab().values())
+    asked = config.teacher.url, sequence_length(config), ids
+    return run_async(teacher_server(*asked, lambda part: tokenizer.decode(list(part))))
+
+
+def _own_tokenizer(config: Config) -> Any:
+    """The policy's."""
+    model = config.model
+    assert model.path is not None
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    return read_tokenizer(model.tokenizer_path or model.path, key)

@@ -69,6 +69,8 @@ def contents_of(settings: Mapping[str, Any], reads_weights: bool, tasks: Iterabl
 
 
 def _of_model(path: str, with_weights: bool) -> Any:
+    if path.startswith(("http://", "https://")):
+        return path  # a server, whose weights are not known
     if not Path(path).is_dir():
         revision = revision_of(path)
         return path if revision is None else f"{path} at commit {revision}"

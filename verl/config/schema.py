@@ -189,11 +189,21 @@ class RefConfig:
 class TeacherConfig:
     """On-policy distillation: a frozen model scores the tokens that the policy sampled (docs/training.md)."""
 
-    path: str | None = None  # folder or hub name of the teacher, with the policy's tokenizer; default: none
+    path: str | None = None  # the teacher, with the policy's tokenizer: folder, hub name or http://..; default: none
     weight: float = 1.0  # of log p_teacher - log p in the advantages, beside those of the reward
 
     def __post_init__(self) -> None:
         _positive(self, "teacher.", "weight")
+
+    @property
+    def url(self) -> str | None:
+        """Of the server that the teacher is behind."""
+        return self.path if self.path and self.path.startswith(("http://", "https://")) else None
+
+    @property
+    def local(self) -> str | None:
+        """The model that the ranks load."""
+        return None if self.url else self.path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl, teacher_kl
 from verl.trainer.not_finite import check_advantages, describe_cause, is_left_out
 from verl.trainer.policy import Critic, Policy, PolicyUpdate
+from verl.trainer.teacher_server import TeacherServer
 from verl.trainer.update_plan import Deferred, UpdatePlan, plan_updates
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Learner:
     algorithm: Algorithm
     policy: Policy
     reference: Policy | None = None
-    teacher: Policy | None = None
+    teacher: Policy | TeacherServer | None = None
     critic: Critic | None = None
     kl_control: AdaptiveKL | None = None
     observer: UpdateObserver | None = None

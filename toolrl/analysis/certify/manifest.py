@@ -18,12 +18,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from verl.build.threads import threads_of
 from verl.checkpoint.contents import Contents, contents_of
+from verl.config.bounded_yaml import load_yaml
 from verl.config.load import flattened, restored_config
 from verl.config.schema import Config
 from verl.embedded import FOLDER, PREFIX
@@ -66,9 +65,11 @@ def settings_of(run: Path) -> Settings:
     """Those of config.yaml. Raises DataError."""
     path = run / "config.yaml"
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        tree = load_yaml(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError, YAMLError) as error:
         raise DataError(f"cannot be read ({error})", hint=_HINT, file=str(path)) from error
+    if not isinstance(tree, dict):
+        raise DataError("has no settings", hint=_HINT, file=str(path))
     return flattened(tree)
 
 

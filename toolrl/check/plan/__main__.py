@@ -24,7 +24,7 @@ from verl.trainer.cli import CliArgs, check_files, check_model, run_cli
 def main(argv: Sequence[str]) -> int:
     def run(args: CliArgs, console: Console) -> int:
         config = args.config
-        check_model(config.model, critic=config.critic.path, teacher=config.teacher.path)
+        check_model(config.model, critic=config.critic.path, teacher=config.teacher.local)
         check_files("data.train_files", config.data.train_files)
         gpus = [each.removeprefix("--gpu=") for each in args.options if each.startswith("--gpu=")]
         return print_plan(config, gpus[-1] if gpus else None, console)

@@ -449,9 +449,9 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
         critic = read_shape(path, PackedCritic, key, lora_of(config.lora))
         check_head_size(critic.head_size, key, on_cpu, None, dtype)
     teacher = None
-    if config.teacher.path is not None:
-        check_packs(config.teacher.path, longest, "teacher.path")
-        teacher = read_shape(config.teacher.path, PackedPolicy, "teacher.path")
+    if config.teacher.local is not None:
+        check_packs(config.teacher.local, longest, "teacher.path")
+        teacher = read_shape(config.teacher.local, PackedPolicy, "teacher.path")
         check_head_size(teacher.head_size, "teacher.path", on_cpu, None, dtype)
     return Plan(config, algorithm, policy, critic, lengths, hardware, teacher)
 

@@ -115,8 +115,8 @@ def estimate_step(plan: Plan) -> dict[str, float]:
     policy, critic, teacher = read_model_config(config.model.path), None, None
     if plan.critic:
         critic = read_model_config(config.critic.path or config.model.path, "critic.path")
-    if plan.teacher and config.teacher.path is not None:
-        teacher = read_model_config(config.teacher.path, "teacher.path")
+    if plan.teacher and config.teacher.local is not None:
+        teacher = read_model_config(config.teacher.local, "teacher.path")
     if not all(
         has_attention_alone(each) and not is_multimodal(each) for each in (policy, critic, teacher) if each is not None
     ):

@@ -341,6 +341,13 @@ def test_a_folder_without_a_file_is_refused(
     assert Path(name).parts[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "a: &a [1]\nb: {c: " + "[*a," * 3000])
+def test_settings_that_cannot_be_read(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.yaml").write_text(text)
+    assert main([str(folder)]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["--check", "m.json"], ["run", "--steps", "3"], ["run", "--check", "m.json", "--out", "n.json"]]
 )
