@@ -93,11 +93,13 @@ def _overdue(number: int, frame: FrameType | None) -> NoReturn:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs in an event loop of its own, with a limit."""
+    """A test that is a coroutine runs in the event loop of its fixture `runner`, or in one of its own, with a limit."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**fixtures), COROUTINE_S))
+    runner = pyfuncitem.funcargs.get("runner")
+    run = runner.run if isinstance(runner, asyncio.Runner) else asyncio.run
+    run(asyncio.wait_for(pyfuncitem.obj(**fixtures), COROUTINE_S))
     return True
 
 
@@ -136,6 +138,13 @@ def small_heap() -> None:
     """For limits of CPU time: collections do not walk what earlier tests have imported (half a second with vLLM)."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """An event loop for what the tests of a file share; those of them that are coroutines run in it, too."""
+    with asyncio.Runner() as runner:
+        yield runner
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from scripts.data import validation
 from scripts.data.validation import Journal, Validation, validate, validate_all, validate_row
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
-from tests.toolrl.swe.repositories import calc_task, pytest_environment, run
+from tests.toolrl.swe.repositories import calc_task, pytest_environment
 from toolrl.swe.local import LocalRuntimes
 from toolrl.swe.runtime import RuntimeLostError, TaskFaultError
 from toolrl.swe.scoring import PatchOutcome, PatchVerdict
@@ -126,17 +126,13 @@ def test_a_session_without_changes_must_leave_no_patch(monkeypatch: pytest.Monke
     ("setup", "valid"),
     [("", True), ("echo made > made.txt", True), ("(while sleep 0.01; do date >> times.txt; done) &", False)],
 )
-def test_a_setup_that_still_writes_is_found(tmp_path: Path, setup: str, valid: bool) -> None:
+async def test_a_setup_that_still_writes_is_found(tmp_path: Path, setup: str, valid: bool) -> None:
     need_bubblewrap()
-
-    async def main() -> Validation:
-        runtimes = LocalRuntimes(tmp_path / "runtimes")
-        try:
-            return await validate(runtimes, calc_task(tmp_path, pytest_environment(tmp_path), setup=setup))
-        finally:
-            await runtimes.close()
-
-    found = run(main())
+    runtimes = LocalRuntimes(tmp_path / "runtimes")
+    try:
+        found = await validate(runtimes, calc_task(tmp_path, pytest_environment(tmp_path), setup=setup))
+    finally:
+        await runtimes.close()
     assert found.flaky == () and (found.problems == ()) is valid
     assert valid or found.problems[0].startswith("a session without changes scores")
 

@@ -6,20 +6,17 @@ Only the last 300 characters are read, and numbers are compared as texts without
 import re
 
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations, written
 
 _NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _TAIL = 300  # characters
 
 
-class Gsm8kReward:
+class Gsm8kReward(AtMostOne):
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         numbers = _NUMBER.findall(written(trajectory)[-_TAIL:])
         correct = float(bool(numbers) and numbers[-1].replace(",", "") == task.answer)
         return Score(correct, {"correct": correct})
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
 
     def gold(self, task: Task, step: int) -> str:
         return f"#### {task.answer}"

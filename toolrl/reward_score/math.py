@@ -2,11 +2,10 @@ r"""Math reward: checks whether the answer in the last `\boxed{}` equals the gol
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from toolrl.reward_score.math_equality import same_answer
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations, written
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
@@ -52,13 +51,8 @@ def corrupted_boxes(answer: str) -> dict[str, str]:
     }
 
 
-class BoxLab:
+class BoxLab(AtMostOne):
     """Reward-lab methods of rewards that give 1 to a response with the right box, and less to any other."""
-
-    reads_step: ClassVar[bool] = False
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
 
     def gold(self, task: Task, step: int) -> str:
         return boxed(task.answer)

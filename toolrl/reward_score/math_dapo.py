@@ -9,20 +9,17 @@ import re
 from toolrl.reward_score.math import boxed, last_box
 from toolrl.reward_score.math_equality import same_answer
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations, written
 
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _LINE_TAIL, _BOX_TAIL = 300, 100  # characters
 
 
-class MathDapoReward:
+class MathDapoReward(AtMostOne):
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         answer = _stated(written(trajectory))
         correct = answer is not None and same_answer(answer, task.answer)
         return Score(1.0 if correct else -1.0, {"correct": float(correct)})
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
 
     def gold(self, task: Task, step: int) -> str:
         return f"Answer: {task.answer}"

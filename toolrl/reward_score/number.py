@@ -7,11 +7,10 @@ is 1234.0.
 
 import re
 from decimal import Decimal
-from typing import ClassVar
 
 from verl.errors import DataError
 from verl.types import GROUND_TRUTH, Score, StopReason, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations
+from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations
 
 _NUMBER = re.compile(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?")
 
@@ -22,10 +21,8 @@ def last_number(text: str) -> Decimal | None:
     return _value(found[-1]) if found else None
 
 
-class NumberReward:
+class NumberReward(AtMostOne):
     """Options: none. The part `correct` is the total."""
-
-    reads_step: ClassVar[bool] = False
 
     def check_task(self, task: Task) -> None:
         """Raises DataError if the gold answer is no number."""
@@ -35,9 +32,6 @@ class NumberReward:
         answers = trajectory.stop_reason is StopReason.STOP and bool(trajectory.turns)
         correct = float(answers and last_number(trajectory.turns[-1].message.content) == _gold(task))
         return Score(correct, {"correct": correct})
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
 
     def gold(self, task: Task, step: int) -> str:
         return f"The answer is {task.answer}."

@@ -28,23 +28,20 @@ from verl.host.services import check_services
 
 ROOT = Path(__file__).parents[3]
 OWN = os.getpid()  # part of what is looked for on the whole machine: these tests may run beside others of them
-Runner = asyncio.Runner
 
 
 @pytest.fixture(scope="module", params=["bubblewrap", "none"])
-def place(request: pytest.FixtureRequest) -> Iterator[tuple[Runner, LocalSandbox]]:
-    """A loop and a pool in it: what is tested here holds with and without isolation."""
+def sandbox(runner: asyncio.Runner, request: pytest.FixtureRequest) -> Iterator[LocalSandbox]:
+    """A pool in the loop: what is tested here holds with and without isolation."""
     if request.param == "bubblewrap":
         need_bubblewrap()
-    with asyncio.Runner() as runner:
-        sandbox = LocalSandbox(workers=2, isolation=request.param, preload=("numpy", "numpy.random"))
-        yield runner, sandbox
-        runner.run(sandbox.close())
+    sandbox = LocalSandbox(workers=2, isolation=request.param, preload=("numpy", "numpy.random"))
+    yield sandbox
+    runner.run(sandbox.close())
 
 
 @pytest.fixture
-def run(place: tuple[Runner, LocalSandbox]) -> Callable[..., Execution]:
-    runner, sandbox = place
+def run(runner: asyncio.Runner, sandbox: LocalSandbox) -> Callable[..., Execution]:
     return lambda *args, **settings: runner.run(sandbox.run(*args, **settings))
 
 
@@ -204,23 +201,15 @@ time.sleep(0.2)
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"54321.{OWN}" in (p.info["cmdline"] or [])]
 
 
-def test_executions_run_side_by_side(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def many() -> list[Execution]:
-        return await asyncio.gather(*[sandbox.run(f"import time; time.sleep(0.05); print({i})") for i in range(8)])
-
-    assert [done.stdout for done in runner.run(many())] == [f"{i}\n" for i in range(8)]
+async def test_executions_run_side_by_side(sandbox: LocalSandbox) -> None:
+    many = await asyncio.gather(*[sandbox.run(f"import time; time.sleep(0.05); print({i})") for i in range(8)])
+    assert [done.stdout for done in many] == [f"{i}\n" for i in range(8)]
 
 
-def test_waiting_for_a_turn_is_not_charged(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def many() -> list[Execution]:
-        code, limits = "import time; time.sleep(0.2)", Limits(wall_s=4.0)
-        return await asyncio.gather(*[sandbox.run(code, limits=limits) for _ in range(44)])  # the last waits for 4.2 s
-
-    assert {done.status for done in runner.run(many())} == {Status.FINISHED}
+async def test_waiting_for_a_turn_is_not_charged(sandbox: LocalSandbox) -> None:
+    code, limits = "import time; time.sleep(0.2)", Limits(wall_s=4.0)
+    many = await asyncio.gather(*[sandbox.run(code, limits=limits) for _ in range(44)])  # the last waits for 4.2 s
+    assert {done.status for done in many} == {Status.FINISHED}
 
 
 def test_random_numbers_differ_between_executions(run: Callable[..., Execution]) -> None:
@@ -270,72 +259,57 @@ def test_nothing_of_an_execution_is_in_the_memory_of_the_next(run: Callable[...,
 
 
 @pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
-def test_a_supervisor_is_used_again_unless_it_knows_something(isolation: Isolation) -> None:
+async def test_a_supervisor_is_used_again_unless_it_knows_something(isolation: Isolation) -> None:
     if isolation == "bubblewrap":
         need_bubblewrap()
+    sandbox = LocalSandbox(workers=1, isolation=isolation, preload=())
+    supervisor = 0
 
-    async def executions() -> None:
-        sandbox = LocalSandbox(workers=1, isolation=isolation, preload=())
-        supervisor = 0
+    async def is_new(**settings: Any) -> bool:
+        nonlocal supervisor
+        before = supervisor
+        done = await sandbox.run("import os; print(os.getppid(), os.getpid())", **settings)
+        supervisor, pid = map(int, done.stdout.split())
+        return supervisor != before or pid == 2  # the second of a pid namespace is its first execution
 
-        async def is_new(**settings: Any) -> bool:
-            nonlocal supervisor
-            before = supervisor
-            done = await sandbox.run("import os; print(os.getppid(), os.getpid())", **settings)
-            supervisor, pid = map(int, done.stdout.split())
-            return supervisor != before or pid == 2  # the second of a pid namespace is its first execution
-
-        assert [await is_new() for _ in range(4)] == [True, False, False, False]
-        assert not await is_new(fetch=["a"])
-        assert [await is_new() for _ in range(2)] == [True, False]
-        session = await sandbox.session()
-        await session.run("x = 1")
-        await session.close()
-        assert await is_new()
-        await sandbox.close()
-
-    asyncio.run(executions())
+    assert [await is_new() for _ in range(4)] == [True, False, False, False]
+    assert not await is_new(fetch=["a"])
+    assert [await is_new() for _ in range(2)] == [True, False]
+    session = await sandbox.session()
+    await session.run("x = 1")
+    await session.close()
+    assert await is_new()
+    await sandbox.close()
 
 
-def test_a_session_keeps_its_variables(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def cells() -> None:
-        one, two = await sandbox.session(), await sandbox.session()
-        assert (await one.run("x = 1\nx + 1")).stdout == "2\n"
-        assert (await two.run("x = 10")).stdout == ""
-        failed = await one.run("x += 1\n1 / 0")
-        assert (failed.status, failed.return_code) == (Status.ERROR, 1)
-        assert failed.stderr.splitlines()[1] == '  File "cell 2", line 2, in <module>'
-        assert (await one.run("print(x)")).stdout == "2\n"
-        assert (await two.run("x")).stdout == "10\n"
-        await one.close()
-        await two.close()
-
-    runner.run(cells())
+async def test_a_session_keeps_its_variables(sandbox: LocalSandbox) -> None:
+    one, two = await sandbox.session(), await sandbox.session()
+    assert (await one.run("x = 1\nx + 1")).stdout == "2\n"
+    assert (await two.run("x = 10")).stdout == ""
+    failed = await one.run("x += 1\n1 / 0")
+    assert (failed.status, failed.return_code) == (Status.ERROR, 1)
+    assert failed.stderr.splitlines()[1] == '  File "cell 2", line 2, in <module>'
+    assert (await one.run("print(x)")).stdout == "2\n"
+    assert (await two.run("x")).stdout == "10\n"
+    await one.close()
+    await two.close()
 
 
-def test_a_session_that_was_killed_starts_anew(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def cells() -> None:
-        session = await sandbox.session()
-        await session.run("x = 1")
-        slow = await session.run("print('slow')\nwhile True: pass", Limits(wall_s=2.5))
-        assert (slow.status, slow.stdout) == (Status.TIMEOUT, "slow\n")
-        assert "NameError" in (await session.run("x")).stderr
-        ended = await session.run("import os; os._exit(4)")
-        assert (ended.status, ended.return_code) == (Status.ERROR, 4)
-        assert (await session.run("'x' in globals()")).stdout == "False\n"
-        await session.close()
-        assert (await session.run("'after its end'")).stdout == "'after its end'\n"
-        await session.close()
-
-    runner.run(cells())
+async def test_a_session_that_was_killed_starts_anew(sandbox: LocalSandbox) -> None:
+    session = await sandbox.session()
+    await session.run("x = 1")
+    slow = await session.run("print('slow')\nwhile True: pass", Limits(wall_s=2.5))
+    assert (slow.status, slow.stdout) == (Status.TIMEOUT, "slow\n")
+    assert "NameError" in (await session.run("x")).stderr
+    ended = await session.run("import os; os._exit(4)")
+    assert (ended.status, ended.return_code) == (Status.ERROR, 4)
+    assert (await session.run("'x' in globals()")).stdout == "False\n"
+    await session.close()
+    assert (await session.run("'after its end'")).stdout == "'after its end'\n"
+    await session.close()
 
 
-def test_a_session_rests_between_cells(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
+async def test_a_session_rests_between_cells(sandbox: LocalSandbox) -> None:
     code = """
 import threading, time
 ticks = 0
@@ -347,76 +321,51 @@ def tick():
 threading.Thread(target=tick, daemon=True).start()
 time.sleep(0.1)
 """
-
-    async def cells() -> tuple[int, int]:
-        session = await sandbox.session()
-        before = int((await session.run(code + "ticks")).stdout)
-        await asyncio.sleep(1.0)
-        after = int((await session.run("ticks")).stdout)
-        await session.close()
-        return before, after
-
-    before, after = runner.run(cells())
+    session = await sandbox.session()
+    before = int((await session.run(code + "ticks")).stdout)
+    await asyncio.sleep(1.0)
+    after = int((await session.run("ticks")).stdout)
+    await session.close()
     assert before <= after < before + 50
 
 
-def test_a_session_ignores_unsolicited_answers(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def cells() -> None:
-        session = await sandbox.session()
-        assert (await session.run("import os, time\nos.write(3, b'\\0' * 50)\n1 / 0")).status is Status.ERROR
-        done = await session.run("time.sleep(0.2)\n'the second'")
-        assert (done.status, done.stdout) == (Status.FINISHED, "'the second'\n")
-        closed = await session.run("os.close(3)\ntime.sleep(60)", Limits(wall_s=0.4))
-        assert closed.status is Status.TIMEOUT
-        await session.close()
-
-    runner.run(cells())
+async def test_a_session_ignores_unsolicited_answers(sandbox: LocalSandbox) -> None:
+    session = await sandbox.session()
+    assert (await session.run("import os, time\nos.write(3, b'\\0' * 50)\n1 / 0")).status is Status.ERROR
+    done = await session.run("time.sleep(0.2)\n'the second'")
+    assert (done.status, done.stdout) == (Status.FINISHED, "'the second'\n")
+    closed = await session.run("os.close(3)\ntime.sleep(60)", Limits(wall_s=0.4))
+    assert closed.status is Status.TIMEOUT
+    await session.close()
 
 
-def test_a_cell_without_a_waiting_caller_ends_its_session(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def cells() -> None:
-        session = await sandbox.session()
-        await session.run("x = 1")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.run("import time; time.sleep(60); print('late')"), 0.3)
-        assert "NameError" in (await session.run("x")).stderr
-        await session.close()
-
-    runner.run(cells())
+async def test_a_cell_without_a_waiting_caller_ends_its_session(sandbox: LocalSandbox) -> None:
+    session = await sandbox.session()
+    await session.run("x = 1")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(session.run("import time; time.sleep(60); print('late')"), 0.3)
+    assert "NameError" in (await session.run("x")).stderr
+    await session.close()
 
 
-def test_a_cancelled_execution_is_killed(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def cancel() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sandbox.run(f"sleep 65432.{OWN}", "bash", limits=Limits(wall_s=50)), 0.5)
-        for _ in range(600):
-            if not [p for p in psutil.process_iter(["cmdline"]) if f"65432.{OWN}" in (p.info["cmdline"] or [])]:
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError("it lives on")
-
-    runner.run(cancel())
+async def test_a_cancelled_execution_is_killed(sandbox: LocalSandbox) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sandbox.run(f"sleep 65432.{OWN}", "bash", limits=Limits(wall_s=50)), 0.5)
+    for _ in range(600):
+        if not [p for p in psutil.process_iter(["cmdline"]) if f"65432.{OWN}" in (p.info["cmdline"] or [])]:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it lives on")
 
 
-def test_a_fork_server_that_died_is_replaced(place: tuple[Runner, LocalSandbox]) -> None:
-    runner, sandbox = place
-
-    async def kill_and_run() -> None:
-        await sandbox.run("pass")
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if any("inside.zygote" in word for word in child.cmdline()):
-                    child.send_signal(signal.SIGKILL)
-        done = await asyncio.gather(*[sandbox.run("print(1)") for _ in range(4)])
-        assert {each.stdout for each in done} == {"1\n"}
-
-    runner.run(kill_and_run())
+async def test_a_fork_server_that_died_is_replaced(sandbox: LocalSandbox) -> None:
+    await sandbox.run("pass")
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("inside.zygote" in word for word in child.cmdline()):
+                child.send_signal(signal.SIGKILL)
+    done = await asyncio.gather(*[sandbox.run("print(1)") for _ in range(4)])
+    assert {each.stdout for each in done} == {"1\n"}
 
 
 OWNER = """
@@ -433,8 +382,8 @@ asyncio.run(main())
 """
 
 
-def test_the_pool_does_not_outlive_a_killed_owner(place: tuple[Runner, LocalSandbox], request: Any) -> None:
-    isolation = request.node.callspec.params["place"]
+def test_the_pool_does_not_outlive_a_killed_owner(sandbox: LocalSandbox, request: Any) -> None:
+    isolation = request.node.callspec.params["sandbox"]
     owner = subprocess.Popen([sys.executable, "-c", OWNER, isolation], cwd=ROOT, stdout=subprocess.PIPE)
     assert owner.stdout and owner.stdout.readline() == b"ready\n"
     below: list[psutil.Process] = []
@@ -511,24 +460,20 @@ def test_a_sandbox_that_works_passes_its_check_and_leaves_nothing_behind() -> No
     assert psutil.Process().children() == before
 
 
-def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_supervisor_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     need_bubblewrap()
     monkeypatch.setattr("toolrl.sandbox.local.GRACE_S", 0.5)
-
-    async def stop_and_run() -> None:
-        sandbox = LocalSandbox(workers=1, preload=())
-        await sandbox.run("pass")
-        for each in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor of what ran may be ending
-                each.send_signal(signal.SIGSTOP)
-        assert (await sandbox.run("print(1)", limits=Limits(wall_s=1.0))).stdout == "1\n"
-        await sandbox.close()
-
-    asyncio.run(stop_and_run())
+    sandbox = LocalSandbox(workers=1, preload=())
+    await sandbox.run("pass")
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor of what ran may be ending
+            each.send_signal(signal.SIGSTOP)
+    assert (await sandbox.run("print(1)", limits=Limits(wall_s=1.0))).stdout == "1\n"
+    await sandbox.close()
 
 
 @pytest.mark.long
-def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
+async def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
@@ -538,14 +483,10 @@ def test_a_supervisor_that_its_code_has_stopped_ends_with_the_sandbox(
     code = (
         f"import os, signal\nprint(os.getppid(), file=open({str(log)!r}, 'a'))\nos.kill(os.getppid(), signal.SIGSTOP)"
     )
-
-    async def stop() -> None:
-        sandbox = LocalSandbox(workers=1, isolation="none", preload=())
-        with pytest.raises(ServiceDownError, match="without an answer, twice"):
-            await sandbox.run(code, limits=Limits(wall_s=0.5))
-        await sandbox.close()
-
-    asyncio.run(stop())
+    sandbox = LocalSandbox(workers=1, isolation="none", preload=())
+    with pytest.raises(ServiceDownError, match="without an answer, twice"):
+        await sandbox.run(code, limits=Limits(wall_s=0.5))
+    await sandbox.close()
     supervisors = [int(line) for line in log.read_text().split()]
     assert len(supervisors) == 2
 

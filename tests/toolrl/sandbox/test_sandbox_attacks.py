@@ -10,7 +10,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +31,31 @@ SHORT = Limits(wall_s=1.0, cpu_s=1.0)
 SYSTEM_PYTHON = "/usr/bin/python3"  # which an ordinary user may read
 
 
+@dataclass(frozen=True)
 class Pool:
     """A confined pool of two and the loop it lives in."""
 
-    def __init__(self, runner: asyncio.Runner) -> None:
-        self.runner = runner
-        self.sandbox = LocalSandbox(workers=2, preload=("numpy", "numpy.random"))
+    runner: asyncio.Runner
+    sandbox: LocalSandbox
 
     def run(self, code: str, language: str = "python", **settings: Any) -> Execution:
         return self.runner.run(self.sandbox.run(code, language, **settings))
-
-    def do(self, action: Callable[[LocalSandbox], Awaitable[None]]) -> None:
-        async def act() -> None:
-            await action(self.sandbox)
-
-        self.runner.run(act())
 
     def works(self) -> bool:
         return self.run("print('works')").stdout == "works\n"
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def sandbox(runner: asyncio.Runner) -> Iterator[LocalSandbox]:
     need_bubblewrap()
-    with asyncio.Runner() as runner:
-        pool = Pool(runner)
-        yield pool
-        runner.run(pool.sandbox.close())
+    sandbox = LocalSandbox(workers=2, preload=("numpy", "numpy.random"))
+    yield sandbox
+    runner.run(sandbox.close())
+
+
+@pytest.fixture
+def pool(runner: asyncio.Runner, sandbox: LocalSandbox) -> Pool:
+    return Pool(runner, sandbox)
 
 
 def test_int_0x80_with_the_number_of_ptrace_is_killed_by_sigsys(pool: Pool) -> None:
@@ -64,7 +63,7 @@ def test_int_0x80_with_the_number_of_ptrace_is_killed_by_sigsys(pool: Pool) -> N
     assert (done.status, done.return_code, done.stdout) == (Status.ERROR, -31, "")
 
 
-def test_open_descriptors_of_python_bash_and_a_session_are_0_1_2_and_a_session_s_3(pool: Pool) -> None:
+async def test_open_descriptors_of_python_bash_and_a_session_are_0_1_2_and_a_session_s_3(sandbox: LocalSandbox) -> None:
     code = """
 import fcntl
 def is_open(number):
@@ -74,17 +73,13 @@ def is_open(number):
         return False
 print(*filter(is_open, range(4096)))
 """
-    assert pool.run(code).stdout == "0 1 2\n"
+    assert (await sandbox.run(code)).stdout == "0 1 2\n"
     listed = "for number in /proc/self/fd/*; do echo -n ${number##*/}; done"
-    assert pool.run(listed, "bash").stdout.startswith("012")
-    assert pool.run(f"python -c '{code}'", "bash").stdout == "0 1 2\n"
-
-    async def cells(sandbox: LocalSandbox) -> None:
-        session = await sandbox.session()
-        assert (await session.run(code)).stdout == "0 1 2 3\n"
-        await session.close()
-
-    pool.do(cells)
+    assert (await sandbox.run(listed, "bash")).stdout.startswith("012")
+    assert (await sandbox.run(f"python -c '{code}'", "bash")).stdout == "0 1 2\n"
+    session = await sandbox.session()
+    assert (await session.run(code)).stdout == "0 1 2 3\n"
+    await session.close()
 
 
 def test_no_traces_of_an_earlier_execution_in_the_memory_of_6_later_ones(pool: Pool) -> None:
@@ -96,25 +91,22 @@ def test_no_traces_of_an_earlier_execution_in_the_memory_of_6_later_ones(pool: P
         assert (done.status, done.stdout) == (Status.FINISHED, "0\n")
 
 
-def test_two_sessions_at_once_have_files_variables_and_processes_apart(pool: Pool) -> None:
-    async def cells(sandbox: LocalSandbox) -> None:
-        one, two = await sandbox.session(), await sandbox.session()
-        await one.run("import os, subprocess\nmine = 1\nopen('/tmp/mine', 'w').close()")
-        await one.run("child = subprocess.Popen(['sleep', '98765'])")
-        looked = await two.run(
-            "import os\n"
-            "commands = [open(f'/proc/{pid}/cmdline').read() for pid in os.listdir('/proc') if pid.isdigit()]\n"
-            "'mine' in globals(), os.path.exists('/tmp/mine'), any('98765' in command for command in commands)"
-        )
-        assert looked.stdout == "(False, False, False)\n"
-        assert (await one.run("mine, child.poll()")).stdout == "(1, None)\n"
-        await one.close()
-        await two.close()
-
-    pool.do(cells)
+async def test_two_sessions_at_once_have_files_variables_and_processes_apart(sandbox: LocalSandbox) -> None:
+    one, two = await sandbox.session(), await sandbox.session()
+    await one.run("import os, subprocess\nmine = 1\nopen('/tmp/mine', 'w').close()")
+    await one.run("child = subprocess.Popen(['sleep', '98765'])")
+    looked = await two.run(
+        "import os\n"
+        "commands = [open(f'/proc/{pid}/cmdline').read() for pid in os.listdir('/proc') if pid.isdigit()]\n"
+        "'mine' in globals(), os.path.exists('/tmp/mine'), any('98765' in command for command in commands)"
+    )
+    assert looked.stdout == "(False, False, False)\n"
+    assert (await one.run("mine, child.poll()")).stdout == "(1, None)\n"
+    await one.close()
+    await two.close()
 
 
-def test_an_answer_forged_ahead_by_a_session_cell_is_of_that_cell_alone(pool: Pool) -> None:
+async def test_an_answer_forged_ahead_by_a_session_cell_is_of_that_cell_alone(sandbox: LocalSandbox) -> None:
     forge = """
 import os, sys, time
 frame = sys._getframe()
@@ -125,37 +117,30 @@ time.sleep(0.3)
 print("later")
 1 / 0
 """
-
-    async def cells(sandbox: LocalSandbox) -> None:
-        session = await sandbox.session()
-        assert (await session.run(forge)).status is Status.FINISHED
-        following = await session.run("print('next')\nraise ValueError")
-        assert (following.status, following.return_code) == (Status.ERROR, 1)
-        assert following.stdout == "later\nnext\n"
-        await session.close()
-
-    pool.do(cells)
+    session = await sandbox.session()
+    assert (await session.run(forge)).status is Status.FINISHED
+    following = await session.run("print('next')\nraise ValueError")
+    assert (following.status, following.return_code) == (Status.ERROR, 1)
+    assert following.stdout == "later\nnext\n"
+    await session.close()
 
 
-def test_caller_cancelled_in_a_cell_and_20_callers_cancelled_leave_nothing(pool: Pool) -> None:
-    async def cancel(sandbox: LocalSandbox) -> None:
-        session = await sandbox.session()
-        tasks = [asyncio.create_task(session.run(f"import os; os.system('sleep 87654.{OWN}')"))]
-        tasks += [asyncio.create_task(sandbox.run(f"sleep 87654.{OWN}", "bash")) for _ in range(20)]
-        await asyncio.sleep(0.5)
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(each, asyncio.CancelledError) for each in ended)
-        assert (await sandbox.run("print(1)")).stdout == "1\n"
-        await session.close()
-        for _ in range(600):
-            if not _commands_with(f"87654.{OWN}"):
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError("a process is left")
-
-    pool.do(cancel)
+async def test_caller_cancelled_in_a_cell_and_20_callers_cancelled_leave_nothing(sandbox: LocalSandbox) -> None:
+    session = await sandbox.session()
+    tasks = [asyncio.create_task(session.run(f"import os; os.system('sleep 87654.{OWN}')"))]
+    tasks += [asyncio.create_task(sandbox.run(f"sleep 87654.{OWN}", "bash")) for _ in range(20)]
+    await asyncio.sleep(0.5)
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+    assert (await sandbox.run("print(1)")).stdout == "1\n"
+    await session.close()
+    for _ in range(600):
+        if not _commands_with(f"87654.{OWN}"):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("a process is left")
 
 
 def test_much_on_stdout_and_stderr_is_cut_at_256_kib_each_and_the_owner_does_not_grow(pool: Pool) -> None:
@@ -324,22 +309,19 @@ def test_random_uuid_secrets_and_numpy_random_differ_in_two_executions(pool: Poo
     assert not set(first) & set(second)
 
 
-def test_60_executions_failing_ones_and_8_given_up_leave_the_owner_no_descriptor(pool: Pool) -> None:
-    async def many(sandbox: LocalSandbox) -> None:
-        await asyncio.gather(*[sandbox.run("pass") for _ in range(4)])
-        before = psutil.Process().num_fds()
-        await asyncio.gather(*[sandbox.run("1 / 0" if number % 2 else "pass") for number in range(60)])
-        given_up = [asyncio.create_task(sandbox.run("import time; time.sleep(60)")) for _ in range(8)]
-        await asyncio.sleep(0.2)
-        for task in given_up:
-            task.cancel()
-        await asyncio.gather(*given_up, return_exceptions=True)
-        with pytest.raises(DataError):
-            await sandbox.run("pass", files={"a": b"", "a/b": b""})
-        await asyncio.gather(*[sandbox.run("pass") for _ in range(4)])
-        assert psutil.Process().num_fds() <= before + 1
-
-    pool.do(many)
+async def test_60_executions_failing_ones_and_8_given_up_leave_the_owner_no_descriptor(sandbox: LocalSandbox) -> None:
+    await asyncio.gather(*[sandbox.run("pass") for _ in range(4)])
+    before = psutil.Process().num_fds()
+    await asyncio.gather(*[sandbox.run("1 / 0" if number % 2 else "pass") for number in range(60)])
+    given_up = [asyncio.create_task(sandbox.run("import time; time.sleep(60)")) for _ in range(8)]
+    await asyncio.sleep(0.2)
+    for task in given_up:
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)
+    with pytest.raises(DataError):
+        await sandbox.run("pass", files={"a": b"", "a/b": b""})
+    await asyncio.gather(*[sandbox.run("pass") for _ in range(4)])
+    assert psutil.Process().num_fds() <= before + 1
 
 
 def test_a_loop_of_links_fetched_is_left_out(pool: Pool) -> None:
@@ -348,14 +330,11 @@ def test_a_loop_of_links_fetched_is_left_out(pool: Pool) -> None:
     assert (done.status, done.files) == (Status.FINISHED, {})
 
 
-def test_a_loop_of_links_fetched_from_a_session_is_left_out(pool: Pool) -> None:
-    async def fetch(sandbox: LocalSandbox) -> None:
-        session = await sandbox.session()
-        await session.run("import os\nos.symlink('a', 'a'); open('b', 'w').write('x')")
-        assert await session.fetch(["a", "b"]) == {"b": b"x"}
-        await session.close()
-
-    pool.do(fetch)
+async def test_a_loop_of_links_fetched_from_a_session_is_left_out(sandbox: LocalSandbox) -> None:
+    session = await sandbox.session()
+    await session.run("import os\nos.symlink('a', 'a'); open('b', 'w').write('x')")
+    assert await session.fetch(["a", "b"]) == {"b": b"x"}
+    await session.close()
 
 
 FILES_THAT_CANNOT_BE = {
@@ -380,15 +359,12 @@ def test_impossible_files_are_a_data_error(pool: Pool, files: dict[str, bytes]) 
 
 
 @pytest.mark.parametrize("files", [{str(number): b"x" for number in range(300)}, {"a": b"", "a/b": b""}])
-def test_impossible_files_of_a_session_are_a_data_error(pool: Pool, files: dict[str, bytes]) -> None:
-    async def begin(sandbox: LocalSandbox) -> None:
-        session = await sandbox.session(files)
-        with pytest.raises(DataError, match="field 'files'"):
-            await session.run("pass", Limits(file_mib=1))
-        await session.close()
-
-    pool.do(begin)
-    assert pool.works()
+async def test_impossible_files_of_a_session_are_a_data_error(sandbox: LocalSandbox, files: dict[str, bytes]) -> None:
+    session = await sandbox.session(files)
+    with pytest.raises(DataError, match="field 'files'"):
+        await session.run("pass", Limits(file_mib=1))
+    await session.close()
+    assert (await sandbox.run("print('works')")).stdout == "works\n"
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a\ud800", "../x"])
@@ -409,20 +385,16 @@ def test_impossible_names_to_fetch_are_a_data_error(pool: Pool, name: str) -> No
         ("cpu_s", math.nan),
     ],
 )
-def test_impossible_limits_are_a_data_error(pool: Pool, name: str, bound: float) -> None:
+async def test_impossible_limits_are_a_data_error(sandbox: LocalSandbox, name: str, bound: float) -> None:
     limits = Limits(**{name: bound})  # type: ignore[arg-type]
     with pytest.raises(DataError, match=f"field '{name}': a limit of .*; expected more than 0 and at most"):
-        pool.run("pass", limits=limits)
-
-    async def cell(sandbox: LocalSandbox) -> None:
-        session = await sandbox.session()
-        await session.run("x = 1")
-        with pytest.raises(DataError, match=f"field '{name}'"):
-            await session.run("x", limits)
-        assert (await session.run("x")).stdout == "1\n"
-        await session.close()
-
-    pool.do(cell)
+        await sandbox.run("pass", limits=limits)
+    session = await sandbox.session()
+    await session.run("x = 1")
+    with pytest.raises(DataError, match=f"field '{name}'"):
+        await session.run("x", limits)
+    assert (await session.run("x")).stdout == "1\n"
+    await session.close()
 
 
 def test_the_largest_limits_are_those_of_the_machine(pool: Pool) -> None:
@@ -459,9 +431,8 @@ def test_bash_code_of_5_mib_is_read_and_of_20_is_its_own_error(pool: Pool) -> No
     assert pool.run("#" * (20 << 20), "bash").status is Status.ERROR
 
 
-def test_flock_of_the_host_is_free_while_code_tries_to_hold_it(pool: Pool) -> None:
-    async def hold(sandbox: LocalSandbox) -> None:
-        code = """
+async def test_flock_of_the_host_is_free_while_code_tries_to_hold_it(sandbox: LocalSandbox) -> None:
+    code = """
 import fcntl, os, time
 held = []
 for path in ("/usr/bin/env", os.__file__):
@@ -470,14 +441,12 @@ for path in ("/usr/bin/env", os.__file__):
     except OSError: pass
 time.sleep(1)
 """
-        tasks = [asyncio.create_task(sandbox.run(code)) for _ in range(2)]
-        await asyncio.sleep(0.5)
-        for path in ("/usr/bin/env", os.__file__):
-            with Path(path).open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        await asyncio.gather(*tasks)
-
-    pool.do(hold)
+    tasks = [asyncio.create_task(sandbox.run(code)) for _ in range(2)]
+    await asyncio.sleep(0.5)
+    for path in ("/usr/bin/env", os.__file__):
+        with Path(path).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    await asyncio.gather(*tasks)
 
 
 def test_io_setup_of_the_host_works_while_code_tries_to_take_all(pool: Pool) -> None:

@@ -439,16 +439,12 @@ def test_cgroups_of_a_killed_owner_are_gone_after_the_next_start(
     assert folders_of_pools(os.getpid())  # those of pools that live stay
 
 
-def test_a_closed_pool_leaves_no_cgroup() -> None:
+async def test_a_closed_pool_leaves_no_cgroup() -> None:
     need_bubblewrap()
-
-    async def use() -> set[Path]:
-        sandbox = LocalSandbox(workers=2, preload=())
-        session = await sandbox.session()
-        await session.run("x = 1")
-        await asyncio.gather(*[sandbox.run("pass", fetch=["a"]) for _ in range(3)])
-        await sandbox.close()  # the session, too
-        return set(folders_of_pools(os.getpid()))
-
     before = set(folders_of_pools(os.getpid()))
-    assert asyncio.run(use()) <= before
+    sandbox = LocalSandbox(workers=2, preload=())
+    session = await sandbox.session()
+    await session.run("x = 1")
+    await asyncio.gather(*[sandbox.run("pass", fetch=["a"]) for _ in range(3)])
+    await sandbox.close()  # the session, too
+    assert set(folders_of_pools(os.getpid())) <= before

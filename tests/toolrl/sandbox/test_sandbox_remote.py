@@ -149,28 +149,22 @@ async def remote(*urls: str, **settings: Any) -> AsyncIterator[RemoteSandbox]:
         ("run_jupyter", f'"cells": {json.dumps(["1"] * 2000)}', 422, "cells"),
     ],
 )
-def test_forbidden_requests_are_refused(path: str, asked: str, status: int, message: str) -> None:
-    async def post() -> httpx2.Response:
-        transport = httpx2.ASGITransport(make_app(LocalSandbox(1, "none")))
-        body = f'{{"code": "1", "language": "python", {asked}}}'
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.post(path, content=body, headers={"content-type": "application/json"})
-
-    answer = asyncio.run(post())
+async def test_forbidden_requests_are_refused(path: str, asked: str, status: int, message: str) -> None:
+    transport = httpx2.ASGITransport(make_app(LocalSandbox(1, "none")))
+    body = f'{{"code": "1", "language": "python", {asked}}}'
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status and message in answer.text and len(answer.text) < 10_000
 
 
-def test_many_cells_have_the_longest_time_each() -> None:
-    async def post() -> httpx2.Response:
-        sandbox = LocalSandbox(1, "none", preload=())
-        transport = httpx2.ASGITransport(make_app(sandbox, Limits(wall_s=10.0)))
-        asked = {"cells": ["x = 1", "print(x)"], "cell_timeout": 10, "total_timeout": 20}
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            answer = await client.post("run_jupyter", json=asked, timeout=60)
-        await sandbox.close()
-        return answer
-
-    assert asyncio.run(post()).json()["cells"][1]["stdout"] == "1\n"
+async def test_many_cells_have_the_longest_time_each() -> None:
+    sandbox = LocalSandbox(1, "none", preload=())
+    transport = httpx2.ASGITransport(make_app(sandbox, Limits(wall_s=10.0)))
+    asked = {"cells": ["x = 1", "print(x)"], "cell_timeout": 10, "total_timeout": 20}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post("run_jupyter", json=asked, timeout=60)
+    await sandbox.close()
+    assert answer.json()["cells"][1]["stdout"] == "1\n"
 
 
 @pytest.mark.long
@@ -320,15 +314,11 @@ async def test_a_failing_server_is_paused_and_used_again() -> None:
         raise AssertionError("it never came back")
 
 
-def test_no_server_at_all_names_each(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_server_at_all_names_each(caplog: pytest.LogCaptureFixture) -> None:
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-
-    async def fail() -> None:
+    with pytest.raises(ServiceDownError) as raised:
         async with remote(*urls, patience_s=0.5) as sandbox:
             await sandbox.run("1")
-
-    with pytest.raises(ServiceDownError) as raised:
-        asyncio.run(fail())
     assert all(each in str(raised.value) for each in urls)
     assert "ConnectError" in str(raised.value)
     with pytest.raises(ConfigError, match=r"sandbox\.urls is empty"):

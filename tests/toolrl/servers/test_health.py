@@ -159,12 +159,14 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() -> None:
+async def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     (task,) = build_tasks("shop", {"count": 1})
-
-    async def scene(pid: int) -> None:
+    with service(
+        "-m", "toolrl.envs.openenv.server", "--env", "shop", "--port", str(port), url=f"{url}/health"
+    ) as process:
+        pid = process.pid
         remote = RemoteFactory(url, timeout_s=300.0, health_timeout_s=PROCESS_S)
         env = remote(task)
         await env.reset()
@@ -184,21 +186,20 @@ def test_an_environment_server_that_is_stopped_is_a_fault_and_is_used_again() ->
             raise AssertionError("it is not used again")
         await remote.close()
 
-    with service(
-        "-m", "toolrl.envs.openenv.server", "--env", "shop", "--port", str(port), url=f"{url}/health"
-    ) as process:
-        run(scene(process.pid))
-
 
 @pytest.mark.long
-def test_a_sandbox_server_that_is_stopped_is_passed_over() -> None:
+async def test_a_sandbox_server_that_is_stopped_is_passed_over() -> None:
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
 
     def command(port: int) -> list[str]:
         return ["-m", "toolrl.sandbox.server", "--isolation", "none", "--workers", "1", "--port", str(port)]
 
-    async def scene(pid: int) -> None:
+    with (
+        service(*command(ports[0]), url=f"{urls[0]}/health") as process,
+        service(*command(ports[1]), url=f"{urls[1]}/health"),
+    ):
+        pid = process.pid
         alone = RemoteSandbox(urls[:1], patience_s=PROCESS_S, health_timeout_s=PROCESS_S)
         both = RemoteSandbox(urls, health_timeout_s=PROCESS_S)
         for sandbox in (alone, both):
@@ -219,22 +220,16 @@ def test_a_sandbox_server_that_is_stopped_is_passed_over() -> None:
         await alone.close()
         await both.close()
 
-    with (
-        service(*command(ports[0]), url=f"{urls[0]}/health") as process,
-        service(*command(ports[1]), url=f"{urls[1]}/health"),
-    ):
-        run(scene(process.pid))
-
 
 @pytest.mark.long
-def test_a_retriever_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
+async def test_a_retriever_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl.gz"
     corpus.write_bytes(gzip.compress(json.dumps({"id": 0, "contents": "Rome"}).encode()))
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}/retrieve" for port in ports]
     module = ("-m", "toolrl.tools.retrieval.server", "--corpus", str(corpus), "--port")
-
-    async def scene(pid: int) -> None:
+    with service(*module, str(ports[0]), url=urls[0]) as process, service(*module, str(ports[1]), url=urls[1]):
+        pid = process.pid
         both = HttpRetriever(urls, timeout_s=300.0, health_timeout_s=PROCESS_S)
         alone = HttpRetriever(urls[0], timeout_s=300.0, health_timeout_s=PROCESS_S)
         with stopped(pid):
@@ -244,6 +239,3 @@ def test_a_retriever_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
                 await alone.search(["rome"], 1)
         await both.close()
         await alone.close()
-
-    with service(*module, str(ports[0]), url=urls[0]) as process, service(*module, str(ports[1]), url=urls[1]):
-        run(scene(process.pid))

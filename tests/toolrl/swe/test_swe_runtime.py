@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.toolrl.sandbox.sandbox_host import need_bubblewrap
-from tests.toolrl.swe.repositories import FILES, calc_task, run
+from tests.toolrl.swe.repositories import FILES, calc_task
 from toolrl.swe import shell
 from toolrl.swe.local import LocalRuntime, LocalRuntimes
 from toolrl.swe.runtime import (
@@ -68,28 +68,23 @@ async def test_the_shell_keeps_folder_variables_and_functions(tmp_path: Path) ->
         assert await output(runtime, "f; set +x") == "+ eval 'f; set +x'\n++ f\n++ echo 8\n8\n++ set +x"
 
 
-def test_a_shell_that_does_not_start_in_time_is_a_lost_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with started(tmp_path) as runtime:
-            with pytest.raises(RuntimeLostError, match="no shell starts"):
-                await runtime.run("echo hi", 2.0)
-
+async def test_a_shell_that_does_not_start_in_time_is_a_lost_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("START_S", 0.3), ("INTERRUPT_S", 0.3), ("BASH", ("/bin/sh", "-c", "trap '' INT; sleep 60"))):
         monkeypatch.setattr(shell, name, value)
-    run(main())
+    async with started(tmp_path) as runtime:
+        with pytest.raises(RuntimeLostError, match="no shell starts"):
+            await runtime.run("echo hi", 2.0)
 
 
 @pytest.mark.parametrize("spoil", ["mkdir build; cd build; rm -r ../build", "chmod 000 ."])
-def test_a_new_shell_starts_where_it_can(tmp_path: Path, spoil: str) -> None:
+async def test_a_new_shell_starts_where_it_can(tmp_path: Path, spoil: str) -> None:
     """Code that removes or closes the shell's folder gets no other runtime by that."""
-
-    async def main() -> None:
-        async with started(tmp_path) as runtime:
-            await runtime.run(spoil)
-            assert (await runtime.run("exit")).shell_restarted
-            assert await output(runtime, "pwd") == ("/" if "chmod" in spoil else "/testbed")
-
-    run(main())
+    async with started(tmp_path) as runtime:
+        await runtime.run(spoil)
+        assert (await runtime.run("exit")).shell_restarted
+        assert await output(runtime, "pwd") == ("/" if "chmod" in spoil else "/testbed")
 
 
 async def test_interrupts_and_time_outs_end_the_command_and_not_the_shell(
@@ -126,14 +121,11 @@ async def test_interrupts_and_time_outs_end_the_command_and_not_the_shell(
         assert await output(runtime, "echo again") == "again"
 
 
-def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with started(tmp_path, limits=RuntimeLimits(output_chars=1000)) as runtime:
-            long = (await runtime.run("seq 1 200000")).output
-            assert long.startswith("1\n2\n3\n") and long.endswith("199999\n200000\n") and "omitted" in long
-            assert len(long) < 1100
-
-    run(main())
+async def test_a_long_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    async with started(tmp_path, limits=RuntimeLimits(output_chars=1000)) as runtime:
+        long = (await runtime.run("seq 1 200000")).output
+        assert long.startswith("1\n2\n3\n") and long.endswith("199999\n200000\n") and "omitted" in long
+        assert len(long) < 1100
     assert clip("a" * 10 + "b" * 10, 4) == "aa\n[16 characters omitted]\nbb"
     assert clip("abcd", 4) == "abcd"
 
@@ -176,24 +168,21 @@ async def test_files_travel_and_snapshots_restore_them(tmp_path: Path, overlay: 
             await runtime.download("/testbed/up", tmp_path / "links")
 
 
-def test_runtimes_of_a_task_share_the_repository_and_nothing_else(tmp_path: Path) -> None:
-    async def main() -> None:
-        before = set(psutil.Process().children(recursive=True))
-        runtimes = LocalRuntimes(tmp_path / "runtimes")
-        task = calc_task(tmp_path)
-        one, two = await asyncio.gather(runtimes.start(task), runtimes.start(task))
-        assert len(list((tmp_path / "runtimes" / "images").iterdir())) == 1
-        await one.run("echo changed > README.md; rm -r tests; echo x > /tmp/secret; sleep 500 & :")
-        assert await output(two, "cat README.md; ls tests /tmp") == "A calculator.\n/tmp:\n\ntests:\ntest_name.py"
-        assert "sleep" not in await output(two, "cat /proc/*/cmdline | tr '\\0' ' '")
-        own = set(psutil.Process().children(recursive=True)) - before
-        await runtimes.close()
-        assert own and not [each for each in own if each.is_running()]
-        assert [each.name for each in (tmp_path / "runtimes").iterdir()] == ["images"]
-        with pytest.raises(RuntimeLostError):
-            await one.run("echo a")
-
-    run(main())
+async def test_runtimes_of_a_task_share_the_repository_and_nothing_else(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    runtimes = LocalRuntimes(tmp_path / "runtimes")
+    task = calc_task(tmp_path)
+    one, two = await asyncio.gather(runtimes.start(task), runtimes.start(task))
+    assert len(list((tmp_path / "runtimes" / "images").iterdir())) == 1
+    await one.run("echo changed > README.md; rm -r tests; echo x > /tmp/secret; sleep 500 & :")
+    assert await output(two, "cat README.md; ls tests /tmp") == "A calculator.\n/tmp:\n\ntests:\ntest_name.py"
+    assert "sleep" not in await output(two, "cat /proc/*/cmdline | tr '\\0' ' '")
+    own = set(psutil.Process().children(recursive=True)) - before
+    await runtimes.close()
+    assert own and not [each for each in own if each.is_running()]
+    assert [each.name for each in (tmp_path / "runtimes").iterdir()] == ["images"]
+    with pytest.raises(RuntimeLostError):
+        await one.run("echo a")
     assert (tmp_path / "calc" / "README.md").read_text() == FILES["README.md"]
 
 

@@ -312,25 +312,20 @@ def test_compiled_files_are_ignored(place: Place) -> None:
     assert "kept" in made and "pyc" not in made
 
 
-def test_a_session_finds_neither_fix_nor_hidden_tests(place: Place) -> None:
+async def test_a_session_finds_neither_fix_nor_hidden_tests(place: Place) -> None:
     """The repository itself has the fix in its history and in a stash."""
     assert place.task.repository is not None
     source = Path(place.task.repository.path)
     assert "+    return a + b" in git(source, "log", "--all", "-p") and "a + b" in git(source, "stash", "show", "-p")
-
-    async def search() -> str:
-        runtime = await place.runtimes.start(place.task)
-        commands = [
-            "git log --all --oneline; git stash list; git fsck --lost-found",
-            "for o in $(git cat-file --batch-all-objects --batch-check='%(objectname)'); do git cat-file -p $o; done",
-            "grep -rs 'a + b' / --include=core.py; grep -rls test_zero /testbed /tmp /home /base.git",
-            "find / -name 'test_calc*' 2>/dev/null; ls -a ~ ~/.cache 2>/dev/null",
-        ]
-        found = [(await runtime.run(command)).output for command in commands]
-        await runtime.close()
-        return "".join(found)
-
-    found = place.runner.run(search())
+    runtime = await place.runtimes.start(place.task)
+    commands = [
+        "git log --all --oneline; git stash list; git fsck --lost-found",
+        "for o in $(git cat-file --batch-all-objects --batch-check='%(objectname)'); do git cat-file -p $o; done",
+        "grep -rs 'a + b' / --include=core.py; grep -rls test_zero /testbed /tmp /home /base.git",
+        "find / -name 'test_calc*' 2>/dev/null; ls -a ~ ~/.cache 2>/dev/null",
+    ]
+    found = "".join([(await runtime.run(command)).output for command in commands])
+    await runtime.close()
     assert "a - b" in found
     for secret in ("a + b", "test_zero", "test_calc", "assertEqual"):
         assert secret not in found

@@ -274,17 +274,13 @@ def test_images_that_were_used_least_recently_are_removed_first(tmp_path: Path) 
     assert "f" in kept()
 
 
-def test_two_images_that_arrive_together_make_room(tmp_path: Path) -> None:
+async def test_two_images_that_arrive_together_make_room(tmp_path: Path) -> None:
     (tmp_path / "trash").mkdir()
     store = ImageStore(tmp_path / "images", tmp_path / "trash", 1.5 / 1024)
-
-    async def main() -> None:
-        for names in ("ab", "cd"):
-            for name in names:
-                write(tmp_path / "images" / name, {"file": name * (1 << 20)})
-            await asyncio.gather(*map(store.make_room, names))
-
-    asyncio.run(main())
+    for names in ("ab", "cd"):
+        for name in names:
+            write(tmp_path / "images" / name, {"file": name * (1 << 20)})
+        await asyncio.gather(*map(store.make_room, names))
     assert len(list((tmp_path / "images").iterdir())) == 1
 
 

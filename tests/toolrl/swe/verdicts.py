@@ -44,14 +44,13 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     need_bubblewrap()
     folder = tmp_path_factory.mktemp("swe")
-    with asyncio.Runner() as runner:
 
-        async def make() -> LocalRuntimes:
-            return LocalRuntimes(folder / "runtimes")
+    async def make() -> LocalRuntimes:
+        return LocalRuntimes(folder / "runtimes")
 
-        runtimes = runner.run(make())
-        yield Place(runner, runtimes, calc_task(folder, pytest_environment(folder)))
-        runner.run(runtimes.close())
+    runtimes = runner.run(make())
+    yield Place(runner, runtimes, calc_task(folder, pytest_environment(folder)))
+    runner.run(runtimes.close())

@@ -249,27 +249,24 @@ def test_prompts_begin_further_ahead_only_while_steps_wait(turns: int, depths: l
 
 
 @pytest.mark.parametrize(("staleness", "reuse", "depth"), [(1, 2, 0), (2, 2, 1), (3, 2, 1), (3, 3, 1)])
-def test_rollouts_started_ahead_stay_within_the_reuse_limit(staleness: int, reuse: int, depth: int) -> None:
+async def test_rollouts_started_ahead_stay_within_the_reuse_limit(staleness: int, reuse: int, depth: int) -> None:
     class Steady(Latent):
         async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
             await asyncio.sleep(0)
             return replace(group((0.0, 1.0)), task=task)
 
-    async def trained() -> list[tuple[int, int, int]]:
-        of = {"prompts_per_step": 6, "max_staleness": staleness, "max_reuse": reuse}
-        source = rollouts(Steady(random.Random(0)), GRPO, **of)
-        source.clock = iter(range(10**6)).__next__  # no step waits: an answer takes a second, an update a thousand
-        found = []
-        for step in range(8):
-            collected = await source.take(step)
-            found.append((len(collected.fresh), len(collected.reused), len(source.state()["pending"])))
-            for _ in range(1000):
-                source.clock()
-        await source.close()
-        return found
-
     fresh = 6 // reuse
-    reported = asyncio.run(trained())
+    of = {"prompts_per_step": 6, "max_staleness": staleness, "max_reuse": reuse}
+    source = rollouts(Steady(random.Random(0)), GRPO, **of)
+    source.clock = iter(range(10**6)).__next__  # no step waits: an answer takes a second, an update a thousand
+    found = []
+    for step in range(8):
+        collected = await source.take(step)
+        found.append((len(collected.fresh), len(collected.reused), len(source.state()["pending"])))
+        for _ in range(1000):
+            source.clock()
+    await source.close()
+    reported = found
     assert reported[0] == (6, 0, depth * fresh)  # the second step's begin with the first one's
     assert reported[reuse:] == [(fresh, 6 - fresh, depth * fresh)] * (8 - reuse)
 
@@ -325,7 +322,7 @@ def test_groups_are_taken_in_the_order_in_which_they_end() -> None:
     assert 0 not in taken[0] + taken[1] and taken[2][0] == 0
 
 
-def test_an_error_in_flight_is_raised_at_once() -> None:
+async def test_an_error_in_flight_is_raised_at_once() -> None:
     class Broken(Latent):
         async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
             if first_seed == 4:
@@ -333,15 +330,12 @@ def test_an_error_in_flight_is_raised_at_once() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    async def taken() -> None:
+    with pytest.raises(RuntimeError, match="the engine is gone"):
         source = rollouts(Broken(random.Random(0)), GRPO, prompts_per_step=2, max_staleness=1)
         try:
             await source.take(0)
         finally:
             await source.close()
-
-    with pytest.raises(RuntimeError, match="the engine is gone"):
-        asyncio.run(taken())
 
 
 def test_faults_are_judged_by_the_step_that_takes_them() -> None:
@@ -386,38 +380,32 @@ class AsksTheLoop:
         return np.zeros(int(batch.num_trained.sum()), dtype=np.float32)
 
 
-def test_episodes_are_answered_during_weight_sync() -> None:
-    async def published() -> None:
-        policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
-        weight_sync = WeightSync(
-            policy=policy, engine=engine, layouts=[], probes=[(1,)], sampling=Sampling(4), tolerance=0.0
-        )  # type: ignore[arg-type]
-        assert await weight_sync.sync(1) == 0.0 and policy.asked == 3
-
-    asyncio.run(published())
+async def test_episodes_are_answered_during_weight_sync() -> None:
+    policy, engine = AsksTheLoop(asyncio.get_running_loop()), ScriptedEngine(lambda ids, number: (1, 2))
+    weight_sync = WeightSync(
+        policy=policy, engine=engine, layouts=[], probes=[(1,)], sampling=Sampling(4), tolerance=0.0
+    )  # type: ignore[arg-type]
+    assert await weight_sync.sync(1) == 0.0 and policy.asked == 3
 
 
-def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
+async def test_faults_are_judged_beside_groups_that_are_used_again() -> None:
     class Failing(Latent):
         async def run(self, task: Task, num_rollouts: int, step: int, first_seed: int) -> TrajectoryGroup:
             if first_seed < 8:
                 return replace(group((0.0, 1.0)), task=task)
             return TrajectoryGroup(task, (), (), (), ("down", "down"))
 
-    async def trained() -> None:
-        source = rollouts(Failing(random.Random(0)), GRPO, prompts_per_step=4, max_staleness=1, max_reuse=2)
-        source.config = replace(source.config, reward=RewardConfig(max_fault_share=0.5))
-        await source.take(0)
-        with pytest.raises(RewardFaultError, match="step 2: 4 of 4 responses"):
-            await source.take(1)
-        source.config = replace(source.config, reward=RewardConfig(max_fault_share=1.0))
-        with pytest.raises(NoTrainableGroupsError, match="all 2 groups filtered out: none has 2 or more"):
-            await source.take(1)
-
-    asyncio.run(trained())
+    source = rollouts(Failing(random.Random(0)), GRPO, prompts_per_step=4, max_staleness=1, max_reuse=2)
+    source.config = replace(source.config, reward=RewardConfig(max_fault_share=0.5))
+    await source.take(0)
+    with pytest.raises(RewardFaultError, match="step 2: 4 of 4 responses"):
+        await source.take(1)
+    source.config = replace(source.config, reward=RewardConfig(max_fault_share=1.0))
+    with pytest.raises(NoTrainableGroupsError, match="all 2 groups filtered out: none has 2 or more"):
+        await source.take(1)
 
 
-def test_requests_without_seeds_still_draw_every_prompt_once() -> None:
+async def test_requests_without_seeds_still_draw_every_prompt_once() -> None:
     asked: list[int | None] = []
 
     class Unseeded(Latent):
@@ -425,13 +413,10 @@ def test_requests_without_seeds_still_draw_every_prompt_once() -> None:
             asked.append(first_seed)
             return replace(group((0.0, 1.0)), task=task)
 
-    async def trained() -> None:
-        source = rollouts(Unseeded(random.Random(0)), GRPO, prompts_per_step=4)
-        source.config = replace(source.config, rollout=RolloutConfig(name="vllm", n=2))
-        collected = await source.take(0)
-        assert len({each.task.id for each in collected.kept}) == 4
-
-    asyncio.run(trained())
+    source = rollouts(Unseeded(random.Random(0)), GRPO, prompts_per_step=4)
+    source.config = replace(source.config, rollout=RolloutConfig(name="vllm", n=2))
+    collected = await source.take(0)
+    assert len({each.task.id for each in collected.kept}) == 4
     assert asked == [None] * 4
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.tiny import MINI
-from tests.support.virtual_clock import run_at_once
+from tests.support.virtual_clock import VirtualClockLoop
 from verl.batch.token_batch import Floats, TokenBatch
 from verl.build.env import single_turn_runner
 from verl.chat.template import ChatTemplate
@@ -126,6 +126,13 @@ def pool_with_sync(engines: Engines, on_weight_sync: OnWeightSync | None = None)
     return pool, weight_sync
 
 
+@pytest.fixture(autouse=True)
+def runner() -> Iterator[asyncio.Runner]:
+    """Waits of these tests take no time."""
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        yield runner
+
+
 async def published(weight_sync: WeightSync, version: int) -> float:
     async with weight_sync.ranks:
         return await asyncio.wait_for(weight_sync.sync(version), 20)
@@ -138,104 +145,89 @@ async def answered(pool: EnginePool, count: int) -> list[Completion]:
 
 @pytest.mark.parametrize("on_weight_sync", [None, *OnWeightSync])
 @pytest.mark.parametrize("size", [1, 2])
-def test_requests_of_a_lost_engine_are_repeated_with_seed_and_weight_version(
+async def test_requests_of_a_lost_engine_are_repeated_with_seed_and_weight_version(
     size: int, on_weight_sync: OnWeightSync | None
 ) -> None:
-    async def rolled() -> None:
-        engines = Engines([Engine() for _ in range(size)])
-        pool, weight_sync = pool_with_sync(engines, on_weight_sync)
-        await published(weight_sync, 7)
-        first = engines.engines[0]
-        asyncio.get_running_loop().call_later(0.004, first.dead.set)
-        done = await answered(pool, 6)
-        assert [each.versions for each in done] == [(7,) * 10] * 6
-        while pool.lost:
-            await asyncio.sleep(0.001)
-        async with weight_sync.ranks:
-            assert engines.remade == [0] and pool.num_remade == 1 and engines.engines[0].version == 7
-        lost = [asked for asked in first.asked if asked[0] != (1,) or asked[1] is not None]
-        assert pool.num_retried == len(lost) > 0
-        counts = {"rollout/engine_restarts": 1.0, "rollout/requests_retried": len(lost)}
-        assert await pool.metrics() == counts and set((await pool.metrics()).values()) == {0.0}
-        again = [asked for engine in engines.engines for asked in engine.asked]
-        assert all(asked in again for asked in lost)
-        assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))
-
-    run_at_once(rolled())
+    engines = Engines([Engine() for _ in range(size)])
+    pool, weight_sync = pool_with_sync(engines, on_weight_sync)
+    await published(weight_sync, 7)
+    first = engines.engines[0]
+    asyncio.get_running_loop().call_later(0.004, first.dead.set)
+    done = await answered(pool, 6)
+    assert [each.versions for each in done] == [(7,) * 10] * 6
+    while pool.lost:
+        await asyncio.sleep(0.001)
+    async with weight_sync.ranks:
+        assert engines.remade == [0] and pool.num_remade == 1 and engines.engines[0].version == 7
+    lost = [asked for asked in first.asked if asked[0] != (1,) or asked[1] is not None]
+    assert pool.num_retried == len(lost) > 0
+    counts = {"rollout/engine_restarts": 1.0, "rollout/requests_retried": len(lost)}
+    assert await pool.metrics() == counts and set((await pool.metrics()).values()) == {0.0}
+    again = [asked for engine in engines.engines for asked in engine.asked]
+    assert all(asked in again for asked in lost)
+    assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))
 
 
 @pytest.mark.parametrize("call", ["begin", "load", "end", "generate"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_lost_during_weight_sync_gets_the_weights_when_it_is_replaced(size: int, call: str) -> None:
-    async def trained() -> None:
-        engines = Engines([Engine([call]), *(Engine() for _ in range(size - 1))], [Engine([call])])
-        pool, weight_sync = pool_with_sync(engines)
-        assert await published(weight_sync, 1) == 0.0
-        assert engines.remade == [0, 0] and [engine.version for engine in engines.engines] == [1] * size
-        assert [each.versions for each in await answered(pool, 4)] == [(1,) * 10] * 4
-
-    run_at_once(trained())
+async def test_an_engine_lost_during_weight_sync_gets_the_weights_when_it_is_replaced(size: int, call: str) -> None:
+    engines = Engines([Engine([call]), *(Engine() for _ in range(size - 1))], [Engine([call])])
+    pool, weight_sync = pool_with_sync(engines)
+    assert await published(weight_sync, 1) == 0.0
+    assert engines.remade == [0, 0] and [engine.version for engine in engines.engines] == [1] * size
+    assert [each.versions for each in await answered(pool, 4)] == [(1,) * 10] * 4
 
 
-def test_a_replaced_engine_waits_for_rank_users_and_their_weight_sync() -> None:
-    async def trained() -> None:
-        engines = Engines([Engine()])
-        pool, weight_sync = pool_with_sync(engines, OnWeightSync.CONTINUE)
+async def test_a_replaced_engine_waits_for_rank_users_and_their_weight_sync() -> None:
+    engines = Engines([Engine()])
+    pool, weight_sync = pool_with_sync(engines, OnWeightSync.CONTINUE)
+    await published(weight_sync, 1)
+    response = asyncio.ensure_future(pool.generate((3,), TEN))
+    async with weight_sync.ranks:  # the policy learns
+        engines.engines[0].dead.set()
+        await asyncio.sleep(0.05)
+        assert pool.lost == [0] and engines.remade == [] and not response.done()
+        await weight_sync.sync(2)
+    (done,) = await asyncio.wait_for(response, 20)
+    assert done.versions == (2,) * 10
+    await asyncio.sleep(0.02)
+    assert engines.remade == [0] and weight_sync.policy.published == 2  # type: ignore[attr-defined]
+
+
+async def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
+    pool, weight_sync = pool_with_sync(Engines([Engine(["load"])], [Engine(["load"]) for _ in range(9)]))
+    with pytest.raises(EngineError, match=r"lost 4 times within one step; last cause: rollout rank x"):
         await published(weight_sync, 1)
-        response = asyncio.ensure_future(pool.generate((3,), TEN))
-        async with weight_sync.ranks:  # the policy learns
-            engines.engines[0].dead.set()
-            await asyncio.sleep(0.05)
-            assert pool.lost == [0] and engines.remade == [] and not response.done()
-            await weight_sync.sync(2)
-        (done,) = await asyncio.wait_for(response, 20)
-        assert done.versions == (2,) * 10
-        await asyncio.sleep(0.02)
-        assert engines.remade == [0] and weight_sync.policy.published == 2  # type: ignore[attr-defined]
-
-    run_at_once(trained())
+    assert pool.num_remade == 3
 
 
-def test_an_engine_that_keeps_being_lost_ends_the_run_with_its_cause() -> None:
-    async def trained() -> None:
-        pool, weight_sync = pool_with_sync(Engines([Engine(["load"])], [Engine(["load"]) for _ in range(9)]))
-        with pytest.raises(EngineError, match=r"lost 4 times within one step; last cause: rollout rank x"):
-            await published(weight_sync, 1)
-        assert pool.num_remade == 3
-
-    run_at_once(trained())
-
-
-def test_a_failed_engine_replacement_is_raised_to_all_waiting_calls() -> None:
+async def test_a_failed_engine_replacement_is_raised_to_all_waiting_calls() -> None:
     class NoRoom(Engines):
         async def remake(self, rank: int) -> None:
             raise RuntimeError("no room")
 
-    async def rolled() -> list[Any]:
-        engines = NoRoom([Engine()])
-        pool, weight_sync = pool_with_sync(engines)
-        await published(weight_sync, 1)
-        engines.engines[0].dead.set()
-        asked = [pool.generate((number,), TEN) for number in range(3)]
-        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    engines = NoRoom([Engine()])
+    pool, weight_sync = pool_with_sync(engines)
+    await published(weight_sync, 1)
+    engines.engines[0].dead.set()
+    asked = [pool.generate((number,), TEN) for number in range(3)]
+    assert all(
+        isinstance(each, RuntimeError) and str(each) == "no room"
+        for each in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    )
 
-    assert all(isinstance(each, RuntimeError) and str(each) == "no room" for each in run_at_once(rolled()))
 
-
-def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
+async def test_a_replaced_engine_with_other_weights_is_found_out() -> None:
     class Deaf(Engine):
         async def end_weights(self, version: int) -> None:
             """Keeps its own."""
 
-    async def rolled() -> None:
+    with pytest.raises(StaleEngineError, match=r"answers with version \[0\]"):
         engines = Engines([Engine()], [Deaf()])
         pool, weight_sync = pool_with_sync(engines)
         await published(weight_sync, 1)
         engines.engines[0].dead.set()
         await pool.generate((1,), TEN)
-
-    with pytest.raises(StaleEngineError, match=r"answers with version \[0\]"):
-        run_at_once(asyncio.wait_for(rolled(), 20))
 
 
 class One:
@@ -243,7 +235,7 @@ class One:
         return Score(1.0, {})
 
 
-def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
+async def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
     chat = ChatTemplate(AutoTokenizer.from_pretrained(MINI / "tokenizer"))
     task = Task("13", (Message("user", "x"),), "", "")
 
@@ -253,25 +245,19 @@ def test_a_request_that_loses_two_engines_is_a_fault_and_not_a_zero() -> None:
                 self.dead.set()
             return await super().generate(prompt_ids, sampling)
 
-    async def rolled() -> None:
-        pool, weight_sync = pool_with_sync(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
-        await published(weight_sync, 1)
-        rollout = GroupRollout(pool, DirectScorer(One()), Sampling(3), single_turn_runner(chat, 3))
-        group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
-        assert group.rewards == () and len(group.faults) == 2
-        assert group.faults[0].startswith("13, response 0: the engine was lost 2 times in a row; last cause: rollout")
-        whole = await asyncio.wait_for(rollout.run(Task("14", (Message("user", "y"),), "", ""), 2, 0), 20)
-        assert whole.rewards == (1.0, 1.0) and whole.faults == ()
-
-    run_at_once(rolled())
+    pool, weight_sync = pool_with_sync(Engines([Poisoned()], [Poisoned() for _ in range(9)]))
+    await published(weight_sync, 1)
+    rollout = GroupRollout(pool, DirectScorer(One()), Sampling(3), single_turn_runner(chat, 3))
+    group = await asyncio.wait_for(rollout.run(task, 2, 0), 20)
+    assert group.rewards == () and len(group.faults) == 2
+    assert group.faults[0].startswith("13, response 0: the engine was lost 2 times in a row; last cause: rollout")
+    whole = await asyncio.wait_for(rollout.run(Task("14", (Message("user", "y"),), "", ""), 2, 0), 20)
+    assert whole.rewards == (1.0, 1.0) and whole.faults == ()
 
 
-def test_without_a_way_to_replace_it_a_lost_engine_is_an_error() -> None:
-    async def rolled() -> None:
+async def test_without_a_way_to_replace_it_a_lost_engine_is_an_error() -> None:
+    with pytest.raises(WorkerLostError, match="rank x died"):
         engine = Engine()
         engine.dead.set()
         await EnginePool(Engines([engine]), [[0]]).generate((1,), TEN)  # type: ignore[arg-type]
-
-    with pytest.raises(WorkerLostError, match="rank x died"):
-        run_at_once(rolled())
     assert issubclass(EngineLostError, EngineError) and issubclass(LostRequestError, EngineError)

@@ -159,12 +159,10 @@ def test_a_failure_reaches_every_caller() -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_an_abandoned_request_delays_no_other_request(seed: int | None) -> None:
-    async def main() -> list[tuple[Completion, ...]]:
-        engine = HFEngine(rollout_model())
-        requests = [asyncio.create_task(engine.generate(prompt, Sampling(3, seed=seed))) for prompt in PROMPTS]
-        await asyncio.sleep(0)  # all of them wait
-        requests[0].cancel()
-        return await asyncio.wait_for(asyncio.gather(*requests[1:]), 60)
-
-    assert [len(completions) for completions in asyncio.run(main())] == [1, 1]
+async def test_an_abandoned_request_delays_no_other_request(seed: int | None) -> None:
+    engine = HFEngine(rollout_model())
+    requests = [asyncio.create_task(engine.generate(prompt, Sampling(3, seed=seed))) for prompt in PROMPTS]
+    await asyncio.sleep(0)  # all of them wait
+    requests[0].cancel()
+    others = await asyncio.wait_for(asyncio.gather(*requests[1:]), 60)
+    assert [len(completions) for completions in others] == [1, 1]

@@ -219,22 +219,17 @@ def test_an_engine_that_breaks_off_by_itself_is_not_asked_again() -> None:
     assert done.finish_reason is FinishReason.ABORT
 
 
-def test_an_interrupted_response_of_the_hf_engine_has_unchanged_log_probs() -> None:
+async def test_an_interrupted_response_of_the_hf_engine_has_unchanged_log_probs() -> None:
     model: Any = tiny_model("qwen2", tied=True, dtype=torch.float32)
     model.set_attn_implementation("sdpa")
     engine = HFEngine(model)
     sampling = Sampling(max_tokens=40, seed=5)
-
-    async def broken() -> tuple[Completion, Completion]:
-        (whole,) = await engine.generate((3, 4, 5), sampling)
-        started = asyncio.ensure_future(engine.generate((3, 4, 5), sampling))
-        for _ in range(9):
-            await asyncio.sleep(0)
-        await engine.interrupt()
-        (first,) = await started
-        return whole, first
-
-    whole, first = asyncio.run(broken())
+    (whole,) = await engine.generate((3, 4, 5), sampling)
+    started = asyncio.ensure_future(engine.generate((3, 4, 5), sampling))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    await engine.interrupt()
+    (first,) = await started
     length = len(first.token_ids)
     assert first.finish_reason is FinishReason.ABORT and 0 < length < 40
     assert first.token_ids == whole.token_ids[:length] and first.logprobs == whole.logprobs[:length]
@@ -244,7 +239,7 @@ def test_an_interrupted_response_of_the_hf_engine_has_unchanged_log_probs() -> N
     assert both.versions == (0,) * length + (3,) * (40 - length)
 
 
-def test_tokens_are_counted_while_they_are_written() -> None:
+async def test_tokens_are_counted_while_they_are_written() -> None:
     """Of seeded requests, one after the other: the sum never falls, and ends exact."""
     model: Any = tiny_model("qwen2", tied=True, dtype=torch.float32)
     model.set_attn_implementation("sdpa")
@@ -257,13 +252,10 @@ def test_tokens_are_counted_while_they_are_written() -> None:
             looks.append(await pool.tokens_written())
             await asyncio.sleep(0)
 
-    async def both() -> int:
-        requests = [pool.generate((3, 4, 5), Sampling(max_tokens=tokens, seed=5)) for tokens in (4, 40, 8)]
-        working = asyncio.gather(*requests)
-        await look(working)
-        assert await pool.tokens_written() == 52
-        return sum(len(each.token_ids) for completions in working.result() for each in completions)
-
-    assert asyncio.run(both()) == 52
+    requests = [pool.generate((3, 4, 5), Sampling(max_tokens=tokens, seed=5)) for tokens in (4, 40, 8)]
+    working = asyncio.gather(*requests)
+    await look(working)
+    assert await pool.tokens_written() == 52
+    assert sum(len(each.token_ids) for completions in working.result() for each in completions) == 52
     assert looks == sorted(looks) and looks[0] == 0
     assert len({*looks}) > 9

@@ -9,7 +9,6 @@ code also reads the prompt and has to skip its example.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from toolrl.reward_score.answers import (
     answer_response,
@@ -20,14 +19,12 @@ from toolrl.reward_score.answers import (
     last_answer,
 )
 from verl.types import Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations
+from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations
 
 
 @dataclass(frozen=True)
-class SearchR1Reward:
+class SearchR1Reward(AtMostOne):
     """Option `with_form`: score the format as in v0.3; the other two options are its constants."""
-
-    reads_step: ClassVar[bool] = False
 
     with_form: bool = False
     good_form: float = 0.2
@@ -46,9 +43,6 @@ class SearchR1Reward:
         else:
             total = 0.0 if last_answer(response) is None else self.any_answer
         return Score(total, {"correct": float(right), "format": float(form)})
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
 
     def gold(self, task: Task, step: int) -> str:
         return answer_response(task.answer)

@@ -8,7 +8,6 @@ The published version with tools adds 0.5 for the tail; the one without tools su
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from toolrl.reward_score.answers import FAILED, last_answer
 from toolrl.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
@@ -16,7 +15,7 @@ from verl.algorithms.filters import num_written
 from verl.algorithms.overlong import Overlong
 from verl.errors import ConfigError
 from verl.types import FinishReason, Score, Task, Trajectory
-from verl.utils.reward_score.base import Mutation, as_mutations, written
+from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations, written
 
 _MAX_TAIL_WORD_COUNT = 5
 
@@ -35,15 +34,13 @@ def format_penalty(response: str, loose: bool = False) -> float:
 
 
 @dataclass(frozen=True)
-class ZeroTirReward:
+class ZeroTirReward(AtMostOne):
     """Options, all off by default as published.
 
     format_penalties: penalize malformed responses; loose: do not check the thought
     failing_code_penalty: for a right answer after several executions of which more than 90 % failed (0.1 as published)
     longest, margin: tokens of DAPO's soft overlong punishment
     """
-
-    reads_step: ClassVar[bool] = False
 
     format_penalties: bool = False
     loose: bool = False
@@ -67,9 +64,6 @@ class ZeroTirReward:
         if self.longest is not None:
             parts["overlong"] = Overlong(self.longest, self.margin).penalty(num_written(trajectory))
         return Score(sum(parts.values()), parts)
-
-    def maximum(self, task: Task, step: int) -> float:
-        return 1.0
 
     def gold(self, task: Task, step: int) -> str:
         return f"I know this.</think> <answer>{boxed(task.answer)}</answer>"

@@ -90,6 +90,15 @@ class LabReward(Reward, Protocol):
         """Responses that do not deserve it."""
 
 
+class AtMostOne:
+    """A reward whose total is at most 1, at every step."""
+
+    reads_step: ClassVar[bool] = False
+
+    def maximum(self, task: Task, step: int) -> float:
+        return 1.0
+
+
 def written(trajectory: Trajectory, observed: str = "\n") -> str:
     """The text of all assistant turns, with `observed` in place of every observation."""
     return "".join(turn.message.content + (observed if turn.responses else "") for turn in trajectory.turns)

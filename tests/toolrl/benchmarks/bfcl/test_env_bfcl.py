@@ -42,18 +42,14 @@ def task_of(id: str) -> Task:
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
-def test_the_gold_wins_and_doing_nothing_loses(category: Category) -> None:
+async def test_the_gold_wins_and_doing_nothing_loses(category: Category) -> None:
     factory, tasks = BfclFactory(), bfcl_tasks(category, "all")
     assert len(tasks) == 200 - sum(category in id for id in FAULTY)
-
-    async def scores() -> None:
-        for task in tasks:
-            won = final_score(await play(factory(task), gold_messages(task)))
-            assert won.total == 1.0 and set(won.parts.values()) == {1.0}, task.id
-            lost = final_score(await play(factory(task), [respond()] * len(gold_turns(task))))
-            assert lost.total == 0.0 and lost.parts["functions"] == 0.0, task.id
-
-    asyncio.run(scores())
+    for task in tasks:
+        won = final_score(await play(factory(task), gold_messages(task)))
+        assert won.total == 1.0 and set(won.parts.values()) == {1.0}, task.id
+        lost = final_score(await play(factory(task), [respond()] * len(gold_turns(task))))
+        assert lost.total == 0.0 and lost.parts["functions"] == 0.0, task.id
 
 
 @pytest.mark.parametrize("times", [0, 2])
@@ -190,16 +186,12 @@ def test_an_exception_of_a_simulator_is_its_answer() -> None:
     assert final_score(results).total == 0.0
 
 
-def test_two_episodes_do_not_see_each_other() -> None:
+async def test_two_episodes_do_not_see_each_other() -> None:
     task = bfcl_tasks("base", limit=1)[0]
     before = json.dumps(task.extra)
     first, second = BfclFactory()(task), BfclFactory()(task)
-
-    async def both() -> str:
-        await first.step(call("mkdir", dir_name="new"))
-        return (await second.step(call("ls"))).messages[0].content
-
-    assert "new" not in asyncio.run(both())
+    await first.step(call("mkdir", dir_name="new"))
+    assert "new" not in (await second.step(call("ls"))).messages[0].content
     assert json.dumps(task.extra) == before
 
 

@@ -171,21 +171,17 @@ def test_sync_methods_run_in_a_thread_one_at_a_time() -> None:
     assert results.score.parts == {"calls": 2.0} and results.score.total == 4.0
 
 
-def test_the_verdict_waits_for_a_call_that_was_cut_off() -> None:
+async def test_the_verdict_waits_for_a_call_that_was_cut_off() -> None:
     """A thread cannot be stopped, and the object is not shared with it."""
-
-    async def episode() -> tuple[float, list[str]]:
-        env = as_env_class(Slow)(TASK)
-        await env.reset()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await env.step(call("wait", seconds=0.4))
-        start = time.monotonic()
-        assert isinstance(env, Judge)
-        await env.judge()
-        return time.monotonic() - start, env._object.log
-
-    seconds, log = asyncio.run(episode())
+    env = as_env_class(Slow)(TASK)
+    await env.reset()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await env.step(call("wait", seconds=0.4))
+    start = time.monotonic()
+    assert isinstance(env, Judge)
+    await env.judge()
+    seconds, log = time.monotonic() - start, env._object.log
     assert seconds > 0.2 and log == ["in False", "out"]
 
 

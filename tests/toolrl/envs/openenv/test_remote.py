@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from tests.conftest import ROOT
 from tests.support.episodes import Played, call, calls, play, respond
 from tests.support.every import every
-from tests.support.proxy import FAULTS, MODES, Proxy, behind
+from tests.support.proxy import FAULTS, MODES, behind
 from tests.toolrl.envs.openenv.test_openenv_server import server
 from toolrl.envs.openenv import session
 from toolrl.envs.openenv.remote import RemoteFactory
@@ -152,16 +152,13 @@ def test_a_server_that_dies_is_a_service_that_is_down() -> None:
         asyncio.run(lose())
 
 
-def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
+async def test_episodes_go_to_a_server_that_is_up_and_the_other_is_reported_once(
     shop_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def use() -> None:
-        remote = RemoteFactory(["http://127.0.0.1:1", shop_url])
-        played = await asyncio.gather(*(play(remote(task), buy(task)) for task in build_tasks("shop", {"count": 4})))
-        assert every(each.score is not None and each.score.total == 1.0 for each in played)
-        await remote.close()
-
-    asyncio.run(use())
+    remote = RemoteFactory(["http://127.0.0.1:1", shop_url])
+    played = await asyncio.gather(*(play(remote(task), buy(task)) for task in build_tasks("shop", {"count": 4})))
+    assert every(each.score is not None and each.score.total == 1.0 for each in played)
+    await remote.close()
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "toolrl.servers.endpoints"]
     assert warning.startswith("environment server http://127.0.0.1:1: ConnectionRefusedError")
 
@@ -288,11 +285,11 @@ class Late(ShopEnv):
 """
 
 
-def test_a_verdict_after_a_step_that_was_given_up_is_the_verdict(tmp_path: Path) -> None:
+async def test_a_verdict_after_a_step_that_was_given_up_is_the_verdict(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
     (task,) = build_tasks("shop", {"count": 1})
-
-    async def give_up(url: str) -> None:
+    with server("--env", f"{tmp_path}/late.py:Late") as (place, _):
+        url = f"http://{place}"
         remote = RemoteFactory(url)
         env = remote(task)
         await env.reset()
@@ -303,11 +300,8 @@ def test_a_verdict_after_a_step_that_was_given_up_is_the_verdict(tmp_path: Path)
         await env.close()
         await remote.close()
 
-    with server("--env", f"{tmp_path}/late.py:Late") as (place, _):
-        asyncio.run(give_up(f"http://{place}"))
 
-
-def test_an_environment_that_never_closes_does_not_keep_its_session(
+async def test_an_environment_that_never_closes_does_not_keep_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unclosable:
@@ -327,13 +321,10 @@ def test_an_environment_that_never_closes_does_not_keep_its_session(
         async def close(self) -> None:
             pass
 
-    async def scene() -> None:
-        playing = session.Session(Factory(), session.TaskDraw([], Factory()))
-        await playing.answer_own("toolrl/start", as_json(Start(task=Task("t", (), "", "x"))))
-        await playing.close()
-
     monkeypatch.setattr(session, "CLOSE_S", 0.1)
-    asyncio.run(asyncio.wait_for(scene(), 20))
+    playing = session.Session(Factory(), session.TaskDraw([], Factory()))
+    await playing.answer_own("toolrl/start", as_json(Start(task=Task("t", (), "", "x"))))
+    await playing.close()
 
 
 def test_episodes_beyond_the_sessions_wait() -> None:
@@ -364,11 +355,11 @@ class Endless(ShopEnv):
 """
 
 
-def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
+async def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
     (task,) = build_tasks("shop", {"count": 1})
-
-    async def leave(url: str) -> None:
+    with server("--env", f"{tmp_path}/endless.py:Endless") as (place, _):
+        url = f"http://{place}"
         remote = RemoteFactory(url, timeout_s=1.0)
         env = remote(task)
         await env.reset()
@@ -376,9 +367,6 @@ def test_steps_of_a_client_that_hangs_up_are_cancelled(tmp_path: Path) -> None:
             await env.step(respond())
         await asyncio.wait_for(env.close(), 60)
         await remote.close()
-
-    with server("--env", f"{tmp_path}/endless.py:Endless") as (place, _):
-        asyncio.run(leave(f"http://{place}"))
         for _ in range(100):
             if (tmp_path / "cancelled").exists():
                 return
@@ -395,12 +383,11 @@ def test_wrong_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_network_failure_is_an_error_that_names_the_server_in_time(mode: str, shop_url: str) -> None:
+async def test_a_network_failure_is_an_error_that_names_the_server_in_time(mode: str, shop_url: str) -> None:
     """From the start of an episode on, and in the middle of one."""
     task = build_tasks("shop", {"count": 1})[0]
     faulty = mode in FAULTS
-
-    async def main(network: Proxy) -> None:
+    with behind(shop_url) as network:
         for started in (True, False):
             network.mode = "pass" if started else mode
             factory = RemoteFactory(network.url, timeout_s=3.0 if mode == "stall" else 60.0)
@@ -419,6 +406,3 @@ def test_a_network_failure_is_an_error_that_names_the_server_in_time(mode: str, 
                 await again.reset()
                 await again.close()
             await factory.close()
-
-    with behind(shop_url) as network:
-        asyncio.run(main(network))

@@ -90,20 +90,19 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     need_bubblewrap()
     folder = tmp_path_factory.mktemp("swe")
     environment = pytest_environment(folder)
-    with asyncio.Runner() as runner:
 
-        async def make() -> SweFactory:
-            return SweFactory(command_timeout_s=20.0)  # one command waits for it
+    async def make() -> SweFactory:
+        return SweFactory(command_timeout_s=20.0)  # one command waits for it
 
-        factory = runner.run(make())
-        yield Place(runner, factory, environment, row_of(folder, environment))
-        folder = factory.runtimes.episodes  # type: ignore[attr-defined]
-        runner.run(factory.close())
-        assert not folder.exists()
+    factory = runner.run(make())
+    yield Place(runner, factory, environment, row_of(folder, environment))
+    folder = factory.runtimes.episodes  # type: ignore[attr-defined]
+    runner.run(factory.close())
+    assert not folder.exists()
 
 
 @pytest.fixture
@@ -379,24 +378,19 @@ def test_the_editor_keeps_line_ends_and_counts_lines_as_tools_do(place: Place) -
     assert "outside of the file" in seen[8] and seen[9].endswith("\n[only the first 100 are shown]")
 
 
-def test_one_edit_of_a_line_is_an_episode(place: Place) -> None:
+async def test_one_edit_of_a_line_is_an_episode(place: Place) -> None:
     task = to_task(as_task_row({**place.row, "file": "calc/core.py"}), "calc#0")
-
-    async def main() -> tuple[Played, Played, tuple[str, ...]]:
-        factory = SweFactory(style="line")
-        factory.check_task(task)
-        with pytest.raises(DataError, match="field 'file'"):
-            factory.check_task(place.task)
-        initial = factory.initial_observation(task)
-        fixing = [respond(), call("edit_line", line=9, text="x"), call("edit_line", line=2, text="    return a + b")]
-        fixed = await play(factory(task), fixing)
-        spoiled = await play(factory(task), [call("edit_line", line=2, text="return a\n + b")])
-        await factory.close()
-        assert initial.messages[-1].content == task.prompt[-1].content
-        return fixed, spoiled, tuple(tool.name for tool in initial.tools)
-
-    fixed, spoiled, tools = place.runner.run(main())
-    assert tools == ("edit_line",)
+    factory = SweFactory(style="line")
+    factory.check_task(task)
+    with pytest.raises(DataError, match="field 'file'"):
+        factory.check_task(place.task)
+    initial = factory.initial_observation(task)
+    fixing = [respond(), call("edit_line", line=9, text="x"), call("edit_line", line=2, text="    return a + b")]
+    fixed = await play(factory(task), fixing)
+    spoiled = await play(factory(task), [call("edit_line", line=2, text="return a\n + b")])
+    await factory.close()
+    assert initial.messages[-1].content == task.prompt[-1].content
+    assert [tool.name for tool in initial.tools] == ["edit_line"]
     assert [result.done for result in fixed] == [False, False, True]
     assert [result.messages[0].content for result in fixed] == [
         "Call edit_line.",
@@ -419,20 +413,17 @@ def test_search(place: Place) -> None:
 
 
 @pytest.mark.usefixtures("quick_scoring")
-def test_the_style_mini_offers_bash_alone_and_ends_with_a_command(place: Place) -> None:
-    async def main() -> Played:
-        factory = SweFactory(style="mini")
-        try:
-            assert [tool.name for tool in factory.initial_observation(place.task).tools] == ["bash"]
-            fixing = call("bash", command="sed -i 's/a - b/a + b/' calc/core.py")
-            early = call("bash", command=f"echo {SUBMIT}; false")
-            return await play(
-                factory(place.task), [fixing, early, FINISH, respond(), call("bash", command=f"echo {SUBMIT}")]
-            )
-        finally:
-            await factory.close()
-
-    played = asyncio.run(main())
+async def test_the_style_mini_offers_bash_alone_and_ends_with_a_command(place: Place) -> None:
+    factory = SweFactory(style="mini")
+    try:
+        assert [tool.name for tool in factory.initial_observation(place.task).tools] == ["bash"]
+        fixing = call("bash", command="sed -i 's/a - b/a + b/' calc/core.py")
+        early = call("bash", command=f"echo {SUBMIT}; false")
+        played = await play(
+            factory(place.task), [fixing, early, FINISH, respond(), call("bash", command=f"echo {SUBMIT}")]
+        )
+    finally:
+        await factory.close()
     assert [result.done for result in played] == [False] * 4 + [True]
     assert played[2].tool_uses[0].status is ToolStatus.USER_ERROR and "one command" in played[3].messages[0].content
     assert played.score is not None and (played.score.total, played.score.parts["swe/finished"]) == (1.0, 1.0)
@@ -562,7 +553,7 @@ async def test_after_a_lost_runtime_the_episode_starts_again(place: Place, losse
 
 @pytest.mark.usefixtures("quick_scoring")
 @pytest.mark.parametrize("lost", [2, 3])
-def test_an_episode_whose_runtime_is_lost_with_its_patch_starts_again(
+async def test_an_episode_whose_runtime_is_lost_with_its_patch_starts_again(
     place: Place, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect, left = env.collect_patch, [lost]
@@ -573,65 +564,54 @@ def test_an_episode_whose_runtime_is_lost_with_its_patch_starts_again(
             await runtime.close()
         return await collect(runtime, task)
 
-    async def main() -> None:
-        factory = SweFactory()
-        group = rollout(factory, GOLD_TEXTS)
-        (found,) = await group.run_all([place.task], 1)
-        if lost == 2:
-            assert (found.rewards, found.faults) == ((1.0,), ())
-            assert found.trajectories[0].repeats == 2 and tool_metrics([found])["tools/repeats"] == 2
-            assert factory._kept == {} and next(factory._places) == 1  # with the place that it had
-        else:
-            assert found.rewards == () and "it is closed" in found.faults[0]
-        await group.close()
-
     monkeypatch.setattr(env, "collect_patch", losing)
-    asyncio.run(main())
+    factory = SweFactory()
+    group = rollout(factory, GOLD_TEXTS)
+    (found,) = await group.run_all([place.task], 1)
+    if lost == 2:
+        assert (found.rewards, found.faults) == ((1.0,), ())
+        assert found.trajectories[0].repeats == 2 and tool_metrics([found])["tools/repeats"] == 2
+        assert factory._kept == {} and next(factory._places) == 1  # with the place that it had
+    else:
+        assert found.rewards == () and "it is closed" in found.faults[0]
+    await group.close()
 
 
 @pytest.mark.usefixtures("quick_scoring")
-def test_an_episode_that_starts_again_keeps_its_place(place: Place) -> None:
+async def test_an_episode_that_starts_again_keeps_its_place(place: Place) -> None:
     """One start at a time: the first fails, the second has the slot, and then the first one's group goes on."""
     starts: list[str] = []
+    factory = SweFactory(max_starting=1)
+    start = factory.runtimes.start
 
-    async def main() -> None:
-        factory = SweFactory(max_starting=1)
-        start = factory.runtimes.start
+    async def first_fails(task: Any) -> Any:
+        starts.append(task.id)
+        if len(starts) == 1:
+            await asyncio.sleep(0.2)  # the others wait meanwhile
+            raise RuntimeLostError("gone")
+        return await start(task)
 
-        async def first_fails(task: Any) -> Any:
-            starts.append(task.id)
-            if len(starts) == 1:
-                await asyncio.sleep(0.2)  # the others wait meanwhile
-                raise RuntimeLostError("gone")
-            return await start(task)
-
-        factory.runtimes.start = first_fails  # type: ignore[method-assign]
-        group = rollout(factory, GOLD_TEXTS)
-        rows = [{**place.row, "instance_id": name} for name in "abc"]
-        found = await group.run_all([to_task(as_task_row(row), row["instance_id"]) for row in rows], 1)
-        assert [each.rewards for each in found] == [(1.0,)] * 3
-        await group.close()
-
-    asyncio.run(main())
+    factory.runtimes.start = first_fails  # type: ignore[method-assign]
+    group = rollout(factory, GOLD_TEXTS)
+    rows = [{**place.row, "instance_id": name} for name in "abc"]
+    found = await group.run_all([to_task(as_task_row(row), row["instance_id"]) for row in rows], 1)
+    assert [each.rewards for each in found] == [(1.0,)] * 3
+    await group.close()
     assert starts == ["a", "b", "a", "c"]
 
 
 @pytest.mark.usefixtures("quick_scoring")
-def test_engine_time_is_measured_apart_from_tool_time(place: Place) -> None:
+async def test_engine_time_is_measured_apart_from_tool_time(place: Place) -> None:
     """Responses of 0.2, 0.3 and 0.4 s, the last without a call; a command of 1 s."""
-
-    async def main() -> Score:
-        made = place.factory(place.task)
-        await made.reset()
-        for seconds, command in ((0.2, "sleep 1"), (0.3, "sed -i 's/a - b/a + b/' calc/core.py")):
-            await asyncio.sleep(seconds)
-            await made.step(call("bash", command=command))
-        await asyncio.sleep(0.4)
-        score = await made.judge()
-        await made.close()
-        return score
-
-    parts = place.runner.run(main()).parts
+    made = place.factory(place.task)
+    await made.reset()
+    for seconds, command in ((0.2, "sleep 1"), (0.3, "sed -i 's/a - b/a + b/' calc/core.py")):
+        await asyncio.sleep(seconds)
+        await made.step(call("bash", command=command))
+    await asyncio.sleep(0.4)
+    score = await made.judge()
+    await made.close()
+    parts = score.parts
     assert 0.9 <= parts["swe/engine_s"] <= parts["swe/running_s"] - 1  # a busy machine may add to any of them
     assert parts["swe/engine_share"] == pytest.approx(parts["swe/engine_s"] / parts["swe/running_s"])
 
@@ -698,51 +678,49 @@ async def test_tests_that_do_not_end_score_zero_whatever_a_turn_may_take(place: 
     await group.close()
 
 
-def test_each_stage_has_slots_of_its_own(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_stage_has_slots_of_its_own(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six episodes two run at a time. No verdict comes before all agents are done: it holds no slot of theirs."""
     running, most, done, scoring = 0, 0, 0, 0
+    factory = SweFactory(max_starting=1, max_running=2, max_scoring=3)
+    pairs, threes, all_done = asyncio.Barrier(2), asyncio.Barrier(3), asyncio.Event()
 
-    async def main() -> list[Score]:
-        factory = SweFactory(max_starting=1, max_running=2, max_scoring=3)
-        pairs, threes, all_done = asyncio.Barrier(2), asyncio.Barrier(3), asyncio.Event()
+    async def scored(*_: Any) -> PatchVerdict:
+        nonlocal scoring
+        scoring += 1
+        await all_done.wait()
+        await threes.wait()
+        assert scoring <= 3
+        scoring -= 1
+        return PatchVerdict(PatchOutcome.RESOLVED)
 
-        async def scored(*_: Any) -> PatchVerdict:
-            nonlocal scoring
-            scoring += 1
-            await all_done.wait()
-            await threes.wait()
-            assert scoring <= 3
-            scoring -= 1
-            return PatchVerdict(PatchOutcome.RESOLVED)
+    async def one() -> Score:
+        nonlocal running, most, done
+        made = factory(place.task)
+        await made.reset()
+        running, most = running + 1, max(most, running + 1)
+        await made.step(FIXING)
+        await pairs.wait()
+        running, done = running - 1, done + 1
+        if done == 6:
+            all_done.set()
+        score = await made.judge()
+        await made.close()
+        return score
 
-        async def one() -> Score:
-            nonlocal running, most, done
-            made = factory(place.task)
-            await made.reset()
-            running, most = running + 1, max(most, running + 1)
-            await made.step(FIXING)
-            await pairs.wait()
-            running, done = running - 1, done + 1
-            if done == 6:
-                all_done.set()
-            score = await made.judge()
-            await made.close()
-            return score
-
-        monkeypatch.setattr(env, "score_patch", scored)
-        try:
-            return await asyncio.gather(*(one() for _ in range(6)))
-        finally:
-            assert [factory.slots[stage].free for stage in ("starting", "running", "scoring")] == [1, 2, 3]
-            await factory.close()
-
-    scores = asyncio.run(asyncio.wait_for(main(), 120))
+    monkeypatch.setattr(env, "score_patch", scored)
+    try:
+        scores = await asyncio.gather(*(one() for _ in range(6)))
+    finally:
+        assert [factory.slots[stage].free for stage in ("starting", "running", "scoring")] == [1, 2, 3]
+        await factory.close()
     assert most == 2 and [score.total for score in scores] == [1.0] * 6
     assert max(score.parts["swe/starting_wait_s"] for score in scores) > 0.1
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_equal_patches_are_scored_once_if_they_may(place: Place, monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
+async def test_equal_patches_are_scored_once_if_they_may(
+    place: Place, monkeypatch: pytest.MonkeyPatch, share: bool
+) -> None:
     calls = 0
 
     async def scored(*_: Any) -> PatchVerdict:
@@ -750,20 +728,17 @@ def test_equal_patches_are_scored_once_if_they_may(place: Place, monkeypatch: py
         calls += 1
         return PatchVerdict(PatchOutcome.RESOLVED)
 
-    async def main() -> list[float]:
-        factory = SweFactory(share_verdicts=share)
-        totals = []
-        for _ in range(2):
-            made = factory(place.task)
-            await made.reset()
-            await made.step(FIXING)
-            totals.append((await made.judge()).total)
-            await made.close()
-        await factory.close()
-        return totals
-
     monkeypatch.setattr(env, "score_patch", scored)
-    assert asyncio.run(main()) == [1.0, 1.0]
+    factory = SweFactory(share_verdicts=share)
+    totals = []
+    for _ in range(2):
+        made = factory(place.task)
+        await made.reset()
+        await made.step(FIXING)
+        totals.append((await made.judge()).total)
+        await made.close()
+    await factory.close()
+    assert totals == [1.0, 1.0]
     assert calls == (1 if share else 2)
 
 

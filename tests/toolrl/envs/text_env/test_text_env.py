@@ -179,15 +179,12 @@ def test_the_final_reward_of_rllm_replaces_that_of_the_last_step(forms: Callable
     assert played(forms("Final"), task(), most=9).score == Score(0.0, {"steps": 0.0})
 
 
-def test_episodes_of_an_environment_that_is_not_safe_in_threads_run_one_at_a_time(
+async def test_episodes_of_an_environment_that_is_not_safe_in_threads_run_one_at_a_time(
     forms: Callable[[str], str],
 ) -> None:
     factory = build_env_factory(forms("Final"), {"most": 9})
-
-    async def of_one_class() -> list[Played]:
-        return await asyncio.gather(*(play(factory(task()), [respond("a"), respond("b")]) for _ in range(6)))
-
-    assert [each.score for each in asyncio.run(of_one_class())] == [Score(10.1, {"steps": 2.0})] * 6
+    of_one_class = (play(factory(task()), [respond("a"), respond("b")]) for _ in range(6))
+    assert [each.score for each in await asyncio.gather(*of_one_class)] == [Score(10.1, {"steps": 2.0})] * 6
 
 
 @pytest.mark.parametrize(

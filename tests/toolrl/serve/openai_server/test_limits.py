@@ -110,7 +110,7 @@ async def test_large_json_that_is_none_is_refused_before_vllm_reads_it_on_its_lo
     assert response.status_code == (200 if seen.startswith("vLLM") else 400)
 
 
-def test_our_checks_of_large_requests_are_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_checks_of_large_requests_are_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the text, of arguments in it, and of each message."""
     loop_thread = []
 
@@ -129,21 +129,17 @@ def test_our_checks_of_large_requests_are_off_the_loop(monkeypatch: pytest.Monke
     arguments = json.dumps({"a": "It is cold. " * 3000})
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
-
-    async def test() -> None:
-        async with client(CheckedRequests(echo)) as asking:
-            for path, body in {
-                CHAT: {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]},
-                RESPONSES: {"input": [USER, item]},
-                MESSAGES: {"messages": [{"role": "user", "content": arguments}]},
-                f"{MESSAGES}/count_tokens": {"messages": [{"role": "user", "content": arguments}]},
-                "/v1/completions": {"prompt": [7] * 20_000},
-            }.items():
-                text = json.dumps(body).encode()
-                with watched_loop():
-                    assert (await asking.post(path, content=text)).status_code == 200
-
-    asyncio.run(test())
+    async with client(CheckedRequests(echo)) as asking:
+        for path, body in {
+            CHAT: {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]},
+            RESPONSES: {"input": [USER, item]},
+            MESSAGES: {"messages": [{"role": "user", "content": arguments}]},
+            f"{MESSAGES}/count_tokens": {"messages": [{"role": "user", "content": arguments}]},
+            "/v1/completions": {"prompt": [7] * 20_000},
+        }.items():
+            text = json.dumps(body).encode()
+            with watched_loop():
+                assert (await asking.post(path, content=text)).status_code == 200
     assert loop_thread == [None] * 4
 
 
@@ -207,8 +203,9 @@ async def test_its_connections_have_the_limits_of_our_servers(monkeypatch: pytes
         await running
 
 
-def test_without_vllms_server_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
+async def test_without_vllms_server_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+
         async def receive() -> dict[str, str]:
             return {"type": "lifespan.shutdown"}
 
@@ -216,7 +213,4 @@ def test_without_vllms_server_there_is_a_warning(caplog: pytest.LogCaptureFixtur
 
         app = vllms_server()
         await app({"type": "lifespan", "app": app, "state": {}}, receive, send)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(test())
     assert "connections have no time limits" in caplog.text

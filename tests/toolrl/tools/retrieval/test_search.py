@@ -167,7 +167,7 @@ def test_numbers_half_characters_and_nested_lists_are_no_queries(url: str, asked
     assert answer.status_code in (400, 422) and len(answer.text) < 1000
 
 
-def test_queries_of_a_client_that_hangs_up_are_not_searched_for() -> None:
+async def test_queries_of_a_client_that_hangs_up_are_not_searched_for() -> None:
     class Slow:
         def __init__(self) -> None:
             self.asked = 0
@@ -182,30 +182,27 @@ def test_queries_of_a_client_that_hangs_up_are_not_searched_for() -> None:
         async def close(self) -> None:
             pass
 
-    async def leave() -> int:
-        slow = Slow()
-        gate = Gate(retrieval_server.application(slow, 1), ServingConfig("127.0.0.1", 0), None)
-        gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": json.dumps({"queries": ["q"] * 1000}).encode()}]
+    slow = Slow()
+    gate = Gate(retrieval_server.application(slow, 1), ServingConfig("127.0.0.1", 0), None)
+    gone = asyncio.Event()
+    messages = [{"type": "http.request", "body": json.dumps({"queries": ["q"] * 1000}).encode()}]
 
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def send(_: Any) -> None:
-            pass
+    async def send(_: Any) -> None:
+        pass
 
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": headers, "query_string": b""}
-        answering = asyncio.create_task(gate(scope, receive, send))
-        await slow.started.wait()
-        gone.set()
-        await answering
-        return slow.asked
-
-    assert asyncio.run(leave()) < 100
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": headers, "query_string": b""}
+    answering = asyncio.create_task(gate(scope, receive, send))
+    await slow.started.wait()
+    gone.set()
+    await answering
+    assert slow.asked < 100
 
 
 def test_a_client_gets_what_the_index_itself_gives(url: str, corpus: Path) -> None:
@@ -224,11 +221,10 @@ def test_failover_skips_servers_that_are_down_and_names_all_if_none_is_up(url: s
         ask(HttpRetriever(url.replace("retrieve", "elsewhere")), "capital")
 
 
-def test_a_server_that_dies_is_reported(corpus: Path) -> None:
+async def test_a_server_that_dies_is_reported(corpus: Path) -> None:
     port = free_port()
     command = ("-m", "toolrl.tools.retrieval.server", "--corpus", str(corpus), "--port", str(port))
-
-    async def scene(process: subprocess.Popen[bytes]) -> None:
+    with service(*command, url=f"http://127.0.0.1:{port}/health") as process:
         retriever = HttpRetriever(f"http://127.0.0.1:{port}/retrieve")
         assert (await retriever.search(["capital"], 1))[0][0].id == "0"
         process.kill()
@@ -236,9 +232,6 @@ def test_a_server_that_dies_is_reported(corpus: Path) -> None:
         with pytest.raises(ServiceDownError, match=str(port)):
             await retriever.search(["capital"], 1)
         await retriever.close()
-
-    with service(*command, url=f"http://127.0.0.1:{port}/health") as process:
-        asyncio.run(scene(process))
 
 
 @pytest.mark.parametrize(

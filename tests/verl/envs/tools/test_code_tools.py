@@ -70,22 +70,19 @@ def test_code_that_runs_too_long_is_stopped(name: str) -> None:
     assert after == [("alive\n", ToolStatus.SUCCESS)]
 
 
-def test_a_session_past_the_call_deadline_is_restarted() -> None:
-    async def scene() -> None:
-        sandbox, runner = PlainSandbox(), ToolRunner(ToolLimits(deadline_s=1.5))
-        factory = ToolEnvFactory(build_tools(["python_session"], sandbox), runner)
-        env = factory(task())
-        await env.reset()
-        for code, status in (("while True: pass", ToolStatus.TIMEOUT), ("print(1)", ToolStatus.SUCCESS)):
-            answer = await env.step(Message("assistant", "", tool_calls=(ToolCall("python", {"code": code}),)))
-            assert answer.tool_uses[0].status is status
-            runner._limits = ToolLimits(deadline_s=60)  # for the start of another interpreter
-        first, second = sandbox.sessions
-        assert first.process is None and second.process is not None
-        await env.close()
-        await factory.close()
-
-    asyncio.run(scene())
+async def test_a_session_past_the_call_deadline_is_restarted() -> None:
+    sandbox, runner = PlainSandbox(), ToolRunner(ToolLimits(deadline_s=1.5))
+    factory = ToolEnvFactory(build_tools(["python_session"], sandbox), runner)
+    env = factory(task())
+    await env.reset()
+    for code, status in (("while True: pass", ToolStatus.TIMEOUT), ("print(1)", ToolStatus.SUCCESS)):
+        answer = await env.step(Message("assistant", "", tool_calls=(ToolCall("python", {"code": code}),)))
+        assert answer.tool_uses[0].status is status
+        runner._limits = ToolLimits(deadline_s=60)  # for the start of another interpreter
+    first, second = sandbox.sessions
+    assert first.process is None and second.process is not None
+    await env.close()
+    await factory.close()
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_function_without_a_valid_schema_is_refused(bad: Any, reason: str) -> 
         FunctionTool(bad)
 
 
-def test_a_sync_function_leaves_the_loop_free_and_its_errors_arrive() -> None:
+async def test_a_sync_function_leaves_the_loop_free_and_its_errors_arrive() -> None:
     release = threading.Event()
 
     @tool
@@ -125,17 +125,14 @@ def test_a_sync_function_leaves_the_loop_free_and_its_errors_arrive() -> None:
         assert release.wait(60)
         raise StopIteration
 
-    async def both() -> None:
-        waiting = asyncio.create_task(wait.call({}))
-        await asyncio.sleep(0)
-        release.set()
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await waiting
-
-    asyncio.run(both())
+    waiting = asyncio.create_task(wait.call({}))
+    await asyncio.sleep(0)
+    release.set()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await waiting
 
 
-def test_hanging_threads_are_counted_logged_once_and_limited(
+async def test_hanging_threads_are_counted_logged_once_and_limited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(function, "MAX_ABANDONED", 2)
@@ -147,15 +144,12 @@ def test_hanging_threads_are_counted_logged_once_and_limited(
         release.wait(60)
         return ""
 
-    async def stop_three() -> None:
-        for count in (1, 2):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(hang.call({}), 0.01)
-            assert hang.num_abandoned == count
-        with pytest.raises(ServiceDownError, match="2 of its calls hang"):
-            await hang.call({})
-
-    asyncio.run(stop_three())
+    for count in (1, 2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hang.call({}), 0.01)
+        assert hang.num_abandoned == count
+    with pytest.raises(ServiceDownError, match="2 of its calls hang"):
+        await hang.call({})
     assert len(caplog.records) == 1 and "keeps running until it returns" in caplog.text
     threads = set(hang._abandoned)
     release.set()

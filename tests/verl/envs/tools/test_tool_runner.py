@@ -71,20 +71,17 @@ def one(tool: Tool, arguments: Mapping[str, Any] | None = None, limits: ToolLimi
     return message.content, use.status
 
 
-def test_answers_come_in_the_order_of_the_calls_and_calls_run_side_by_side() -> None:
-    async def scene() -> None:
-        met = asyncio.Barrier(2)  # neither call can end before the other has started
+async def test_answers_come_in_the_order_of_the_calls_and_calls_run_side_by_side() -> None:
+    met = asyncio.Barrier(2)  # neither call can end before the other has started
 
-        async def meet(arguments: Mapping[str, Any]) -> str:
-            await met.wait()
-            return str(arguments["who"])
+    async def meet(arguments: Mapping[str, Any]) -> str:
+        await met.wait()
+        return str(arguments["who"])
 
-        calls = [ToolCall("does", {"who": who}) for who in ("first", "second")]
-        answers = await ToolRunner(LIMITS).run(calls, {"does": Does(meet)})
-        assert [message.content for message, _ in answers] == ["first", "second"]
-        assert [use.status for _, use in answers] == [ToolStatus.SUCCESS] * 2
-
-    asyncio.run(scene())
+    calls = [ToolCall("does", {"who": who}) for who in ("first", "second")]
+    answers = await ToolRunner(LIMITS).run(calls, {"does": Does(meet)})
+    assert [message.content for message, _ in answers] == ["first", "second"]
+    assert [use.status for _, use in answers] == [ToolStatus.SUCCESS] * 2
 
 
 def test_the_answer_to_an_unknown_tool_has_the_nearest_name() -> None:
@@ -190,31 +187,27 @@ def test_a_stopped_call_may_release_its_resources() -> None:
     assert one(Does(tidy), limits=HASTY)[1] is ToolStatus.TIMEOUT and ended == ["tidied"]
 
 
-def test_a_call_that_ignores_cancellation_is_abandoned_and_counted(
+async def test_a_call_that_ignores_cancellation_is_abandoned_and_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "GRACE_S", 0.05)
+    release = asyncio.Event()
 
-    async def scene() -> None:
-        release = asyncio.Event()
+    async def deaf(_: Mapping[str, Any]) -> str:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        raise ValueError("no one sees it")
 
-        async def deaf(_: Mapping[str, Any]) -> str:
-            while not release.is_set():
-                try:
-                    await release.wait()
-                except asyncio.CancelledError:
-                    continue
-            raise ValueError("no one sees it")
-
-        made = ToolRunner(HASTY)
-        for left in (1, 2):
-            ((_, use),) = await made.run([ToolCall("does", {})], {"does": Does(deaf)})
-            assert use.status is ToolStatus.TIMEOUT and made.num_abandoned == left
-        release.set()
-        while made.num_abandoned:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(scene())
+    made = ToolRunner(HASTY)
+    for left in (1, 2):
+        ((_, use),) = await made.run([ToolCall("does", {})], {"does": Does(deaf)})
+        assert use.status is ToolStatus.TIMEOUT and made.num_abandoned == left
+    release.set()
+    while made.num_abandoned:
+        await asyncio.sleep(0.01)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -247,27 +240,24 @@ def test_waiting_for_a_place_is_not_charged() -> None:
     assert [use.seconds for _, use in answers] == pytest.approx([0.4] * 5)
 
 
-def test_a_dead_service_stops_the_other_calls_of_the_message() -> None:
-    async def scene() -> None:
-        began, stopped = asyncio.Event(), asyncio.Event()
+async def test_a_dead_service_stops_the_other_calls_of_the_message() -> None:
+    began, stopped = asyncio.Event(), asyncio.Event()
 
-        async def long(_: Mapping[str, Any]) -> str:
-            began.set()
-            try:
-                return await hang({})
-            finally:
-                stopped.set()
+    async def long(_: Mapping[str, Any]) -> str:
+        began.set()
+        try:
+            return await hang({})
+        finally:
+            stopped.set()
 
-        async def dies(_: Mapping[str, Any]) -> str:
-            await began.wait()
-            raise ServiceDownError("x", "gone")
+    async def dies(_: Mapping[str, Any]) -> str:
+        await began.wait()
+        raise ServiceDownError("x", "gone")
 
-        calls = ToolRunner(ToolLimits(retries=0))
-        with pytest.raises(ServiceDownError) as raised:
-            await calls.run([ToolCall("long", {}), ToolCall("dies", {})], {"long": Does(long), "dies": Does(dies)})
-        assert stopped.is_set() and raised.value.tool == "dies"
-
-    asyncio.run(scene())
+    calls = ToolRunner(ToolLimits(retries=0))
+    with pytest.raises(ServiceDownError) as raised:
+        await calls.run([ToolCall("long", {}), ToolCall("dies", {})], {"long": Does(long), "dies": Does(dies)})
+    assert stopped.is_set() and raised.value.tool == "dies"
 
 
 def test_flooded_output_is_truncated_before_it_is_shown() -> None:
@@ -327,32 +317,29 @@ def step_with(env: ToolEnv, *calls: ToolCall) -> Awaitable[StepResult]:
     return env.step(Message("assistant", "...", tool_calls=calls))
 
 
-def test_an_episode_ends_with_the_first_message_without_a_call() -> None:
-    async def scene() -> None:
-        counter, never = Counter(), Does(hang)
-        assert isinstance(counter, EpisodeTool) and not isinstance(never, EpisodeTool)
-        factory = ToolEnvFactory([counter, never], ToolRunner(LIMITS))
-        one, two = factory(TASK), factory(TASK)
-        opening = await one.reset()
-        assert opening == await two.reset()
-        assert opening.messages == TASK.prompt and [spec.name for spec in opening.tools] == ["count", "does"]
+async def test_an_episode_ends_with_the_first_message_without_a_call() -> None:
+    counter, never = Counter(), Does(hang)
+    assert isinstance(counter, EpisodeTool) and not isinstance(never, EpisodeTool)
+    factory = ToolEnvFactory([counter, never], ToolRunner(LIMITS))
+    one, two = factory(TASK), factory(TASK)
+    opening = await one.reset()
+    assert opening == await two.reset()
+    assert opening.messages == TASK.prompt and [spec.name for spec in opening.tools] == ["count", "does"]
 
-        answer = await step_with(one, ToolCall("count", {}), ToolCall("count", {}), ToolCall("count", {"add": 10}))
-        assert [message.content for message in answer.messages] == ["t: 0", "t: 1", "t: 12"] and not answer.done
-        assert len(answer.tool_uses) == 3
-        assert (await step_with(two, ToolCall("count", {}))).messages[0].content == "t: 0"  # a state of its own
-        assert (await step_with(one)) == StepResult(done=True)
+    answer = await step_with(one, ToolCall("count", {}), ToolCall("count", {}), ToolCall("count", {"add": 10}))
+    assert [message.content for message in answer.messages] == ["t: 0", "t: 1", "t: 12"] and not answer.done
+    assert len(answer.tool_uses) == 3
+    assert (await step_with(two, ToolCall("count", {}))).messages[0].content == "t: 0"  # a state of its own
+    assert (await step_with(one)) == StepResult(done=True)
 
-        await one.close()
-        assert [opened.closed for opened in counter.opened] == [True, False] and not never.closed
-        await two.close()
-        await factory.close()
-        assert not counter.opened and never.closed
-
-    asyncio.run(scene())
+    await one.close()
+    assert [opened.closed for opened in counter.opened] == [True, False] and not never.closed
+    await two.close()
+    await factory.close()
+    assert not counter.opened and never.closed
 
 
-def test_a_tool_failing_to_open_is_a_fault_and_one_failing_to_close_is_logged(
+async def test_a_tool_failing_to_open_is_a_fault_and_one_failing_to_close_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Stuck(Counter):
@@ -363,22 +350,19 @@ def test_a_tool_failing_to_open_is_a_fault_and_one_failing_to_close_is_logged(
         async def close(self) -> None:
             raise OSError("no")
 
-    async def scene() -> None:
-        stuck, other = Stuck(), Does(hang)
-        factory = ToolEnvFactory([stuck, other], ToolRunner(HASTY))
-        with pytest.raises(ServiceDownError, match="tool 'count': did not open within"):
-            await factory(TASK).reset()
-        await factory.close()
-        assert other.closed
+    stuck, other = Stuck(), Does(hang)
+    factory = ToolEnvFactory([stuck, other], ToolRunner(HASTY))
+    with pytest.raises(ServiceDownError, match="tool 'count': did not open within"):
+        await factory(TASK).reset()
+    await factory.close()
+    assert other.closed
 
-        async def broken(_: Task) -> Tool:
-            raise KeyError("files")
+    async def broken(_: Task) -> Tool:
+        raise KeyError("files")
 
-        stuck.open = broken  # type: ignore[method-assign]
-        with pytest.raises(ServiceDownError, match="tool 'count': raised KeyError"):
-            await factory(TASK).reset()
-
-    asyncio.run(scene())
+    stuck.open = broken  # type: ignore[method-assign]
+    with pytest.raises(ServiceDownError, match="tool 'count': raised KeyError"):
+        await factory(TASK).reset()
     assert "tool 'count' did not close: OSError: no" in caplog.text
 
 

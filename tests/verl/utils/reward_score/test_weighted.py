@@ -137,13 +137,10 @@ def test_a_column_that_a_function_names_is_in_every_row() -> None:
         both.check_task(replace(TASK, extra={"a": 1}))
 
 
-def test_async_functions_score_in_the_scoring_processes() -> None:
-    async def scored() -> Any:
-        terms = [{"name": mine("brief"), "weight": 4.0}, mine("exact")]
-        with ScoringPool("sum", {"terms": terms}, 1) as pool:
-            return await pool.score(as_trajectory(TASK, "4"), TASK, 0)
-
-    score = asyncio.run(scored())
+async def test_async_functions_score_in_the_scoring_processes() -> None:
+    terms = [{"name": mine("brief"), "weight": 4.0}, mine("exact")]
+    with ScoringPool("sum", {"terms": terms}, 1) as pool:
+        score = await pool.score(as_trajectory(TASK, "4"), TASK, 0)
     assert score.total == 5.0 and score.parts["brief/letters"] == 1.0
 
 
