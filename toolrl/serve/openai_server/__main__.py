@@ -1,7 +1,8 @@
-"""Serve a trained policy as an OpenAI server on vLLM: toolrl serve RUN [--port 8000 ..] [-- VLLM OPTIONS]
+"""Serve a trained policy as an OpenAI server on vLLM: toolrl serve RUN [RUN ..] [--port 8000 ..] [-- VLLM OPTIONS]
 
-RUN is the output folder of a training, or a model folder. Requests with `tools` are rendered as in training, and
-answers have `tool_calls`, streaming or not (docs/serving.md). Options after -- go to vLLM: -- --max-model-len 4096
+RUN is the output folder of a training, or a model folder. Several runs with adapters of one base are served side by
+side. Requests with `tools` are rendered as in training, and answers have `tool_calls`, streaming or not
+(docs/serving.md). Options after -- go to vLLM: -- --max-model-len 4096
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from toolrl.serve.openai_server import supervise
+from toolrl.serve.openai_server.adapters import adapter_arguments, common_base
 from toolrl.serve.openai_server.parsing import PARSER_NAME
 from toolrl.serve.openai_server.requests import CheckedRequests
 from toolrl.serve.openai_server.served_model import TrainedModel, add_format_arguments, chosen_format, find_model
@@ -49,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     try:
         command, environment = serving_command(options, further)
-        address = f"http://{options.host}:{options.port}"
-        ready = ["--ready", f"{address}/health", _example(address, command, "VLLM_API_KEY" in environment)]
+        health = f"http://{options.host}:{options.port}/health"
+        ready = ["--ready", health, _example(options, "VLLM_API_KEY" in environment)]
         os.execvpe(sys.executable, [sys.executable, supervise.__file__, *ready, *command], environment)  # frees memory
     except VerlError as error:
         return write_error(error)
@@ -59,22 +61,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def arguments() -> Arguments:
     parser = Arguments("toolrl serve", __doc__)
     add_format_arguments(parser)
+    parser.add_argument("more", nargs="*", metavar="RUN", help="further runs, with adapters of the same base")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--name", help="model name in requests (default: the name of the run or model folder)")
+    parser.add_argument("--name", help="model name of the first RUN in requests (default: the name of its folder)")
     parser.add_argument("--api-key", help="token of the clients; better: $VERL_SERVICE_TOKEN or --token-file")
     parser.add_argument("--token-file", type=Path, help="file with the clients' token; created if missing")
     parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
     return parser
 
 
-def _example(address: str, command: Sequence[str], has_token: bool) -> str:
+def _example(options: argparse.Namespace, has_token: bool) -> str:
     """The message printed once the server answers: its address and a first request."""
-    name = command[command.index("--served-model-name") + 1]
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    address, names = f"http://{options.host}:{options.port}", _names(options)
+    body = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello"}]})
     token = " -H 'Authorization: Bearer TOKEN'" if has_token else ""
     request = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
-    return f"ready: {address}/v1, model {name}\n{request}"
+    return f"ready: {address}/v1, model {', '.join(names)}\n{request}"
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    """Names of the models in requests. Raises ConfigError if two are equal."""
+    first, *others = (Path(each).resolve().name for each in (options.model, *options.more))
+    names = [options.name or first, *others]
+    if twice := sorted({each for each in names if names.count(each) > 1}):
+        raise ConfigError(f"two models have the name {twice[0]}; set --name, or rename the folder of a run")
+    return names
 
 
 def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
@@ -86,17 +98,18 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
     """(command, environment) of vLLM's server. Raises ConfigError, DataError."""
     if find_spec("vllm") is None:
         raise ConfigError(f"vLLM is not installed; {SET_UP}")
-    model = find_model(options.model, options.checkpoint)
-    folder = _serving_folder(options, model)
+    targets = zip(_names(options), (options.model, *options.more), strict=True)
+    models = {name: find_model(target, options.checkpoint) for name, target in targets}
+    model, served = _served(models)
+    folder = _common_folder(options, models)
     _check_port(options.host, options.port)
     token = options.api_key or find_token(
         ServingConfig(options.host, options.port, options.token_file, options.no_token)
     )
-    name = options.name or Path(options.model).resolve().name
     on_gpu = _has_gpu()
     command = [
         *(sys.executable, "-W", "ignore::DeprecationWarning", "-m", _ENTRY),
-        *("--model", str(model.folder), "--served-model-name", name),
+        *("--model", model, *served),
         *("--host", options.host, "--port", str(options.port)),
         *("--chat-template", str(folder / CHAT_TEMPLATE), "--chat-template-content-format", "string"),
         *("--enable-auto-tool-choice", "--tool-parser-plugin", str(folder / TOOL_PARSER)),
@@ -121,6 +134,27 @@ _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
+
+
+def _served(models: Mapping[str, TrainedModel]) -> tuple[str, list[str]]:
+    """(the model that vLLM loads, its arguments for names and adapters). Raises ConfigError."""
+    (name, first), *others = models.items()
+    if first.adapter is None and not others:
+        return str(first.folder), ["--served-model-name", name]
+    base = common_base(models)
+    return base, ["--tokenizer", str(first.folder), *adapter_arguments(models, base)]
+
+
+def _common_folder(options: argparse.Namespace, models: Mapping[str, TrainedModel]) -> Path:
+    """The folder of chat template and tool parser, of which a server has one each. Raises ConfigError."""
+    folders = [_serving_folder(options, each) for each in models.values()]
+    files = (CHAT_TEMPLATE, TOOL_PARSER)
+    texts = [[(folder / name).read_text(encoding="utf-8") for name in files] for folder in folders]
+    for name, each in zip(models, texts, strict=True):
+        if each != texts[0]:
+            first = next(iter(models))
+            raise ConfigError(f"{name} has another tool-call format or prompt than {first}; serve them separately")
+    return folders[0]
 
 
 def _serving_folder(options: argparse.Namespace, model: TrainedModel) -> Path:

@@ -33,11 +33,15 @@ _REWARDS = {"rlla": "toolrl", "tool_n1": "tool_n1"}  # rewards that score one fo
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """folder: in transformers' format; settings: of the training run (empty if unknown); state: of its checkpoint"""
+    """folder: in transformers' format; settings: of the training run (empty if unknown); state: of its checkpoint
+
+    adapter: that of a run with one, whose merged copy is in `folder`
+    """
 
     folder: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,18 @@ class TrainedFormat:
 def find_model(target: str, checkpoint: str = "latest") -> TrainedModel:
     """target: the folder of a run, of a checkpoint or of a model, `embedded` or `smollm2`; checkpoint: latest or best.
 
+    An adapter is found by its run or checkpoint, not by the merged copy in the checkpoint's hf/.
     Raises ConfigError if it is none of these.
     """
-    folder = Path(embedded_path(named_model(target)))
+    folder, adapter = Path(embedded_path(named_model(target))), None
     if (folder / "checkpoints").is_dir():
         folder = _follow_pointer(folder / "checkpoints", checkpoint)
     if (folder / STATE).is_file() and (folder / "hf").is_dir():
+        adapter = folder / "adapter" if (folder / "adapter").is_dir() else None
         folder /= "hf"
     if (folder / "config.json").is_file():
         state = read_state(folder.parent) if (folder.parent / STATE).is_file() else {}
-        return TrainedModel(folder, state.get("resume_config", {}), state)
+        return TrainedModel(folder, state.get("resume_config", {}), state, adapter)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {target!r}; give the folder of a run or of a model")
     if (folder / "config.yaml").is_file():

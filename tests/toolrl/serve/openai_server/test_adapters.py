@@ -1,0 +1,143 @@
+"""`toolrl serve` of runs with adapters: vLLM's command line, and its answers for each of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import need_vllm
+from tests.toolrl.serve.openai_server.test_serve import SETTINGS, make_run, serving
+from toolrl.serve.openai_server.__main__ import arguments, serving_command
+from verl.checkpoint.contents import contents_of
+from verl.embedded import embedded_path
+from verl.errors import ConfigError
+from verl.lora import Lora, adapter_tensors, add_adapter, save_adapter
+from verl.workers.model import load_causal_lm
+
+PROMPTS = [[5, 6, 7, 8], list(range(40, 80))]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(embedded_path("embedded:model"), tmp_path_factory.mktemp("models") / "base"))
+
+
+def make_adapter_run(folder: Path, base: Path, rank: int, seed: int = 0, settings: dict[str, Any] = SETTINGS) -> Path:
+    """A run with an adapter that changes the model much. Its merged copy is that of no adapter."""
+    checkpoint = make_run(folder, settings) / "checkpoints" / "step-000048"
+    state = json.loads((checkpoint / "state.json").read_text())
+    contents = contents_of({"model.path": str(base)}, reads_weights=True)
+    (checkpoint / "state.json").write_text(json.dumps({**state, "contents": contents}))
+    model, lora = load_causal_lm(str(base)), Lora(rank, 16.0, ("all-linear",))
+    add_adapter(model, lora)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in adapter_tensors(model):
+            parameter.normal_(std=0.1)
+    save_adapter(lora, dict(adapter_tensors(model)), checkpoint / "adapter", str(base))
+    return folder
+
+
+def command_of(*argv: str) -> list[str]:
+    need_vllm()
+    return serving_command(arguments().read([*argv, "--port", "0"]), ["--dtype", "float32"])[0]
+
+
+def value(command: Sequence[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def listed(command: Sequence[str]) -> list[dict[str, str]]:
+    """vLLM's list of adapters."""
+    return [json.loads(each) for each in command[command.index("--lora-modules") + 1 :] if each.startswith("{")]
+
+
+def test_vllm_loads_the_base_and_knows_every_adapter_by_the_name_of_its_run(tmp_path: Path, base: Path) -> None:
+    runs = [make_adapter_run(tmp_path / f"r{rank}", base, rank) for rank in (4, 20)]
+    command = command_of(*map(str, runs))
+    assert value(command, "--model") == str(base) and value(command, "--served-model-name") == "base"
+    assert value(command, "--max-loras") == "2" and value(command, "--max-lora-rank") == "32"
+    assert value(command, "--tokenizer") == str(runs[0] / "checkpoints" / "step-000048" / "hf")
+    assert listed(command) == [
+        {"name": run.name, "path": str(run / "checkpoints" / "step-000048" / "adapter"), "base_model_name": "base"}
+        for run in runs
+    ]
+    (alone,) = listed(command_of(str(runs[0]), "--name", "base"))
+    assert alone["name"] == "base" and alone["base_model_name"] == "base-base"
+
+
+def test_the_merged_copy_is_served_by_its_own_folder(tmp_path: Path, base: Path) -> None:
+    hf = make_adapter_run(tmp_path / "run", base, 4) / "checkpoints" / "step-000048" / "hf"
+    command = command_of(str(hf))
+    assert value(command, "--model") == str(hf) and "--enable-lora" not in command
+
+
+def test_runs_that_cannot_share_a_server_are_one_error(tmp_path: Path, base: Path) -> None:
+    other_base = Path(shutil.copytree(base, tmp_path / "other_base"))
+    other_format = {**SETTINGS, "env.tool_call_format": "hermes", "data.train_files": []}
+    run = make_adapter_run(tmp_path / "run", base, 4)
+    cases = {
+        "two models have the name run": run,
+        "is an adapter of .*other_base, run of .*base; one server has one base": make_adapter_run(
+            tmp_path / "second", other_base, 4
+        ),
+        "third has another tool-call format or prompt than run": make_adapter_run(
+            tmp_path / "third", base, 4, settings=other_format
+        ),
+        "whole.* has no adapter": make_run(tmp_path / "whole"),
+    }
+    for problem, other in cases.items():
+        with pytest.raises(ConfigError, match=problem):
+            command_of(str(run), str(other))
+
+
+def test_a_base_that_has_changed_or_gone_is_an_error_that_names_the_merged_copy(tmp_path: Path, base: Path) -> None:
+    own = Path(shutil.copytree(base, tmp_path / "base"))
+    run = make_adapter_run(tmp_path / "run", own, 4)
+    (weights,) = own.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"is not what it was at the training; the merged copy is .*hf"):
+        command_of(str(run))
+    shutil.rmtree(own)
+    with pytest.raises(ConfigError, match=r"its base .* is not there; the merged copy is .*hf"):
+        command_of(str(run))
+
+
+def greedy(base: Path, run: Path | None, prompt: Sequence[int]) -> list[int]:
+    """By transformers and peft."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if run is not None:
+        model = PeftModel.from_pretrained(model, run / "checkpoints" / "step-000048" / "adapter")
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(TOKENS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.long
+def test_every_adapter_answers_as_peft_does_and_the_base_as_itself(tmp_path: Path, base: Path) -> None:
+    import httpx2
+
+    need_vllm()
+    first, second = (make_adapter_run(tmp_path / f"r{rank}", base, rank, seed=rank) for rank in (4, 20))
+    answers = {}
+    with serving(first, tmp_path / "log", str(second)) as address:
+        for name, run in (("base", None), ("r4", first), ("r20", second)):
+            for prompt in PROMPTS:
+                asked = {"model": name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+                answer = httpx2.post(f"{address}/completions", json={**asked, "return_token_ids": True}, timeout=60)
+                assert answer.json()["choices"][0]["token_ids"] == greedy(base, run, prompt)
+                answers[name, len(prompt)] = answer.json()["choices"][0]["token_ids"]
+    assert len({tuple(each) for each in answers.values()}) == 6  # no two models agree
