@@ -122,6 +122,9 @@ class PacedEngine(ScriptedEngine):
         self._interruption.set()
         self._interruption = asyncio.Event()
 
+    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
+        self._receiver.begin(layouts)
+
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         self._receiver.receive(layout, handles)
 

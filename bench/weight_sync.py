@@ -67,13 +67,13 @@ class Sink:
         self._receiver = Receiver(torch.device("cpu"))
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        pass
+        self._receiver.begin(layouts)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         self._receiver.receive(layout, handles)
 
     async def end_weights(self, version: int) -> None:
-        pass
+        self._receiver.end()
 
 
 async def start_vllm(path: str, dtype: str, seat: WorkerContext) -> Any:
@@ -169,7 +169,7 @@ def in_process(arguments: argparse.Namespace) -> dict[str, float]:
 
     def sync() -> float:
         started = time.perf_counter()
-        llm.collective_rpc(WeightReceiver.begin_weights.__name__)
+        llm.collective_rpc(WeightReceiver.begin_weights.__name__, args=(pickle.dumps(layouts),))
         for layout in layouts:
             flat = sender.buffer(layout)
             for piece, view in layout.unpack(flat):

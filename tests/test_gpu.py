@@ -65,7 +65,9 @@ READER = """
 import pickle, sys, torch
 from verl.transfer.bucket import Receiver
 layout, handle = pickle.loads(bytes.fromhex(sys.stdin.readline()))
-print(float(Receiver(torch.device("cuda:0")).receive(layout, [handle]).double().sum()))
+receiver = Receiver(torch.device("cuda:0"))
+receiver.begin([layout])
+print(float(receiver.receive(layout, [handle]).double().sum()))
 """
 
 
@@ -73,7 +75,7 @@ def test_another_process_takes_a_bucket_from_the_same_device() -> None:
     (layout,) = plan([("weight", torch.empty(1000, 1000))], torch.bfloat16, 10**9)
     sender = CudaIpc()
     flat = sender.buffer(layout).normal_()
-    assert digest(flat) == digest(flat.cpu())
+    assert digest(layout, flat) == digest(layout, flat.cpu())
     handle = sender.send(layout, flat)
     sent = pickle.dumps((layout, handle)).hex()
     command = [sys.executable, "-c", READER]

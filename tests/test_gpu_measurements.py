@@ -57,10 +57,14 @@ def test_an_exact_engine_is_accepted(measure: Measure) -> None:
 
 def test_an_engine_that_keeps_its_old_weights_is_found(measure: Measure) -> None:
     def change(engine: Any) -> None:
+        async def end_weights(version: int) -> None:
+            engine._version = version
+            engine._in_use.release()
+
         async def load_bucket(*_: Any) -> None:
             """Ignore it."""
 
-        engine.load_bucket = load_bucket
+        engine.load_bucket, engine.end_weights = load_bucket, end_weights
 
     with pytest.raises(UnexpectedError, match="after the sync of perturbed weights, bound") as raised:
         measure("sync", change=change)

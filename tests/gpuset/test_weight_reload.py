@@ -100,7 +100,7 @@ def send(worker: Worker, weights: dict[str, Tensor]) -> list[str]:
     known = set(worker.weight_names())
     _compare(_known_names(layouts, known), known)
     sender = SharedMemory()
-    worker.begin_weights()
+    worker.begin_weights(pickle.dumps(layouts))
     for layout in layouts:
         flat = sender.buffer(layout)
         for piece, view in layout.unpack(flat):

@@ -338,7 +338,7 @@ class Rank:
         slices = [TensorSlice((f"w{number}",), (1,), 0) for number in range(NUM_BUCKETS)]
         answer([BucketLayout(number, torch.float32, (each,), 64) for number, each in enumerate(slices)])
 
-    def send_bucket(self, answer: Answer, number: int) -> None:
+    def send_bucket(self, answer: Answer, number: int, version: int) -> None:
         shared = self.shared
         self._together(f"bucket {number}", answer, lambda: [(number, shared.weights)] * self.size)
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from verl.rollout.engine import RolloutEngine
-from verl.transfer.bucket import BucketHandle, BucketSender, plan
+from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, plan
 from verl.transfer.shared_memory import SharedMemory
+
+
+def filled(layout: BucketLayout, sender: BucketSender, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The sender's buffer with a bucket of these tensors."""
+    flat = sender.buffer(layout)
+    for piece, view in layout.unpack(flat):
+        view.copy_(tensors[piece.names[0]].detach())
+    return flat
 
 
 async def sync(
@@ -26,9 +34,7 @@ async def sync(
     await engine.begin_weights(layouts)
     tensors = dict(named)
     for layout in layouts:
-        flat = sender.buffer(layout)
-        for piece, view in layout.unpack(flat):
-            view.copy_(tensors[piece.names[0]].detach())
+        flat = filled(layout, sender, tensors)
         handle: BucketHandle = sender.send(layout, flat)
         await engine.load_bucket(layout, handle)
     await engine.end_weights(version)

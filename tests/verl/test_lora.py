@@ -238,7 +238,7 @@ def test_a_merged_sync_measures_what_rounding_leaves(
     assert names == {name for name, _ in base.named_parameters(remove_duplicate=False)} and len(layouts) > NUM_SLOTS
     sent = {}
     for layout in layouts:
-        handle: Any = worker.send_bucket(layout.number)
+        handle: Any = worker.send_bucket(layout.number, 0)
         sent |= {name: view.clone() for name, view in layout.named(handle.flat)}
     layer: Any = model.model.layers[1].self_attn.k_proj
     weights = (layer.base_layer.weight, layer.lora_B["default"].weight, layer.lora_A["default"].weight)
@@ -255,7 +255,7 @@ def test_an_adapter_sync_sends_nothing_else(model_path: Path, group: None) -> No
     worker = PolicyWorker(engine_of(model), 1.0, sends_adapter=True)
     layouts = worker.connect(ByReference, torch.float32, 2**30)
     assert [name for each in layouts[0].slices for name in each.names] == [name for name, _ in adapter_tensors(model)]
-    worker.send_bucket(0)
+    worker.send_bucket(0, 0)
     assert worker.end_weight_sync() is None
 
 
@@ -263,7 +263,7 @@ class Keeping(HFEngine):
     """An engine that keeps the adapter it has."""
 
     async def load_bucket(self, layout: Any, *handles: Any) -> None:
-        """Nothing arrives."""
+        self._receiver.receive(layout, handles)
 
 
 @pytest.mark.parametrize("kind", [HFEngine, Keeping])

@@ -54,7 +54,8 @@ class WeightTarget(Protocol):
         on a checksum mismatch; the engine is then unusable."""
 
     async def end_weights(self, version: int) -> None:
-        """All buckets have arrived: completions carry `version` from now on."""
+        """All buckets were sent: completions carry `version` from now on. Raises EngineError if one has not arrived;
+        the engine is then unusable."""
 
     async def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> list[tuple[Completion, ...]]:
         """Send the same request to each of these engines; results of those that are not lost."""

@@ -8,6 +8,7 @@ Shape legend: B requests, L tokens, V vocabulary.
 import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -121,20 +122,29 @@ class HFEngine(SingleEngine):
             if names:
                 raise EngineError(f"the weight sync {problem} {len(names)} weights, e.g. {min(names)!r}")
         await self._in_use.acquire()
+        self._receiver.begin(layouts)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         own = dict(self._named_parameters())
-        try:
+        with self._all_or_nothing():
             for name, view in layout.named(self._receiver.receive(layout, handles)):
                 own[name].data.copy_(view)
-        except BaseException:
-            self._version = None
-            self._in_use.release()  # waiting requests then raise
-            raise
 
     async def end_weights(self, version: int) -> None:
+        with self._all_or_nothing():
+            self._receiver.end()
         self._version = version
         self._in_use.release()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A failure in the middle of a weight sync leaves inconsistent weights; waiting requests then raise."""
+        try:
+            yield
+        except BaseException:
+            self._version = None
+            self._in_use.release()
+            raise
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """What a weight sync replaces: an adapter alone, if the model has one."""

@@ -189,7 +189,8 @@ class VLLMEngine(SingleEngine):
             await self._unless_dead(self._llm.wake_up(["weights"]))
         async with self._all_or_nothing():
             await self._unless_dead(self._llm.pause_generation(mode="keep", clear_cache=False))
-            await self._call_workers(WeightReceiver.begin_weights.__name__, self._settings.lora is not None)
+            of_adapter = self._settings.lora is not None
+            await self._call_workers(WeightReceiver.begin_weights.__name__, pickle.dumps(layouts), of_adapter)
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
         async with self._all_or_nothing():

@@ -69,10 +69,14 @@ class WeightReceiver:
 
         self._receiver().kept[COMMUNICATOR] = Rendezvous(host, port, size).join(first + self.rank)
 
-    def begin_weights(self, of_adapter: bool = False) -> None:
-        """Start a reload; the model is unusable until `end_weights`, or the adapter until `end_adapter`."""
+    def begin_weights(self, buckets: bytes, of_adapter: bool = False) -> None:
+        """Start a reload; the model is unusable until `end_weights`, or the adapter until `end_adapter`.
+
+        buckets: pickled layouts of all buckets, because vLLM passes on plain types only
+        """
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._receiver().begin(pickle.loads(buckets))  # noqa: S301  from this engine's owner, over its own socket
         self._adapter = {} if of_adapter else None
         if of_adapter:
             return
@@ -82,7 +86,7 @@ class WeightReceiver:
         initialize_layerwise_reload(model)
 
     def load_bucket(self, bucket: bytes) -> None:
-        """Verify and load a bucket. bucket: pickled (layout, handles), because vLLM passes on plain types only"""
+        """Verify and load a bucket. bucket: pickled (layout, handles)"""
         from vllm.config import set_current_vllm_config
 
         layout, handles = pickle.loads(bucket)  # noqa: S301  from this engine's owner, over its own socket
@@ -99,6 +103,7 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        self._receiver().end()
         model = self.model_runner.get_model()
         left_out = not_loaded(self._tensors, self._loaded)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
@@ -114,6 +119,7 @@ class WeightReceiver:
         from vllm.lora.peft_helper import PEFTHelper
 
         assert self._adapter is not None
+        self._receiver().end()
         manager = self.model_runner.lora_manager._adapter_manager
         mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(

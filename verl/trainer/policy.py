@@ -110,9 +110,9 @@ class Policy(ShardedModel):
         layouts: list[BucketLayout] = self.workers.scatter(PolicyWorker.connect, senders, dtype, bucket_bytes)[0]
         return layouts
 
-    def send_bucket(self, number: int) -> list[Any]:
+    def send_bucket(self, number: int, version: int) -> list[Any]:
         """Every rank's handle of a bucket, or a reference to it where the workers are remote."""
-        return self.workers.call_ref(PolicyWorker.send_bucket, number)
+        return self.workers.call_ref(PolicyWorker.send_bucket, number, version)
 
     def begin_weight_sync(self) -> None:
         """Offload the optimizer state: updates are over and the engines need the memory."""

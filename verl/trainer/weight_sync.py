@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -83,8 +84,9 @@ class WeightSync:
 
     async def _push_to(self, engines: WeightTarget, version: int) -> None:
         await run_in_daemon_thread(self.policy.begin_weight_sync)
-        await engines.begin_weights(self.layouts)
-        await self._load(engines)
+        layouts = [replace(each, version=version) for each in self.layouts]
+        await engines.begin_weights(layouts)
+        await self._load(engines, layouts)
         await engines.end_weights(version)
 
     def _checked(self, diffs: Sequence[Tensor], version: int) -> float:
@@ -97,12 +99,13 @@ class WeightSync:
             )
         return diff
 
-    async def _load(self, engines: WeightTarget) -> None:
+    async def _load(self, engines: WeightTarget, layouts: Sequence[BucketLayout]) -> None:
         """Send every bucket; one is gathered while the engines load the previous one."""
         loading = asyncio.create_task(asyncio.sleep(0))
         try:
-            for layout in self.layouts:
-                gathering = asyncio.create_task(run_in_daemon_thread(self.policy.send_bucket, layout.number))
+            for layout in layouts:
+                send = partial(self.policy.send_bucket, layout.number, layout.version)
+                gathering = asyncio.create_task(run_in_daemon_thread(send))
                 await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
                 if loading.done():
                     loading.result()  # raise an engine's failure without waiting for the ranks

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
@@ -20,8 +21,12 @@ from verl.units import MIB
 
 NUM_SLOTS = 2  # buckets alive at once
 BUCKET_BYTES = 256 * MIB
-_INT_BYTES = 8  # the digest sums int64
-_ROW = 64  # int64 values per sum
+_ROW_BYTES = 512  # per sum of the digest
+_INT = torch.int32  # what a row is made of, for the digest
+_FACTORS = torch.from_numpy(  # random, and odd, so that every flip of one bit counts
+    np.frombuffer(blake3(b"weight bucket").digest(_ROW_BYTES // _INT.itemsize * 8), np.int64) | 1
+)
+_ROWS = 4096  # multiplied at once: the products take twice the memory of the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class BucketLayout:
     dtype: torch.dtype
     slices: tuple[TensorSlice, ...]
     numel: int  # a multiple of the digest's row; elements after the last slice are padding
+    version: int = 0  # of the weights
 
     @property
     def num_bytes(self) -> int:
@@ -92,43 +98,62 @@ def all_names(layouts: Iterable[BucketLayout]) -> list[str]:
 
 def _whole_rows(slices: Sequence[TensorSlice], dtype: torch.dtype) -> int:
     end = max((each.start + prod(each.shape) for each in slices), default=0)
-    row = _ROW * _INT_BYTES // dtype.itemsize
+    row = _ROW_BYTES // dtype.itemsize
     return -(-end // row) * row
 
 
-def digest(flat: Tensor) -> str:
-    """Checksum of a bucket, computed on its device, and the same on every device.
+def digest(layout: BucketLayout, flat: Tensor) -> str:
+    """Checksum of a bucket with its layout and version, computed on its device, and the same on every device.
 
-    Integer sums of rows of 512 bytes, then a hash of the sums: one pass at memory bandwidth, and a GPU copies 1/64 of
-    the bucket to the host instead of all of it. Detects any fault that changes a row's sum: flipped bits, lost, stale
-    and misplaced blocks. Does not protect against deliberate tampering.
+    A hash of the layout and of a sum per row of 512 bytes: its 32-bit integers times fixed random factors, modulo 2^64.
+    A GPU copies 1/64 of the bucket to the host. A fault changes the sum of a row that it changes, but for a share of at
+    most 2^-32: flipped bits, lost, stale and exchanged numbers. Does not protect against deliberate tampering.
     """
-    sums = flat.view(torch.int64).view(-1, _ROW).sum(1).cpu()
-    return blake3(sums.numpy().tobytes()).hexdigest()
+    rows, factors = flat.view(_INT).view(-1, len(_FACTORS)), _FACTORS.to(flat.device)
+    sums = torch.cat([each.long().mul_(factors).sum(1) for each in rows.split(_ROWS)]).cpu()
+    return blake3(repr(layout).encode() + sums.numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """An engine's end of the transport, in the process that loads the weights.
+    """An engine's end of the transport, in the process that loads the weights: `begin`, every bucket once, `end`.
 
     kept: resources that outlive a bucket (mapped memory, a communicator), by a key that the handle's class chooses
     """
 
     device: torch.device
     kept: dict[str, Any] = field(default_factory=dict)
+    _due: dict[int, BucketLayout] = field(default_factory=dict)  # buckets that have not arrived
+
+    def begin(self, layouts: Iterable[BucketLayout]) -> None:
+        """A weight sync of these buckets starts."""
+        self._due.clear()
+        self._due.update((each.number, each) for each in layouts)
 
     def receive(self, layout: BucketLayout, handles: Sequence[BucketHandle]) -> Tensor:
         """The bucket as it was sent. Its memory is reused soon, so the caller must copy what it keeps.
 
-        Raises EngineError if the checksum differs, or if no handle is meant for this device.
+        Raises EngineError if the bucket is not due, the checksum differs, or no handle is meant for this device.
         """
+        if self._due.pop(layout.number, None) != layout:
+            raise EngineError(f"{_described(layout)} is not due: it came twice, or is none of this weight sync")
         for handle in handles:
             if (flat := handle.take(layout, self)) is not None:
-                if digest(flat) != handle.digest:
-                    names = all_names([layout])
-                    raise EngineError(f"checksum mismatch in weight bucket {layout.number} ({names[0]} .. {names[-1]})")
+                if digest(layout, flat) != handle.digest:
+                    raise EngineError(f"checksum mismatch in {_described(layout)}")
                 return flat
-        raise EngineError(f"weight bucket {layout.number}: no handle for device {self.device}")
+        raise EngineError(f"{_described(layout)}: no handle for device {self.device}")
+
+    def end(self) -> None:
+        """Raises EngineError if a bucket is missing."""
+        if self._due:
+            others = f", and {len(self._due) - 1} others" if len(self._due) > 1 else ""
+            raise EngineError(f"{_described(self._due[min(self._due)])} is missing{others}")
+
+
+def _described(layout: BucketLayout) -> str:
+    names = all_names([layout])
+    return f"weight bucket {layout.number} ({names[0]} .. {names[-1]}) of version {layout.version}"
 
 
 class BucketHandle(Protocol):

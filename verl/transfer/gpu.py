@@ -52,7 +52,7 @@ class CudaIpc:
         return self._alive[layout.slot]  # type: ignore[return-value]
 
     def send(self, layout: BucketLayout, flat: Tensor) -> CudaHandle:
-        sent = digest(flat)  # also synchronizes: the bucket is complete
+        sent = digest(layout, flat)  # also synchronizes: the bucket is complete
         _, arguments = reduce_tensor(flat)
         return CudaHandle(device_uuid(flat.device), arguments, sent)
 
@@ -111,7 +111,7 @@ class NcclBroadcast:
 
     def send(self, layout: BucketLayout, flat: Tensor) -> Broadcast:
         """Enqueue the broadcast on the current stream; the next bucket is gathered behind it."""
-        sent = digest(flat)
+        sent = digest(layout, flat)
         self._communicator.broadcast(flat, src=0, stream=torch.cuda.current_stream())
         return Broadcast(sent)
 

@@ -30,7 +30,7 @@ class ByReference:
         return torch.empty(layout.numel, dtype=layout.dtype)
 
     def send(self, layout: BucketLayout, flat: Tensor) -> InMemory:
-        return InMemory(flat, digest(flat))
+        return InMemory(flat, digest(layout, flat))
 
     def release(self) -> None:
         """No-op: nothing is kept."""
@@ -72,7 +72,7 @@ class SharedMemory:
         return self._memory[layout.slot][: layout.num_bytes].view(layout.dtype)
 
     def send(self, layout: BucketLayout, flat: Tensor) -> SharedFile:
-        return self.relay(layout, digest(flat))
+        return self.relay(layout, digest(layout, flat))
 
     def relay(self, layout: BucketLayout, sent_digest: str) -> SharedFile:
         """Send a copy of a bucket from another sender, with that sender's digest."""

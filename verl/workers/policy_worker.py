@@ -100,9 +100,9 @@ class PolicyWorker:
         self.sender = None if open_sender is None else open_sender()
         return self.layouts
 
-    def send_bucket(self, number: int) -> BucketHandle | None:
-        """Gather one bucket and send it. Collective."""
-        layout = self.layouts[number]
+    def send_bucket(self, number: int, version: int) -> BucketHandle | None:
+        """Gather one bucket and send it as part of `version`. Collective."""
+        layout = replace(self.layouts[number], version=version)
         gathered = with_updates(self._policy.model, self._parameters(layout), self.engine.export_weights)
         if self.sender is None:
             deque(gathered, maxlen=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.support.tiny import MINI
@@ -23,6 +24,7 @@ from verl.rollout.pool import EnginePool, OnWeightSync
 from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerLostError
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
+from verl.transfer.bucket import plan
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 
 TEN = Sampling(max_tokens=10, seed=5)
@@ -91,10 +93,6 @@ class Engines:
         self.engines[rank] = self.replacements.pop(0) if self.replacements else Engine()
 
 
-class BucketLayout:
-    number = 0
-
-
 class Policy:
     """Trainer ranks whose weights are those of `version`; they must not be asked by two at once."""
 
@@ -104,7 +102,7 @@ class Policy:
     def begin_weight_sync(self) -> None:
         self.published += 1
 
-    def send_bucket(self, number: int) -> list[str]:
+    def send_bucket(self, number: int, version: int) -> list[str]:
         return ["bucket"]
 
     def end_weight_sync(self) -> None:
@@ -120,7 +118,12 @@ class Policy:
 def pool_with_sync(engines: Engines, on_weight_sync: OnWeightSync | None = None) -> tuple[EnginePool, WeightSync]:
     pool = EnginePool(engines, [[0]] * engines.size, on_weight_sync, remake=engines.remake)  # type: ignore[arg-type]
     weight_sync = WeightSync(
-        policy=Policy(), engine=pool, layouts=[BucketLayout()], probes=[(1,)], sampling=Sampling(2), tolerance=0.5
+        policy=Policy(),
+        engine=pool,
+        layouts=plan([], torch.float32, 1),
+        probes=[(1,)],
+        sampling=Sampling(2),
+        tolerance=0.5,
     )  # type: ignore[arg-type, list-item]
     pool.restore = weight_sync.restore
     return pool, weight_sync

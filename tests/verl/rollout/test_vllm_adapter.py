@@ -71,6 +71,20 @@ def gap(runner: Runner, model: PreTrainedModel) -> float:
     )
 
 
+class Losing:
+    """An engine to which one of the buckets does not come."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def load_bucket(self, layout: Any, *handles: Any) -> None:
+        if layout.number != 1:
+            await self._engine.load_bucket(layout, *handles)
+
+
 class Flipping(SharedMemory):
     """A transport that loses a sign."""
 
@@ -92,6 +106,14 @@ def test_every_adapter_arrives_and_a_corrupted_one_does_not(runner: Runner, mode
         with pytest.raises(EngineError, match=r"checksum mismatch in weight bucket 0 .*lora_"):
             runner(sync(runner.engine, 2, adapter_tensors(models[0]), sender=Flipping()))
         runner.generate(PROMPTS[:1], Sampling(1))
+
+
+@pytest.mark.long
+def test_a_bucket_that_is_lost_is_missed(runner: Runner, model_path: Path) -> None:
+    """vLLM itself would compute with the rest of the adapter, without a word."""
+    losing: Any = Losing(runner.engine)
+    with pytest.raises(EngineError, match=r"weight bucket 1 .*lora_.* of version 0 is missing"):
+        runner(sync(losing, 1, adapter_tensors(adapted(model_path, 1)), bucket_bytes=2**12))
 
 
 @pytest.mark.long

@@ -176,9 +176,10 @@ def value_model() -> Critic:
 
 
 def weights(trained: PPOTrainer) -> dict[str, Tensor]:
-    receiver, found = Receiver(torch.device("cpu")), {}
-    for layout in trained.weight_sync.layouts:
-        flat = receiver.receive(layout, trained.learner.policy.send_bucket(layout.number))
+    receiver, found, layouts = Receiver(torch.device("cpu")), {}, trained.weight_sync.layouts
+    receiver.begin(layouts)
+    for layout in layouts:
+        flat = receiver.receive(layout, trained.learner.policy.send_bucket(layout.number, layout.version))
         found |= {name: view.clone() for name, view in layout.named(flat)}
     return found
 
@@ -456,7 +457,7 @@ class Forgetful(HFEngine):
     """Reports that it has the new weights, and has not."""
 
     async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        pass
+        self._receiver.receive(layout, handles)
 
 
 class RanksWithinItsGroup(RewardsEvenNumbers):

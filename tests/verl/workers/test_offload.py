@@ -83,7 +83,7 @@ def test_a_step_loads_what_it_needs_and_offloads_it_again(group: None, tmp_path:
         worker.begin_weight_sync()
         assert moved() == ["states to cpu"]
         for layout in layouts:
-            worker.send_bucket(layout.number)
+            worker.send_bucket(layout.number, 0)
         worker.score(SHARD)  # the canary
         assert not moves
         worker.end_weight_sync()
