@@ -78,7 +78,7 @@ def _read_config(path: str) -> dict[str, Any]:
     try:
         read = json.loads(untrusted_files.read(Path(path), _CONFIG, _MOST_CONFIG))
         targets = read["target_modules"]
-        found = {"rank": read["r"], "alpha": float(read["lora_alpha"]), "base": str(read["base_model_name_or_path"])}
+        found = {"rank": read["r"], "alpha": float(read["lora_alpha"]), "base": read.get("base_model_name_or_path")}
     except (DataError, OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"lora.path: no adapter of peft can be read from {path!r} ({in_short(error)})") from error
     if unsupported := [name for name in _UNSUPPORTED if read.get(name)]:
@@ -95,9 +95,12 @@ def _read_config(path: str) -> dict[str, Any]:
 def base_of(path: str) -> str:
     """The folder or hub name of the model that the adapter at a path belongs to, by its own account.
 
-    Raises ConfigError if there is no adapter.
+    Raises ConfigError if there is no adapter, or if it names none.
     """
-    return str(_read_config(path)["base"])
+    base = _read_config(path)["base"]
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"the adapter {path!r} names no base: base_model_name_or_path in {_CONFIG} is {base!r}")
+    return base
 
 
 def check_targets(lora: Lora, model_path: str) -> None:

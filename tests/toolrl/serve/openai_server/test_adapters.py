@@ -114,6 +114,15 @@ def test_a_base_that_has_changed_or_gone_is_an_error_that_names_the_merged_copy(
         command_of(str(run))
 
 
+@pytest.mark.parametrize("named", [None, ""])
+def test_an_adapter_that_names_no_base_is_not_served(named: str | None, tmp_path: Path, base: Path) -> None:
+    run = make_adapter_run(tmp_path / "run", base, 4)
+    config = run / "checkpoints" / "step-000048" / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": named}))
+    with pytest.raises(ConfigError, match="names no base: base_model_name_or_path in adapter_config.json is"):
+        command_of(str(run))
+
+
 def greedy(base: Path, run: Path | None, prompt: Sequence[int]) -> list[int]:
     """By transformers and peft."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
