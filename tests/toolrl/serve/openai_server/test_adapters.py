@@ -119,7 +119,7 @@ def test_an_adapter_that_names_no_base_is_not_served(named: str | None, tmp_path
     run = make_adapter_run(tmp_path / "run", base, 4)
     config = run / "checkpoints" / "step-000048" / "adapter" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": named}))
-    with pytest.raises(ConfigError, match="names no base: base_model_name_or_path in adapter_config.json is"):
+    with pytest.raises(ConfigError, match=r"names no base: base_model_name_or_path in adapter_config.json is"):
         command_of(str(run))
 
 
