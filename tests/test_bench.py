@@ -116,6 +116,15 @@ def run_bench(script: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
+@pytest.mark.long
+def test_the_cards_that_hold_a_model_are_those_of_the_page() -> None:
+    command = [sys.executable, "bench/lora_cards.py", "--models", "0.5B,7B"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    page = (ROOT / "docs/lora.md").read_text().splitlines()
+    assert len(lines := done.stdout.splitlines()) == 6 and all(line in page for line in lines)
+
+
 @pytest.mark.slow
 def test_shared_prompts_are_measured_and_their_gradients_compared() -> None:
     argv = ("--model", "dataset/mini/model", "--prompt", "80", "--response", "40", "--n", "2", "--rounds", "1")

@@ -86,9 +86,13 @@ def load_config(
         _refuse_code(file, {key: value for key, value in resolved.items() if key not in given}, lines)
     result = translate(resolved, base, lines)
     defaults = take_defaults(result, command) if recipe is None else []
-    _take_adapter_lrs(result.settings, preset, base, command)
+    rates = _take_adapter_lrs(result.settings, preset, base, command)
     config = _build({**command.defaults, **preset, **result.settings}, command, result.spelled)
     command.check(config)
+    unused = unused_reasons(rates, result.settings, config, command)
+    for key in (key for key in rates if key not in unused):
+        message = "%s=%s, which is %d times that of training all weights, as adapters need (docs/lora.md)"
+        _log.warning(message, key, rates[key], _LORA_LR)
     written_keys = [key for key in result.settings if key in result.spelled]
     for key, why in unused_reasons(written_keys, result.settings, config, command).items():
         as_written = result.spelled[key]
@@ -126,19 +130,17 @@ def _settings_below(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str,
 
 def _take_adapter_lrs(
     settings: dict[str, Any], preset: Mapping[str, Any], base: Callable[[str], Any], command: Command
-) -> None:
-    """Add and log the learning rates of adapters, where none are set: ten times those of training all weights.
+) -> dict[str, float]:
+    """Add the learning rates of adapters, where none are set: ten times those of training all weights. Returns them.
 
     preset: a recipe's settings; the learning rates of a recipe for adapters are theirs already
     """
     chosen = settings.get("lora.rank"), settings.get("lora.path")
     if not any(chosen) or "lora.rank" in preset:
-        return
-    for key in _LRS:
-        if command.has(key) and key not in settings:
-            settings[key] = float(f"{_LORA_LR * base(key):.6g}")
-            message = "%s=%s, which is %d times that of training all weights, as adapters need (docs/lora.md)"
-            _log.warning(message, key, settings[key], _LORA_LR)
+        return {}
+    rates = {key: float(f"{_LORA_LR * base(key):.6g}") for key in _LRS if command.has(key) and key not in settings}
+    settings.update(rates)
+    return rates
 
 
 def _refuse_code(file: str, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
