@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.shapes import QWEN2_5, qwen2
 from tests.conftest import ROOT, need_vllm
 from tests.support.count_lines import count_lines
 from tests.toolrl.serve.export.test_export import hub
@@ -185,3 +186,17 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     kinds = {kind for each in shown for kind in each.get("data", ())}
     assert "text/html" in kinds or "image/png" in kinds
     assert [row["step"] for row in load_run(next((tmp_path / "outputs").iterdir())).metrics][-2:] == [1, 2]
+
+
+@pytest.mark.long
+def test_an_adapter_of_a_7b_model_fits_on_two_small_gpus(desk: Path) -> None:
+    """By the plan, which the example asks before it trains. The model has a tokenizer of fewer tokens."""
+    model = Path(shutil.copytree(ROOT / "dataset/mini/model", desk / "model"))
+    qwen2(*QWEN2_5["7B"]).save_pretrained(model)
+    (desk / "bin" / "toolrl").write_text(
+        f'#!/bin/sh\ntest "$1" = plan || exec echo "$@"\nexec {sys.executable} -m toolrl "$@"\n'
+    )
+    rows = ROOT / "dataset/mini/train.parquet"
+    done = subprocess.run(["bash", "lora_24gb.sh", str(rows), str(model)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "It fits." in done.stdout and done.stdout.splitlines()[-1].startswith(f"train data={rows} model={model} ")
