@@ -385,13 +385,13 @@ def test_an_adapter_learns_ten_times_as_fast_unless_the_rate_is_set(
     assert (f"actor.optim.lr={lr}, which is 10 times" in caplog.text) == set_here
 
 
-@pytest.mark.parametrize(("name", "told"), [("grpo", ["actor"]), ("ppo", ["actor", "critic"])])
-def test_the_rate_of_a_critic_is_told_where_there_is_one(
-    name: str, told: list[str], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("name", "models"), [("grpo", ["actor"]), ("ppo", ["actor", "critic"])])
+def test_the_rate_of_a_critic_is_logged_where_there_is_one(
+    name: str, models: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         config = load_config([f"algorithm.name={name}", "lora.rank=8"])
-    assert [record.getMessage().partition(".")[0] for record in caplog.records] == told
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == models
     assert config.critic.optim.lr == 1e-4
 
 
