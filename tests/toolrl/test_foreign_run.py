@@ -144,7 +144,7 @@ def test_a_tool_parser_is_imported_only_if_we_wrote_it(tmp_path: Path) -> None:
     options = SimpleNamespace(
         model=str(hf.rename(tmp_path / "exported")), checkpoint="latest", tool_call_format=None, prompt_template=None
     )
-    options.host, options.port, options.option = "127.0.0.1", 0, []
+    options.host, options.port, options.option, options.more, options.name = "127.0.0.1", 0, [], [], None
     try:
         import vllm  # noqa: F401
     except ImportError:

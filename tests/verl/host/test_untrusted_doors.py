@@ -49,6 +49,7 @@ ALLOWED = {
     "toolrl/serve/export/model_files.py": "of a folder that copy_tree has made",
     "toolrl/serve/openai_server/chat_template.py": OWN,
     "toolrl/serve/openai_server/serving_files.py": "of a folder that copy_tree has made",
+    "toolrl/analysis/certify/manifest.py": "a manifest that the user names; /proc",
     "toolrl/analysis/replay/record.py": RUN,
     "toolrl/analysis/report/page.py": OWN,
     "toolrl/sandbox/cgroups.py": KERNEL,

@@ -13,8 +13,8 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from verl.config.load import flattened, restored_config
 from verl.config.schema import Config
 from verl.embedded import FOLDER, PREFIX
 from verl.errors import DataError
+from verl.host import untrusted_files
 from verl.host.code_version import code_version
 from verl.host.digests import folder_digests
 from verl.host.files import replacing, step_files
-from verl.tracking.jsonl import read_jsonl
 from verl.utils.reward_score.rlla import switches
 
 FORMAT = 1
@@ -38,6 +38,8 @@ Manifest = dict[str, Any]
 Settings = dict[str, Any]  # flat
 _DIGEST = "sha256"
 _PARTS = ("settings", "variables", "inputs", "made_by", "steps", "models")
+_OUTCOMES = {"rollouts": "transcripts", "validation": "validation"}  # folders
+_MOST_BYTES = 1 << 30
 _UNREPEATABLE = ("time/", "perf/", "memory/", "reward/swe/")  # groups of metrics
 _SECONDS = "/seconds_mean"
 _WHERE = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name", "trainer.logger")
@@ -63,13 +65,13 @@ def manifest_of(run: Path) -> Manifest:
 
 def settings_of(run: Path) -> Settings:
     """Those of config.yaml. Raises DataError."""
-    path = run / "config.yaml"
+    text = _text(run, "config.yaml")
     try:
-        tree = load_yaml(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, YAMLError) as error:
-        raise DataError(f"cannot be read ({error})", hint=_HINT, file=str(path)) from error
+        tree = load_yaml(text)
+    except (ValueError, RecursionError, YAMLError) as error:
+        raise DataError(f"cannot be read ({error})", hint=_HINT, file=f"{run}/config.yaml") from error
     if not isinstance(tree, dict):
-        raise DataError("has no settings", hint=_HINT, file=str(path))
+        raise DataError("has no settings", hint=_HINT, file=f"{run}/config.yaml")
     return flattened(tree)
 
 
@@ -80,7 +82,7 @@ def inputs_of(settings: Settings) -> Contents:
 
 def recorded_code(run: Path) -> dict[str, str]:
     """Versions of the code and its packages. Raises DataError if they changed during the run."""
-    rows = _rows(run / "code_version.json")
+    rows = _rows(run, "code_version.json")
     if len(rows) != 1:
         found = f"{len(rows)} rows" if rows else "nothing"
         raise DataError(f"has {found}", "one row: a run of one version", file=str(run / "code_version.json"))
@@ -89,7 +91,8 @@ def recorded_code(run: Path) -> dict[str, str]:
 
 def recorded_variables(run: Path) -> dict[str, str]:
     """ToolRL's variables that were on."""
-    return switches(_rows(run / "code_version.json")[-1])
+    rows = _rows(run, "code_version.json")
+    return switches(rows[-1]) if rows else {}
 
 
 def current_code() -> dict[str, str]:
@@ -109,17 +112,24 @@ def _processor() -> str:
 
 def steps_of(run: Path) -> dict[str, Any]:
     """{step: what came out}, step 0 being the validation before training. Raises DataError for a missing file."""
-    rollouts, validation = (step_files(run / folder, ".jsonl") for folder in ("transcripts", "validation"))
+    folders = {name: step_files(run / folder, ".jsonl") for name, folder in _OUTCOMES.items()}
     steps = {}
-    for row in _rows(run / "metrics.jsonl"):
-        step = row["step"]
-        if step > 0 and step not in rollouts:
-            raise DataError(f"has no rollouts of step {step}", hint=_HINT, file=str(run / "transcripts"))
-        steps[str(step)] = {
-            "metrics": {name: value for name, value in row.items() if _repeats(name)},
-            **(_outcome("rollouts", rollouts[step], "group") if step > 0 else {}),
-            **(_outcome("validation", validation[step], "task_id") if step in validation else {}),
-        }
+    for row in _rows(run, "metrics.jsonl"):
+        try:
+            step = int(row["step"])
+            if step > 0 and step not in folders["rollouts"]:
+                raise DataError(f"has no rollouts of step {step}", hint=_HINT, file=f"{run}/transcripts")
+            outcomes = {
+                name: _outcome(_rows(run, f"{_OUTCOMES[name]}/{files[step].name}"))
+                for name, files in folders.items()
+                if step in files
+            }
+        except DataError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"has rows of another form, of step {row.get('step')} ({type(error).__name__}: {error})"
+            raise DataError(problem, hint=_HINT, file=str(run)) from error
+        steps[str(step)] = {"metrics": {name: value for name, value in row.items() if _repeats(name)}, **outcomes}
     return steps
 
 
@@ -127,10 +137,9 @@ def _repeats(name: str) -> bool:
     return name not in ("step", "time") and not name.startswith(_UNREPEATABLE) and not name.endswith(_SECONDS)
 
 
-def _outcome(name: str, path: Path, by: str) -> dict[str, Any]:
-    """by: the field that groups of responses to one prompt share"""
-    rows = [_without_seconds(row) for row in _rows(path)]
-    return {name: {_DIGEST: digest(rows), "num": len(rows), **_mean(rows, by)}}
+def _outcome(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    kept = [_without_seconds(row) for row in rows]
+    return {_DIGEST: digest(kept), "num": len(kept), **_mean(kept)}
 
 
 def _without_seconds(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,10 +147,12 @@ def _without_seconds(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "tool_uses": uses}
 
 
-def _mean(rows: Iterable[Mapping[str, Any]], by: str) -> dict[str, float]:
-    """Mean reward and its standard error over prompts."""
-    ordered = sorted(rows, key=lambda row: str(row.get(by)))
-    means = [statistics.fmean(row["reward"] for row in group) for _, group in groupby(ordered, lambda row: row.get(by))]
+def _mean(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean reward and its standard error over prompts, which are groups in a step and tasks in a validation."""
+    by_prompt: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        by_prompt[str((row.get("group"), row.get("set"), row.get("task_id")))].append(row["reward"])
+    means = [statistics.fmean(rewards) for rewards in by_prompt.values()]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
     return {"reward": statistics.fmean(means) if means else 0.0, "stderr": error}
 
@@ -191,12 +202,21 @@ def read_manifest(path: Path) -> Manifest:
     return {**manifest, _DIGEST: known}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _rows(run: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a file of the run, which may be another's. Raises DataError."""
+    lines = _text(run, name).split("\n")[:-1]  # the last was not written to its end
+    try:
+        rows = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"cannot be read ({error})", "a JSON object per line", _HINT, file=f"{run}/{name}") from error
+    if not all(isinstance(row, dict) for row in rows):
+        raise DataError("has a line that is no object", "a JSON object per line", file=f"{run}/{name}")
+    return rows
+
+
+def _text(run: Path, name: str) -> str:
     """Raises DataError."""
     try:
-        rows = read_jsonl(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read ({error})", "a JSON object per line", _HINT, file=str(path)) from error
-    if not all(isinstance(row, dict) for row in rows):
-        raise DataError("has a line that is no object", "a JSON object per line", file=str(path))
-    return rows
+        return untrusted_files.read(run, name, _MOST_BYTES).decode(errors="replace")
+    except FileNotFoundError as error:
+        raise DataError("is missing", hint=_HINT, file=f"{run}/{name}") from error

@@ -32,7 +32,7 @@ class Arm:
 def arms_of(runs: Sequence[RunFolder]) -> list[Arm]:
     """In the order of their first run. Raises ConfigError for a run without settings, or two of one arm and seed."""
     for run in runs:
-        if _SEED not in run.settings:
+        if not isinstance(run.settings.get(_SEED), int):
             raise ConfigError(f"{run.folder}: config.yaml has no {_SEED}: {'; '.join(run.notes) or 'it is missing'}")
     chosen = [{key: value for key, value in run.settings.items() if key not in _NO_ARM} for run in runs]
     keys = sorted({key for each in chosen for key in each})
@@ -43,7 +43,7 @@ def arms_of(runs: Sequence[RunFolder]) -> list[Arm]:
         members = next((members for settings, members in arms if settings == own), None)
         if members is None:
             arms.append((own, members := {}))
-        seed = int(run.settings[_SEED])
+        seed = run.settings[_SEED]
         if seed in members:
             raise ConfigError(
                 f"{members[seed].folder} and {run.folder} have the same settings and the same seed {seed}"
@@ -66,7 +66,7 @@ def scores(run: RunFolder, step: int, exact: bool) -> dict[str, dict[str, float]
     found: dict[str, dict[str, list[float]]] = {}
     for row in run.validation(step):
         value = row.get("exact", row["score"]["total"] > 0) if exact else row["score"]["total"]
-        found.setdefault(str(row["set"]), {}).setdefault(str(row["task_id"]), []).append(float(value))
+        found.setdefault(str(row.get("set")), {}).setdefault(str(row.get("task_id")), []).append(float(value))
     return {name: {task: fmean(values) for task, values in tasks.items()} for name, tasks in found.items()}
 
 

@@ -34,12 +34,14 @@ from toolrl.serve.openai_server.serving_files import (
 )
 from toolrl.servers.serving import ServingConfig, find_token
 from verl.errors import ConfigError, VerlError
+from verl.host import untrusted_files
 from verl.host.arguments import Arguments
 from verl.host.exits import write_error
 from verl.host.packages import SET_UP
 from verl.pretrained import read_tokenizer
 
 _GENERATION_CONFIG = "generation_config.json"
+_MOST_BYTES = 1 << 22  # of a chat template or a tool parser
 _ENTRY = "vllm.entrypoints.openai.api_server"  # `vllm serve` needs metadata that the CPU distribution lacks
 
 
@@ -149,7 +151,7 @@ def _common_folder(options: argparse.Namespace, models: Mapping[str, TrainedMode
     """The folder of chat template and tool parser, of which a server has one each. Raises ConfigError."""
     folders = [_serving_folder(options, each) for each in models.values()]
     files = (CHAT_TEMPLATE, TOOL_PARSER)
-    texts = [[(folder / name).read_text(encoding="utf-8") for name in files] for folder in folders]
+    texts = [[untrusted_files.read(folder, name, _MOST_BYTES) for name in files] for folder in folders]
     for name, each in zip(models, texts, strict=True):
         if each != texts[0]:
             first = next(iter(models))

@@ -341,6 +341,24 @@ def test_a_folder_without_a_file_is_refused(
     assert Path(name).parts[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "transcripts/step-000001.jsonl"])
+def test_a_file_that_is_none_is_refused(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert main([str(folder)]) == 2
+    assert f"{name}: is a pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", ['{"step": "x"}', "{}", "[]", "5", '{"step": 1, "reward": null}'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "transcripts/step-000001.jsonl"])
+def test_rows_of_another_form_are_refused(
+    row: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).write_text(f"{row}\n")
+    assert main([str(folder)]) == (0 if name == "metrics.jsonl" and "1" in row else 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "a: &a [1]\nb: {c: " + "[*a," * 3000])
 def test_settings_that_cannot_be_read(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.yaml").write_text(text)
