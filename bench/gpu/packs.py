@@ -25,7 +25,7 @@ from bench.local import PLAIN_GRPO
 from toolrl.check.plan.cost import PassCost, pack_of_groups, policy_pass
 from verl.batch.packed import PackedBatch
 from verl.tracking.flops import peak_flops
-from verl.transfer.bucket import digest
+from verl.transfer.bucket import BucketLayout, digest
 from verl.units import GIB
 from verl.workers.fsdp_engine import Offload
 from verl.workers.policy_worker import policy_loss
@@ -126,7 +126,8 @@ class Packs:
 
     def _digests(self) -> dict[str, str]:
         named = self._engine.module.named_parameters()
-        return {name: digest(padded(each.to_local())) for name, each in named}  # type: ignore[operator]
+        flat = {name: padded(each.to_local()) for name, each in named}  # type: ignore[operator]
+        return {name: digest(BucketLayout(0, each.dtype, (), each.numel()), each) for name, each in flat.items()}
 
 
 def padded(weight: Tensor) -> Tensor:
