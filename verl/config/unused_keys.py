@@ -78,7 +78,7 @@ _RULES = (
     ),
     Rule(
         "ref.offload_params",
-        lambda c: c.algorithm.kl_placement == "none" and c.teacher.path is None,
+        lambda c: c.algorithm.kl_placement == "none" and c.teacher.local is None,
         "algorithm.kl_placement is none",
     ),
     Rule("teacher.weight", lambda c: c.teacher.path is None, "teacher.path is not set"),
@@ -89,7 +89,7 @@ _RULES = (
     ),
     Rule(
         "ref.offload_params",
-        lambda c: c.lora.enabled and c.teacher.path is None,
+        lambda c: c.lora.enabled and c.teacher.local is None,
         "with lora.rank the reference is the policy's frozen base",
     ),
     Rule("sft.beta", lambda c: c.sft.loss == "nll", "sft.loss is nll"),

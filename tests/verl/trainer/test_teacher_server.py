@@ -203,6 +203,14 @@ def test_another_temperature_is_refused() -> None:
         connect_teacher(load_config([*run_overrides(MINI / "model", Path("out"), "hf", 1), *overrides]))
 
 
+@pytest.mark.parametrize("more", [["algorithm.kl_placement=none"], ["algorithm.kl_placement=loss", "lora.rank=4"]])
+def test_a_served_teacher_has_nothing_to_offload(more: list[str]) -> None:
+    settings = [*run_overrides(MINI / "model", Path("out"), "hf", 1), "ref.offload_params=true", *more]
+    with pytest.raises(ConfigError, match=r"ref.offload_params=.* has no effect"):
+        load_config([*settings, "trainer.device=cuda", "teacher.path=http://h/v1"])
+    load_config([*settings, "trainer.device=cuda", "teacher.path=folder"])
+
+
 def test_a_served_teacher_is_no_model_of_the_ranks() -> None:
     settings = [*run_overrides(MINI / "model", Path("out"), "hf", 1), "teacher.path=http://h/v1"]
     config = abs_paths(load_config(settings))

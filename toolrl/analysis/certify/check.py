@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from toolrl.analysis.certify.manifest import (
     Manifest,
     Settings,
-    current_code,
     inputs_of,
     machine,
     models_of,
@@ -29,6 +28,7 @@ from toolrl.analysis.certify.manifest import (
 from verl.config.load import restored_config
 from verl.embedded import with_embedded_paths
 from verl.errors import ConfigError, DataError, VerlError
+from verl.host.code_version import code_version
 from verl.trainer.callbacks import Callback
 from verl.utils.reward_score.rlla import TOGGLES, switches
 
@@ -106,7 +106,7 @@ def _is_near(stated: Mapping[str, Any] | None, found: Mapping[str, Any] | None) 
 
 def elsewhere(manifest: Manifest, settings: Settings) -> list[str]:
     """Why the bits may differ: `NAME was A, here B`."""
-    stated, here = manifest["made_by"], {**current_code(), **machine(restored_config(settings))}
+    stated, here = manifest["made_by"], {**code_version(), **machine(restored_config(settings))}
     names = [name for name in stated if stated[name] != here.get(name)]
     return [f"{name} was {stated[name]}, here {here.get(name)}" for name in names]
 

@@ -28,9 +28,9 @@ from verl.config.schema import Config
 from verl.embedded import FOLDER, PREFIX
 from verl.errors import DataError
 from verl.host import untrusted_files
-from verl.host.code_version import code_version
 from verl.host.digests import folder_digests
 from verl.host.files import replacing, step_files
+from verl.trainer.cli import check_files, check_model
 from verl.utils.reward_score.rlla import switches
 
 FORMAT = 1
@@ -76,7 +76,14 @@ def settings_of(run: Path) -> Settings:
 
 
 def inputs_of(settings: Settings) -> Contents:
-    """SHA-256 of every file that the settings name, weights included; the hub's by commit. {setting: contents}"""
+    """SHA-256 of every file that the settings name, weights included; the hub's by commit. {setting: contents}
+
+    Raises ConfigError for a model or data file that is not there.
+    """
+    config = restored_config(settings)
+    check_model(config.model, critic=config.critic.path, teacher=config.teacher.local, lora=config.lora.path)
+    check_files("data.train_files", config.data.train_files, needed=True)
+    check_files("data.val_files", config.data.val_files)
     return {key: content for key, content in contents_of(settings, reads_weights=True).items() if key in settings}
 
 
@@ -93,10 +100,6 @@ def recorded_variables(run: Path) -> dict[str, str]:
     """ToolRL's variables that were on."""
     rows = _rows(run, "code_version.json")
     return switches(rows[-1]) if rows else {}
-
-
-def current_code() -> dict[str, str]:
-    return dict(code_version())
 
 
 def machine(config: Config) -> dict[str, Any]:

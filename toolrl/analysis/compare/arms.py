@@ -84,7 +84,11 @@ class Line:
 
 
 def compare(arms: Sequence[Arm], step: int, exact: bool = False) -> dict[str, list[Line]]:
-    """By validation set, a line per arm. Raises ConfigError if two runs were validated on other rows."""
+    """By validation set, a line per arm. Raises ConfigError if a run has no validation there, or one on other rows."""
+    for run in (run for arm in arms for run in arm.runs.values()):
+        if step not in run.validated_steps():
+            known = ", ".join(map(str, run.validated_steps())) or "none"
+            raise ConfigError(f"{run.folder} has no validation after step {step}; validated steps: {known}")
     read = [{seed: scores(run, step, exact) for seed, run in arm.runs.items()} for arm in arms]
     first = next(iter(read[0].values()))
     for arm, by_seed in zip(arms, read, strict=True):

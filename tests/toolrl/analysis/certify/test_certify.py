@@ -232,7 +232,10 @@ def test_other_inputs_are_refused(kind: str, folder: Path) -> None:
     check_inputs(manifest, settings)
     files = folder.parent / "files"
     names = {"weights": "model/model.safetensors", "tokenizer": "model/tokenizer.json", "rows": "rows.parquet"}
-    flip(files / names[kind], Random(1))
+    if kind == "rows":
+        shutil.copy(MINI / "train.parquet", files / names[kind])
+    else:
+        flip(files / names[kind], Random(1))
     with pytest.raises(
         DataError, match=r"data\.train_files=" if kind == "rows" else r"model\.path=.*: model\.|tokenizer"
     ):
@@ -246,6 +249,16 @@ def test_files_may_lie_elsewhere_and_nothing_else_may_change(folder: Path, tmp_p
     check_inputs(manifest, settings_here(manifest, own))
     with pytest.raises(ConfigError, match=r"those that name files \(.*model.path\), got trainer.seed"):
         settings_here(manifest, {"trainer.seed": 3})
+
+
+@pytest.mark.parametrize("name", ["files/model", "files/rows.parquet"])
+def test_an_input_that_is_gone_is_one_error(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = folder.parent / "m.json"
+    write_manifest(manifest_of(folder), manifest)
+    shutil.move(folder.parent / name, folder.parent / "gone")
+    for arguments in ([str(folder)], ["--check", str(manifest), "--steps", "1"]):
+        assert main(arguments) == 2
+        assert f"{folder.parent / name}" in capsys.readouterr().err
 
 
 def test_embedded_files_have_their_name(tmp_path: Path) -> None:

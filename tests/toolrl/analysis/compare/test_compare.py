@@ -166,6 +166,11 @@ def test_what_cannot_be_compared(
         compare(arms_of(runs), last_common_step(runs))
 
 
+def test_a_step_without_a_validation_is_refused(study: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*map(str, study), "--step", "3"]) == 2
+    assert "base0 has no validation after step 3; validated steps: 0, 4" in capsys.readouterr().err
+
+
 def test_folders_that_are_no_runs(tmp_path: Path, study: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err
