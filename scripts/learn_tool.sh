@@ -6,7 +6,7 @@
 # The model (scripts/prepare_smollm2.py), the questions, a short SFT on 40 poor demonstrations, GRPO, and the same 100
 # unseen questions before and after it. An interrupted run goes on where it was; a finished one shows its result again.
 # OUT is the output folder (outputs/learn_tool_SEED), PLAIN the share of questions that need no
-# tool (0; nobody has trained on others yet).
+# tool (0; no run with others has been made yet).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
