@@ -1,6 +1,6 @@
 """Row 15: loss of final reward through stale samples, from the runs of bench/convergence.sh. Lower is better.
 
-    python bench/convergence.py outputs/convergence/mini
+    python bench/convergence.py outputs/convergence/composed
 
 Reads every finished run below the folder (k<rollout.max_staleness>_seed<seed>/metrics.jsonl). For each k it reports
 the final reward, steps and seconds to fixed rewards, time per step and staleness; for k=0 and k=1 the difference of
@@ -27,7 +27,7 @@ from scipy.stats import t as student
 from verl.tracking.jsonl import read_jsonl
 
 MAX_SHORTFALL = 0.15  # of k=1 relative to k=0, on a scale of -3 to 4
-LEVELS = {"mini": (2.0, 2.25, 2.4), "tool_loop": (-0.5, 0.0, 0.5)}  # reward levels for time-to-reward
+LEVELS = {"composed": (1.25, 1.5, 1.75), "tool_loop": (-0.5, 0.0, 0.5)}  # reward levels for time-to-reward
 _NAME = re.compile(r"k(\d+)_seed(\d+)")
 
 
@@ -166,7 +166,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     """Compare and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what bench/convergence.sh wrote: OUT/mini or OUT/tool_loop")
+    parser.add_argument("folder", type=Path, help="what bench/convergence.sh wrote: OUT/composed or OUT/tool_loop")
     parser.add_argument("--rounds", type=int, help="ignored")
     folder = parser.parse_args().folder
     runs = read_runs(folder)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Does training converge as well with stale samples? Reward by step and time for several rollout.max_staleness:
 #
-#   bash bench/convergence.sh [mini|tool_loop]...     default: both
+#   bash bench/convergence.sh [composed|tool_loop]...     default: both
 #
-# mini is `bash train_grpo.sh`, tool_loop the training of scripts/train_tool_loop.sh, where all runs of a seed share a
+# composed is `bash train_grpo.sh` on the tools it shows, tool_loop the training of scripts/train_tool_loop.sh, where all runs of a seed share a
 # cold start. Each run has its own folder below OUT, and bench/convergence.py evaluates them at the end. Finished runs
 # are skipped, so that a second call resumes an interrupted study. Settings, all optional:
 #   STEPS (30)                    training steps per run; another number needs another OUT
 #   STALENESS ("0 1 4")           values of rollout.max_staleness
 #   SEEDS ("0 1 2")               seeds per value
-#   PAIR_SEEDS ("3 4")            further seeds of mini for 0 and 1, for the paired comparison
+#   PAIR_SEEDS ("3 4")            further seeds of composed for 0 and 1, for the paired comparison
 #   OUT (outputs/convergence)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,11 +20,11 @@ read -ra staleness <<<"${STALENESS:-0 1 4}"
 read -ra seeds <<<"${SEEDS:-0 1 2}"
 read -ra pair_seeds <<<"${PAIR_SEEDS-3 4}"
 experiments=("$@")
-((${#experiments[@]})) || experiments=(mini tool_loop)
+((${#experiments[@]})) || experiments=(composed tool_loop)
 failed=()
 
-mini() {  # SEED STALENESS
-    run mini "$@" recipe=mini_grpo data.val_files=[dataset/mini/test.parquet]
+composed() {  # SEED STALENESS
+    run composed "$@" recipe=composed_grpo data.val_files=[embedded:composed/test.parquet]
 }
 
 tool_loop() {  # SEED STALENESS
@@ -54,14 +54,14 @@ run() {  # EXPERIMENT SEED STALENESS OVERRIDE...
 }
 
 for experiment in "${experiments[@]}"; do
-    [[ "$experiment" == mini || "$experiment" == tool_loop ]] || { echo "mini or tool_loop, got '$experiment'" >&2; exit 2; }
+    [[ "$experiment" == composed || "$experiment" == tool_loop ]] || { echo "composed or tool_loop, got '$experiment'" >&2; exit 2; }
     for seed in "${seeds[@]}"; do
         for k in "${staleness[@]}"; do "$experiment" "$seed" "$k"; done
     done
 done
-if [[ " ${experiments[*]} " == *" mini "* ]]; then
+if [[ " ${experiments[*]} " == *" composed "* ]]; then
     for seed in "${pair_seeds[@]}"; do
-        for k in 0 1; do mini "$seed" "$k"; done
+        for k in 0 1; do composed "$seed" "$k"; done
     done
 fi
 for experiment in "${experiments[@]}"; do

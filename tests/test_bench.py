@@ -347,7 +347,7 @@ def test_an_interrupted_measurement_resumes(tmp_path: Path) -> None:
 
     def measure(**variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         done = subprocess.run(
-            ["bash", "bench/convergence.sh", "mini"],
+            ["bash", "bench/convergence.sh", "composed"],
             env={**os.environ, "PATH": path, **settings, **variables},
             cwd=ROOT,
             capture_output=True,
@@ -359,14 +359,14 @@ def test_an_interrupted_measurement_resumes(tmp_path: Path) -> None:
 
     done, began = measure(FAILS="k1_seed0")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == f"failed: {tmp_path}/mini/k1_seed0.log"
-    assert "out of order" in (tmp_path / "mini/k1_seed0.log").read_text()
+    assert done.stderr.splitlines()[-1] == f"failed: {tmp_path}/composed/k1_seed0.log"
+    assert "out of order" in (tmp_path / "composed/k1_seed0.log").read_text()
     order = [(0, 0), (0, 1), (7, 0), (7, 1)]
-    assert began == [f"mini, seed {seed}, rollout.max_staleness={k}" for seed, k in order]
+    assert began == [f"composed, seed {seed}, rollout.max_staleness={k}" for seed, k in order]
     assert "one pair" in json.loads(done.stdout)["note"]
     done, began = measure()
     assert done.returncode == 0, done.stderr
-    assert began == ["mini, seed 0, rollout.max_staleness=1"]
+    assert began == ["composed, seed 0, rollout.max_staleness=1"]
     assert "2 pairs" in json.loads(done.stdout)["note"]
 
 
