@@ -1,4 +1,4 @@
-"""Planned, not measured: the fewest GPUs of a node that train a model, all of its weights or an adapter.
+"""Planned, not measured: the fewest GPUs of a node that train a model: all weights, or an adapter, its base in nf4 or not.
 
     python bench/lora_cards.py [--models 0.5B,1.5B,..]
 
@@ -35,36 +35,40 @@ SETTINGS = (
     "actor.optim.lr=1e-5",  # does not matter here; without it each load with an adapter warns
 )
 NUM_GPUS = (1, 2, 4, 8)
+TRAINED: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "LoRA": (f"lora.rank={RANK}",),
+    "LoRA, nf4": (f"lora.rank={RANK}", "lora.base_dtype=nf4"),
+}
 
 
 @cache
-def configs(total: int, with_adapter: bool) -> list[tuple[str, Config]]:
+def configs(total: int, trained: str) -> list[tuple[str, Config]]:
     """(mark of the cell, configuration) of every way to use that many GPUs."""
-    adapter = [f"lora.rank={RANK}"] if with_adapter else []
     found = []
     for ranks, kind, mark in ((total, "colocated", ""), (total // 2, "separate", " (s)")):
         offload = ["actor.offload=all"] if kind == "colocated" else []
         for parallel in (each for each in NUM_GPUS if each <= ranks):
             split = [f"rollout.tensor_model_parallel_size={parallel}", f"rollout.placement={kind}"]
-            overrides = [*SETTINGS, *adapter, *offload, *split, f"trainer.n_gpus_per_node={ranks}"]
+            overrides = [*SETTINGS, *TRAINED[trained], *offload, *split, f"trainer.n_gpus_per_node={ranks}"]
             found.append((mark, load_config(overrides)))
     return found
 
 
-def shape(size: str, with_adapter: bool) -> ModelShape:
+def shape(size: str, trained: str) -> ModelShape:
     """Of Qwen2.5 of this size."""
     config = qwen2(*QWEN2_5[size])
     model = meta_model(config, config.num_hidden_layers)
-    if with_adapter:
-        add_adapter(model, Lora(RANK, float(RANK), (ALL_LINEAR,)))
+    if settings := TRAINED[trained]:
+        add_adapter(model, Lora(RANK, float(RANK), (ALL_LINEAR,), nf4=len(settings) > 1))
     return shape_of(PackedPolicy(model), config)
 
 
-def fewest(policy: ModelShape, card: str) -> str:
-    """The cell of a model, and of a card by its name in `toolrl plan`."""
+def fewest(policy: ModelShape, trained: str, card: str) -> str:
+    """The cell of a model, of what is trained, and of a card by its name in `toolrl plan`."""
     device = DEVICES[card]
     for total in NUM_GPUS:
-        for mark, config in configs(total, bool(policy.adapter)):
+        for mark, config in configs(total, trained):
             hardware, lengths = Hardware(card, device.memory_gib, device), Lengths(LENGTH, LENGTH, "maximum")
             if not Plan(config, algorithm_of(config), policy, None, lengths, hardware).violations():
                 return f"{total}{mark}"
@@ -73,9 +77,9 @@ def fewest(policy: ModelShape, card: str) -> str:
 
 def rows(sizes: list[str]) -> Iterator[list[str]]:
     for size in sizes:
-        for name, with_adapter in (("full", False), ("LoRA", True)):
-            policy = shape(size, with_adapter)
-            yield [size, name, *(fewest(policy, card) for card in CARDS.values())]
+        for trained in TRAINED:
+            policy = shape(size, trained)
+            yield [size, trained, *(fewest(policy, trained, card) for card in CARDS.values())]
 
 
 def main() -> None:

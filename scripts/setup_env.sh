@@ -226,7 +226,7 @@ build() {
     : >"$log"
     run_step "new environment in $venv with $base" "$base" -m venv "$venv"
     "install_$device"
-    run_step "tools for tests and checks" "${pip[@]}" -r "$locks/dev.txt" -r "$locks/gguf.txt"
+    run_step "tools for tests and checks" "${pip[@]}" -r "$locks/dev.txt" -r "$locks/gguf.txt" -r "$locks/nf4.txt"
     run_step "benchmarks' packages" "${pip[@]}" --no-deps -r "$locks/dev-nodeps.txt"
     run_step "this project" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
     fingerprint >"$incomplete"

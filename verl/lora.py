@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from verl.config.schema import LoraConfig
 from verl.errors import ConfigError, DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
+from verl.nf4 import NF4, Nf4Linear, hold_in_four_bits
 from verl.pretrained import check_files, class_of, read_model_config
 from verl.text import in_short
 
@@ -39,7 +40,8 @@ _UNADAPTED, _WITH_UNADAPTED = "out_proj", ("falcon_h1", "nemotron_h")
 # What an adapter may not have: vLLM or this trainer would ignore it.
 _UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
 
-Export = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]  # full tensors of sharded ones
+# Full tensors of those that are sharded or in four bits.
+Export = Callable[[Iterable[tuple[str, Tensor | Nf4Linear]]], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Lora:
     targets: tuple[str, ...]
     path: str | None = None  # a folder with the adapter to start from; None: B = 0
     merged: bool = False  # whether a weight sync sends merged weights, not the adapter
+    nf4: bool = False  # whether ranks hold the frozen linear layers in four bits
 
 
 def lora_of(config: LoraConfig) -> Lora | None:
@@ -69,8 +72,8 @@ def lora_of(config: LoraConfig) -> Lora | None:
             if name != "targets" and value is not None and value != found[name]:
                 raise ConfigError(f"lora.{name}={value}, but the adapter in {config.path!r} has {found[name]}")
     known = {name: found[name] if value is None else value for name, value in own.items()}
-    merged = config.sync == "merged"
-    return Lora(known["rank"], float(known["alpha"]), tuple(known["targets"]), config.path, merged)
+    merged, nf4 = config.sync == "merged", config.base_dtype == NF4
+    return Lora(known["rank"], float(known["alpha"]), tuple(known["targets"]), config.path, merged, nf4)
 
 
 def _read_config(path: str) -> dict[str, Any]:
@@ -116,12 +119,8 @@ def target_modules(model: PreTrainedModel, lora: Lora) -> list[str]:
 
     Raises ConfigError for a target that names none, with those that there are, and for experts.
     """
-    head = model.get_output_embeddings()  # log-probs are computed from its weight alone
-    of_text = {*model.get_decoder().modules()} - {head}
-    linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each in of_text]
+    linear = linear_layers(model)
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == _EXPERTS]
-    if model.config.model_type in _WITH_UNADAPTED:
-        linear = [name for name in linear if name.rpartition(".")[2] != _UNADAPTED]
     there = sorted({name.rpartition(".")[2] for name in linear if f".{_EXPERTS}." not in name})
     chosen: list[str] = []
     for target in lora.targets:
@@ -138,18 +137,34 @@ def target_modules(model: PreTrainedModel, lora: Lora) -> list[str]:
     return sorted(set(chosen))
 
 
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """The names of the linear layers that text passes, without the output head."""
+    head = model.get_output_embeddings()  # log-probs are computed from its weight alone
+    of_text = {*model.get_decoder().modules()} - {head}
+    linear = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and each in of_text]
+    if model.config.model_type in _WITH_UNADAPTED:
+        return [name for name in linear if name.rpartition(".")[2] != _UNADAPTED]
+    return linear
+
+
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int = 0) -> None:
-    """Freeze the model and add the adapter in place, in float32, equal on all ranks. Raises ConfigError."""
+    """Freeze the model and add the adapter in place, in float32, equal on all ranks. Raises ConfigError.
+
+    With `lora.nf4` the model must be on the meta device, as its weights are rounded where they are read.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    names = target_modules(model, lora)
+    names, frozen = target_modules(model, lora), [model.get_submodule(each) for each in linear_layers(model)]
     own = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none")
     with torch.random.fork_rng(devices=[]), _on_cpu(model.get_submodule(name) for name in names):
         torch.manual_seed(seed)
         inject_adapter_in_model(own, model)
     for _, parameter in adapter_tensors(model):
         parameter.data = parameter.data.float()
+    if lora.nf4:
+        for layer in frozen:
+            hold_in_four_bits(cast(nn.Linear, layer))
     if lora.path is not None:
         _load(model, lora.path)
 
@@ -202,7 +217,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def with_updates(
-    model: nn.Module, named: Iterable[tuple[str, Tensor]], export: Export
+    model: nn.Module, named: Iterable[tuple[str, Tensor | Nf4Linear]], export: Export
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """(name, full base weight, what the adapter adds to it in float32, or None), one at a time.
 

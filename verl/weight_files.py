@@ -6,15 +6,17 @@ experts are. The conversions are transformers' own, in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -32,9 +34,12 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from verl.errors import ConfigError
+from verl.nf4 import Nf4Linear, rounded
 from verl.pretrained import is_finite, readable, refuse_odd
 
 Renamed = tuple[str, str | None]  # the (first) new name, and the pattern of the converter, if it takes one
+_WEIGHT = ".weight"
 Part = Callable[[Tensor], tuple[Tensor, Any]]  # a tensor of the model -> what is held of it here, and its rows
 
 
@@ -150,7 +155,24 @@ class WeightFiles:
                 for name, held, values in self._found(conversion, tensors, part):
                     held.copy_(values)
                     odd += [] if is_finite(held) else [name]
+                    if isinstance(layer := self._modules[name], Nf4Linear) and name.endswith(_WEIGHT):
+                        layer.round_weight(held)
         refuse_odd(self._path, self._key, odd)
+
+    def write_rounded(self, folder: Path, names: Collection[str]) -> None:
+        """Write the files into the folder, with these weights of the model rounded to NF4 and held in bfloat16.
+
+        Raises ConfigError for files that cannot be read, and for a weight that no tensor of them is by itself.
+        """
+        found = {each.sources[0][0]: each.target for each in self._conversions if each.renames}
+        alone = {source for source, target in found.items() if target in names}
+        if len(alone) < len(names) or not self._files.by_file:
+            needed = "safetensors in which each linear layer has a tensor of its own"
+            raise ConfigError(f"{self._key}: lora.base_dtype=nf4 needs {needed}, unlike {self._path!r}")
+        for file, held in self._files.by_file.items():
+            with readable(self._path, self._key), self._files.opened() as tensors:
+                written = {name: rounded(tensors(name)[...]) if name in alone else tensors(name)[...] for name in held}
+            save_file(written, folder / Path(file).name, {"format": "pt"})
 
     def _found(
         self, conversion: Conversion, tensors: Callable[[str], Any], part: Part
@@ -158,7 +180,10 @@ class WeightFiles:
         """(name, what is held here of the weight, its values)"""
 
         def part_of(name: str) -> tuple[Tensor, Any]:
-            return part(getattr(self._modules[name], name.rpartition(".")[2]))
+            module = self._modules[name]
+            if isinstance(module, Nf4Linear) and name.endswith(_WEIGHT):
+                return module.empty_weight(), ...
+            return part(getattr(module, name.rpartition(".")[2]))
 
         def read(name: str) -> Tensor:
             whole: Tensor = tensors(name)[...]
@@ -208,6 +233,11 @@ class _Files:
     @property
     def names(self) -> list[str]:
         return [*self._file_of, *self._loaded]
+
+    @property
+    def by_file(self) -> dict[str, list[str]]:
+        """The names of each file of safetensors."""
+        return {file: [name for name, each in self._file_of.items() if each == file] for file in self._file_of.values()}
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[str], Any]]:

@@ -126,7 +126,7 @@ def test_a_fresh_build_installs_every_set_in_order(checkout: Checkout) -> None:
         "torch==2.13.0",
         f"-r {locks}/cpu.txt",
         f"--no-deps -r {locks}/cpu-nodeps.txt",
-        f"-r {locks}/dev.txt -r {locks}/gguf.txt",
+        f"-r {locks}/dev.txt -r {locks}/gguf.txt -r {locks}/nf4.txt",
         f"--no-deps -r {locks}/dev-nodeps.txt",
         f"--no-deps --no-build-isolation -e {checkout.root}",
     ]

@@ -43,7 +43,7 @@ async def start_engine(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seat.devices)
     dtype, model, lora = engine_dtype(config), config.model, lora_of(config.lora)
     assert model.path is not None
-    adapter = None if lora is None or lora.merged else lora
+    adapter = None if lora is None or lora.merged else replace(lora, nf4=False)  # its base's files are rounded already
     # Only multi-turn episodes stop at strings, for which the engine needs a tokenizer.
     tokenizer_path = (model.tokenizer_path or model.path) if config.env.multi_turn else None
     if config.rollout.name == "hf":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from verl.build.algorithm import needs_reference
 from verl.build.threads import threads_of
 from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError
-from verl.lora import RANKS, check_targets, lora_of
+from verl.lora import RANKS, Lora, check_targets, lora_of
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.workers.fsdp_engine import Offload
 from verl.workers.memory import PackShape, pack_tokens
@@ -61,6 +62,7 @@ def check_adapter(config: Config) -> None:
         return
     assert config.model.path is not None
     check_targets(lora, config.model.path)
+    check_four_bits(lora)
     if config.rollout.name == "vllm" and not lora.merged and lora.rank > RANKS[-1]:
         raise ConfigError(f"lora.rank={lora.rank}: vLLM has adapters of at most rank {RANKS[-1]}; set lora.sync=merged")
     if lora.merged and "bfloat16" in (config.rollout.dtype, config.model.compute_dtype):
@@ -68,6 +70,16 @@ def check_adapter(config: Config) -> None:
             "lora.sync=merged: weights in bfloat16 round small updates of the adapter away; engine/merged_share is the "
             "share that is left"
         )
+
+
+def check_four_bits(lora: Lora) -> None:
+    """Raises ConfigError for a base in four bits without its library, or whose weights a sync would have to merge."""
+    if not lora.nf4:
+        return
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("lora.base_dtype=nf4 needs bitsandbytes: pip install 'toolrl[nf4]'")
+    if lora.merged:
+        raise ConfigError("lora.sync=merged: with lora.base_dtype=nf4 engines have the base already; set adapter")
 
 
 def optimizer_settings(actor: ActorConfig, own: OptimConfig, total_steps: int) -> OptimizerSettings:

@@ -20,6 +20,7 @@ from verl.build.algorithm import (
     check_rewards,
     needs_reference,
 )
+from verl.build.base import rounded_base
 from verl.build.engines import build_sampling, engine_dtype
 from verl.build.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.build.ranks import DTYPES, check_adapter, choose_device
@@ -221,7 +222,8 @@ def start_run(
     trackers = build_trackers(config.trainer.logger, run, display)
     validates = config.trainer.test_freq > 0 and bool(inputs.val or inputs.online_eval)
     callbacks = build_callbacks(config.trainer.callbacks, validates)
-    with start(config, inputs.algorithm, total_steps, folder, display) as processes:
+    loaded = rounded_base(config, folder)
+    with start(loaded, inputs.algorithm, total_steps, folder, display) as processes:
         workers, device = processes.workers, processes.device
         with closing_run(folder, trackers, workers):
             trainer = build_trainer(

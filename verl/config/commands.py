@@ -140,7 +140,7 @@ SFT = Command(
         *keys_of("data", "max_prompt_length max_response_length prompt_template"),
         *keys_of("env", "tool_call_format tool_call_format_options"),
         "model",
-        *keys_of("lora", "rank alpha targets path"),
+        *keys_of("lora", "rank alpha targets path base_dtype"),
         "sft",
         *keys_of("actor", "max_tokens_per_pack grad_clip optim"),
         *all_but(

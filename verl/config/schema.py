@@ -111,12 +111,14 @@ class LoraConfig:
     alpha: float | None = None  # an adapter's product is scaled by alpha / rank; default: 32
     targets: list[str] | None = None  # linear layers by the ends of their names, such as q_proj; default: all-linear
     path: str | None = None  # folder of an adapter, in peft's format, to start from; it has its rank, alpha and targets
+    base_dtype: str = "auto"  # of the frozen weights: auto (model.compute_dtype) | nf4 (linear layers in four bits)
     sync: str = "adapter"  # what a weight sync sends to engines: adapter | merged (whole weights, rounded to a dtype)
 
     def __post_init__(self) -> None:
         _at_least(0, self, "lora.", "rank")
         _positive(self, "lora.", "alpha")
         _require(self.targets is None or len(self.targets) > 0, "lora.targets", "names of layers", self.targets)
+        _one_of(("auto", "nf4"), "lora.base_dtype", self.base_dtype)
         _one_of(("adapter", "merged"), "lora.sync", self.sync)
 
     @property

@@ -83,7 +83,7 @@ _RULES = (
     ),
     Rule("teacher.weight", lambda c: c.teacher.path is None, "teacher.path is not set"),
     Rule(
-        "lora.alpha lora.targets lora.sync",
+        "lora.alpha lora.targets lora.base_dtype lora.sync",
         lambda c: not c.lora.enabled,
         "all weights are trained without lora.rank",
     ),

@@ -11,8 +11,18 @@ from typing import Any
 
 from rich.console import Console
 
+from verl.build.base import rounded_base
 from verl.build.env import build_episode_runner, with_tool_call_format
-from verl.build.ranks import DTYPES, check_device, choose_device, fused_kernels, optimizer_settings, warn_of_slow_dtype
+from verl.build.ranks import (
+    DTYPES,
+    abs_paths,
+    check_device,
+    check_four_bits,
+    choose_device,
+    fused_kernels,
+    optimizer_settings,
+    warn_of_slow_dtype,
+)
 from verl.build.run import closing_run, load_chat_template
 from verl.build.threads import num_threads
 from verl.chat.observations import ObservationTokenizer
@@ -75,8 +85,11 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
     check_packs(config.model.path, _longest(config))
     if (lora := lora_of(config.lora)) is not None:
         check_targets(lora, config.model.path)
+        check_four_bits(lora)
+    loaded = abs_paths(rounded_base(config, folder)).model
+    assert loaded.path is not None
     spec = RankSpec(
-        model_path=config.model.path,
+        model_path=loaded.path,
         tokenizer_path=config.model.tokenizer_path,
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=1.0,

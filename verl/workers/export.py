@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,15 +20,18 @@ from verl.errors import DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
 from verl.lora import Lora, adapter_tensors, base_tensors, save_adapter, with_updates
+from verl.nf4 import Nf4Linear, nf4_layers
 from verl.weight_files import Conversion, stored_conversions
 from verl.workers.fsdp_engine import FSDPEngine, raise_any
 from verl.workers.model import PackedPolicy
 
 _FILE_BYTES = 2 << 30
-_TOKENIZER_FILES = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
+_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
 _TEMPLATE_FILES = ["chat_template.jinja", "chat_template.json"]
 _PROCESSOR_FILES = ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
+TOKENIZER_FILES = [*_TOKENIZERS, *_FURTHER_FILES, *_TEMPLATE_FILES]
+BESIDE_WEIGHTS = ["generation_config.json", *_PROCESSOR_FILES]
 
 
 def export_hf(
@@ -54,7 +58,7 @@ def export_hf(
     files = _planned(policy.model, {name: each.shape for name, each in weights.items()}, dtype, file_bytes)
     problem = None
     if engine.rank == 0:
-        problem = _problem(folder, partial(_write_beside, policy.model, files, folder, model, tokenizer, dtype))
+        problem = problem_of(folder, partial(_write_beside, policy.model, files, folder, model, tokenizer, dtype))
     raise_any(problem)  # also waits: transformers first removes files of weights from the folder
     for first in range(0, len(files), engine.num_ranks):
         own: dict[str, Tensor] = {}
@@ -69,7 +73,7 @@ def export_hf(
                     own |= conversion.apply(policy.model, gathered.__getitem__)
         if own and problem is None:  # after a problem the others still gather
             path = folder / files[first + engine.rank].name
-            problem = _problem(folder, partial(save_file, own, path, {"format": "pt"}))
+            problem = problem_of(folder, partial(save_file, own, path, {"format": "pt"}))
     raise_any(problem)
 
 
@@ -102,7 +106,7 @@ def _stored(full: Tensor, dtype: torch.dtype) -> Tensor:
     return full.to("cpu", dtype if full.is_floating_point() else full.dtype)
 
 
-def _problem(folder: Path, write: Callable[[], None]) -> DataError | None:
+def problem_of(folder: Path, write: Callable[[], None]) -> DataError | None:
     """What prevents the writing into a folder, which is made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,10 +132,11 @@ def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> 
         save_adapter(lora, tensors, folder, model)
 
 
-def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Nf4Linear]]:
     """(name, tensor) of the weights to store, without an adapter: a tied weight once, under its first name."""
     seen: set[int] = set()
-    for name, tensor in base_tensors(model, model.state_dict(keep_vars=True).items()):
+    held = chain(model.state_dict(keep_vars=True).items(), nf4_layers(model))
+    for name, tensor in base_tensors(model, held):
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
@@ -155,12 +160,13 @@ def _write_beside(
             "weight_map": {name: each.name for each in files for name in each.sizes},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
-    _copy(source, ["generation_config.json", *_PROCESSOR_FILES], folder)
-    _copy(tokenizer or source, [*_TOKENIZER_FILES, *_FURTHER_FILES, *_TEMPLATE_FILES], folder)
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZER_FILES)}", file=tokenizer or source)
+    copy_files(source, BESIDE_WEIGHTS, folder)
+    copy_files(tokenizer or source, TOKENIZER_FILES, folder)
+    if not any((folder / name).exists() for name in _TOKENIZERS):
+        raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZERS)}", file=tokenizer or source)
 
 
-def _copy(source: str, names: list[str], folder: Path) -> None:
+def copy_files(source: str, names: list[str], folder: Path) -> None:
+    """Copy those of the files that a model's folder, or a hub name, has."""
     for path in cached_files(source, names, _raise_exceptions_for_missing_entries=False) or []:
         untrusted_files.copy_file(Path(path), folder / Path(path).name)

@@ -31,6 +31,7 @@ from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats
 from verl.errors import ConfigError, DataError, VerlError
+from verl.nf4 import Nf4Linear, nf4_layers
 from verl.tracking.metric import Max, Mean, Metric
 from verl.weight_files import WeightFiles
 from verl.workers.checkpoint_reader import TensorPlanner, TensorReader
@@ -273,7 +274,7 @@ class FSDPEngine:
         if target == _HOST and self._device != _HOST:
             torch.cuda.synchronize()
 
-    def export_weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, named: Iterable[tuple[str, Tensor | Nf4Linear]]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors, one at a time, in the order given. Collective: every rank must exhaust the iterator.
 
         A tensor that is not sharded is not copied.
@@ -295,8 +296,9 @@ class FSDPEngine:
 
     @property
     def param_bytes(self) -> int:
-        """Size of this rank's shard."""
-        return sum(_local(each).nbytes for each in self.module.parameters())
+        """Size of this rank's shard, and of what each rank holds in four bits."""
+        shards = sum(_local(each).nbytes for each in self.module.parameters())
+        return shards + sum(each.nbytes for _, each in nf4_layers(self.module))
 
     @property
     def trained_bytes(self) -> int:

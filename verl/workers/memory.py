@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.lora import adapter_tensors
+from verl.nf4 import BYTES as NF4_BYTES
+from verl.nf4 import num_in_four_bits
 from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.pre_norm import selects_in_last_layer
@@ -46,6 +48,7 @@ class ModelShape:
     head_norms: bool  # whether queries and keys are normalized
     selects: bool = True  # whether the last layer goes on with the trained positions alone (`pre_norm.py`)
     adapter: int = 0  # of the parameters, those of an adapter, trained alone; 0: all are trained
+    in_four_bits: int = 0  # of the parameters, those that every rank holds in NF4, not sharded
 
     @property
     def trained(self) -> int:
@@ -108,9 +111,10 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
     layers = decoder_layers(module)
     named = dict(layers[0].named_parameters())
     width = head_size(config)
+    quantized = num_in_four_bits(module)
     return ModelShape(
-        parameters=sum(each.numel() for each in module.parameters()),
-        layer_parameters=sum(each.numel() for each in named.values()),
+        parameters=sum(each.numel() for each in module.parameters()) + quantized,
+        layer_parameters=sum(each.numel() for each in named.values()) + num_in_four_bits(layers[0]),
         largest=max(each.numel() for each in module.parameters()),
         layers=len(layers),
         hidden=config.hidden_size,
@@ -125,6 +129,7 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
             module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
         ),
         adapter=sum(each.numel() for _, each in adapter_tensors(module)),
+        in_four_bits=quantized,
     )
 
 
@@ -184,9 +189,9 @@ def loss_chunk(shape: ModelShape, pack: PackShape, settings: RankSettings) -> fl
 
 def resident(shape: ModelShape, settings: RankSettings) -> Terms:
     """State of a trained model between phases: float32 master weights and AdamW's two moments; frozen weights."""
-    frozen = settings.compute * (shape.parameters - shape.trained)
+    frozen = settings.compute * (shape.parameters - shape.trained - shape.in_four_bits)
     return {
-        "parameters": (MASTER * shape.trained + frozen) / settings.shards,
+        "parameters": (MASTER * shape.trained + frozen) / settings.shards + NF4_BYTES * shape.in_four_bits,
         "optimizer": 2 * MASTER * shape.trained / settings.shards,
     }
 
@@ -197,7 +202,8 @@ def reference_model(shape: ModelShape, settings: RankSettings) -> float:
 
 def gathered(shape: ModelShape, settings: RankSettings) -> float:
     """The parameters of a forward in the compute dtype; also held by the canary of a weight sync."""
-    return settings.compute * (shape.root_parameters + _layers_gathered(shape, settings))
+    sharded = settings.compute * (shape.root_parameters + _layers_gathered(shape, settings))
+    return sharded + _dequantized(shape, settings)
 
 
 def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms:
@@ -223,7 +229,8 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
         "gradients": MASTER * shape.trained / settings.shards,
-        "gathered": c * ((1 if shape.adapter else 2) * shape.root_parameters + _layers_gathered(shape, settings)),
+        "gathered": c * ((1 if shape.adapter else 2) * shape.root_parameters + _layers_gathered(shape, settings))
+        + _dequantized(shape, settings),
         "activations": saved,
         "loss chunk": max(loss_chunk(shape, pack, settings), in_layer),
     }
@@ -254,7 +261,13 @@ def layers_to_checkpoint(
 
 def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
     """Two layers, one of them prefetched; all layers if nothing is sharded or frozen (no resharding)."""
-    return (shape.layers if settings.shards == 1 and not shape.adapter else 2) * shape.layer_parameters
+    sharded = shape.layer_parameters - shape.in_four_bits // shape.layers
+    return (shape.layers if settings.shards == 1 and not shape.adapter else 2) * sharded
+
+
+def _dequantized(shape: ModelShape, settings: RankSettings) -> float:
+    """One weight of a layer that is held in four bits, in bfloat16 and in the compute dtype."""
+    return (_HALF + settings.compute) * shape.hidden * shape.intermediate * bool(shape.in_four_bits)
 
 
 def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from verl.nf4 import num_in_four_bits
+
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
@@ -75,7 +77,7 @@ def selects_in_last_layer(decoder: Any) -> bool:
 def selecting_parameters(decoder: Any) -> int:
     """Parameters of the MLP that is applied at those positions alone; 0 if there is none."""
     layers = _last(decoder) if selects_in_last_layer(decoder) else []
-    return sum(each.numel() for layer in layers for each in layer.mlp.parameters())
+    return sum(num_in_four_bits(each.mlp) + sum(part.numel() for part in each.mlp.parameters()) for each in layers)
 
 
 def _last(decoder: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig
 
 from verl.lora import Lora, add_adapter
+from verl.nf4 import num_in_four_bits
 from verl.pretrained import language_weights
 from verl.single_controller.group import WorkerContext
 from verl.units import GIB
@@ -122,7 +123,9 @@ class TrainingRank:
         of_text = {each for _, each in language_weights(policy.model, policy.model.named_parameters())}
         return ModelInfo(
             device=torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu",
-            parameters=sum(each.numel() for each in of_text) - embedding * len(embeddings),
+            parameters=sum(each.numel() for each in of_text)
+            + num_in_four_bits(policy.model)
+            - embedding * len(embeddings),
             layers=shape.num_hidden_layers,
             attention_width=shape.num_attention_heads * head_size(shape),
             head_parameters=embedding,

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from toolrl.serve.openai_server.served_model import TrainedModel
-from verl.checkpoint.contents import contents_of
+from verl.build.base import base_contents
 from verl.config.load import named_model
 from verl.config.schema import LoraConfig
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
 from verl.lora import RANKS, base_of, lora_of
 from verl.pretrained import check_hub
-
-_BASE = "model.path"
 
 
 def common_base(models: Mapping[str, TrainedModel]) -> str:
@@ -58,8 +56,8 @@ def _base(model: TrainedModel) -> str:
     elif base.startswith((".", "/")) or base.count("/") > 1:
         raise ConfigError(f"{model.adapter}: its base {base!r} is not there; {merged}")
     check_hub(base, f"the base of {model.adapter}")
-    recorded = (model.state.get("contents") or {}).get(_BASE)
-    found = contents_of({_BASE: base}, reads_weights=True).get(_BASE)
+    recorded = (model.state.get("contents") or {}).get("model.path")
+    found = base_contents(base)
     if recorded is not None and found is not None and recorded != found:
         raise ConfigError(f"{model.adapter}: its base {base!r} is not what it was at the training; {merged}")
     return base
