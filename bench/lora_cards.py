@@ -1,4 +1,4 @@
-"""Planned, not measured: the fewest GPUs of a node that train a model: all weights, or an adapter, its base in nf4 or not.
+"""Planned, not measured: the fewest GPUs of a node that train a model, or an adapter of it, its base in NF4 or not.
 
     python bench/lora_cards.py [--models 0.5B,1.5B,..]
 

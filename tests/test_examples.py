@@ -189,7 +189,7 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_an_adapter_of_a_7b_model_fits_on_two_small_gpus(desk: Path) -> None:
+def test_an_adapter_of_a_7b_model_fits_on_one_small_gpu(desk: Path) -> None:
     """By the plan, which the example asks before it trains. The model has a tokenizer of fewer tokens."""
     model = Path(shutil.copytree(ROOT / "dataset/mini/model", desk / "model"))
     qwen2(*QWEN2_5["7B"]).save_pretrained(model)

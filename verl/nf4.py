@@ -8,6 +8,7 @@ a rounded weight is rounded again: the largest of a block is the scale, and the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from verl.errors import ConfigError
 
+logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # it misses a kernel that is not used here
 NF4 = "nf4"
 _BLOCK = 64  # weights that share a scale
 BYTES = 0.5 + 4 / _BLOCK  # per weight, with its share of a float32 scale

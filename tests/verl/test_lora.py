@@ -242,7 +242,7 @@ def test_a_merged_sync_measures_what_rounding_leaves(
         sent |= {name: view.clone() for name, view in layout.named(handle.flat)}
     layer: Any = model.model.layers[1].self_attn.k_proj
     weights = (layer.base_layer.weight, layer.lora_B["default"].weight, layer.lora_A["default"].weight)
-    own, left, right = (each.full_tensor() for each in weights)
+    (_, own), (_, left), (_, right) = worker.engine.export_weights(zip("WBA", weights, strict=True))
     expected = (own + 2.0 * left @ right).to(getattr(torch, dtype))  # alpha 8, rank 4
     torch.testing.assert_close(sent["model.layers.1.self_attn.k_proj.weight"], expected, atol=1e-7, rtol=1e-6)
     share = worker.end_weight_sync()

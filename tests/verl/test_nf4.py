@@ -35,6 +35,7 @@ from verl.nf4 import Nf4Linear, hold_in_four_bits, nf4_layers, rounded
 from verl.single_controller.group import WorkerContext
 from verl.workers.checkpoint_reader import TensorReader
 from verl.workers.export import export_hf
+from verl.workers.memory import RankSettings, resident, shape_of
 from verl.workers.model import PackedPolicy, load_causal_lm
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import sft_loss
@@ -131,6 +132,12 @@ def test_ranks_hold_the_copy_in_four_bits(base: str) -> None:
             assert layer.nbytes == pytest.approx(layer.shape.numel() * 4.5 / 8, rel=0.02)
         others = sum(each.nbytes for each in policy.module.parameters())
         assert policy.param_bytes == others + sum(each.nbytes for each in layers.values())
+        shape = shape_of(policy.module, policy.module.model.config)
+        planned = resident(shape, RankSettings(compute=4, shards=1))["parameters"]
+        assert planned == pytest.approx(policy.param_bytes, rel=1e-3)  # a block may be shorter than others
+        assert (
+            shape.parameters == sum(each.numel() for each in expected.values()) - VOCABULARY * 64 + shape.adapter
+        )  # tied
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

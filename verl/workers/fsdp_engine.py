@@ -154,10 +154,13 @@ class FSDPEngine:
         whole = all(parameter.requires_grad for parameter in module.parameters())
         # Then resharding would only cost another copy. One of frozen weights is more than all states of an adapter.
         self.unsharded = self.num_shards == 1 and whole
+        # FSDP would copy frozen weights for each pass, even where there is nothing to gather.
+        frozen = {each for each in module.parameters() if not each.requires_grad} if self.num_shards == 1 else set()
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not self.unsharded)
+            keep = self.unsharded
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep, ignored_params=frozen)
         self.module = module
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=frozen)
         self._mesh = mesh
         self._device = torch.device(mesh.device_type)
         self._shares_device = shares_device
@@ -173,13 +176,25 @@ class FSDPEngine:
         self.offload_all()
 
     def _read(self, weights: WeightFiles) -> None:
-        self.module._apply(lambda each: torch.empty_like(each, device=self._device) if each.is_meta else each)
+        self._make_room()
         problem = None
         try:
             weights.read(self.module, self._part)
         except ConfigError as error:
             problem = error
         raise_any(problem)
+
+    def _make_room(self) -> None:
+        """Move weights, without values, from the meta device. Tied ones stay so, which torch would part."""
+        first: dict[Tensor, str] = {}
+        aliases = [
+            (name, first.setdefault(each, name)) for name, each in self.module.named_parameters(remove_duplicate=False)
+        ]
+        self.module._apply(lambda each: torch.empty_like(each, device=self._device) if each.is_meta else each)
+        for name, other in aliases:
+            if name != other:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), attribute, self.module.get_parameter(other))
 
     def _part(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """This rank's rows of a parameter, and which of the full tensor's they are. FSDP splits as `torch.chunk`."""

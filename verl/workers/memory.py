@@ -48,6 +48,7 @@ class ModelShape:
     head_norms: bool  # whether queries and keys are normalized
     selects: bool = True  # whether the last layer goes on with the trained positions alone (`pre_norm.py`)
     adapter: int = 0  # of the parameters, those of an adapter, trained alone; 0: all are trained
+    largest_of_adapter: int = 0  # parameters of its largest tensor
     in_four_bits: int = 0  # of the parameters, those that every rank holds in NF4, not sharded
 
     @property
@@ -111,7 +112,7 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
     layers = decoder_layers(module)
     named = dict(layers[0].named_parameters())
     width = head_size(config)
-    quantized = num_in_four_bits(module)
+    quantized, adapter = num_in_four_bits(module), [each.numel() for _, each in adapter_tensors(module)]
     return ModelShape(
         parameters=sum(each.numel() for each in module.parameters()) + quantized,
         layer_parameters=sum(each.numel() for each in named.values()) + num_in_four_bits(layers[0]),
@@ -128,7 +129,8 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         selects=selects_in_last_layer(
             module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
         ),
-        adapter=sum(each.numel() for _, each in adapter_tensors(module)),
+        adapter=sum(adapter),
+        largest_of_adapter=max(adapter, default=0),
         in_four_bits=quantized,
     )
 
@@ -202,7 +204,7 @@ def reference_model(shape: ModelShape, settings: RankSettings) -> float:
 
 def gathered(shape: ModelShape, settings: RankSettings) -> float:
     """The parameters of a forward in the compute dtype; also held by the canary of a weight sync."""
-    sharded = settings.compute * (shape.root_parameters + _layers_gathered(shape, settings))
+    sharded = settings.compute * (_root_gathered(shape, settings) + _layers_gathered(shape, settings))
     return sharded + _dequantized(shape, settings)
 
 
@@ -229,7 +231,8 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
         "gradients": MASTER * shape.trained / settings.shards,
-        "gathered": c * ((1 if shape.adapter else 2) * shape.root_parameters + _layers_gathered(shape, settings))
+        "gathered": c
+        * ((1 if shape.adapter else 2) * _root_gathered(shape, settings) + _layers_gathered(shape, settings))
         + _dequantized(shape, settings),
         "activations": saved,
         "loss chunk": max(loss_chunk(shape, pack, settings), in_layer),
@@ -260,9 +263,16 @@ def layers_to_checkpoint(
 
 
 def _layers_gathered(shape: ModelShape, settings: RankSettings) -> int:
-    """Two layers, one of them prefetched; all layers if nothing is sharded or frozen (no resharding)."""
-    sharded = shape.layer_parameters - shape.in_four_bits // shape.layers
-    return (shape.layers if settings.shards == 1 and not shape.adapter else 2) * sharded
+    """Two layers, one of them prefetched; all layers if nothing is sharded or frozen (no resharding), then of what is
+    trained alone."""
+    if settings.shards == 1:
+        return 2 * shape.adapter // shape.layers if shape.adapter else shape.layers * shape.layer_parameters
+    return 2 * (shape.layer_parameters - shape.in_four_bits // shape.layers)
+
+
+def _root_gathered(shape: ModelShape, settings: RankSettings) -> int:
+    """A rank that holds frozen weights whole does not gather them."""
+    return 0 if settings.shards == 1 and shape.adapter else shape.root_parameters
 
 
 def _dequantized(shape: ModelShape, settings: RankSettings) -> float:
@@ -275,9 +285,20 @@ def optimizer_step(shape: ModelShape, settings: RankSettings) -> Terms:
     return {"gradients": MASTER * shape.trained / settings.shards}
 
 
-def weight_export(shape: ModelShape, bucket: float = 0.0) -> Terms:
-    """The largest full float32 tensor, as weights are exported one by one; two buckets."""
-    return {"largest tensor": MASTER * shape.largest, "buckets": 2 * bucket}
+def weight_export(shape: ModelShape, settings: RankSettings, bucket: float = 0.0, sends_adapter: bool = False) -> Terms:
+    """The largest full tensor, as they are exported one by one; two buckets.
+
+    A frozen weight that is not sharded is not copied; one with an adapter is merged with it in float32.
+    """
+    copied = settings.shards > 1
+    merged = (settings.compute * (copied or shape.in_four_bits > 0) + 2 * MASTER) * shape.hidden * shape.intermediate
+    if not shape.adapter:
+        largest = MASTER * shape.largest
+    elif sends_adapter:
+        largest = MASTER * shape.largest_of_adapter
+    else:
+        largest = max(settings.compute * shape.largest * copied, merged)
+    return {"largest tensor": largest, "buckets": 2 * bucket}
 
 
 def cache_per_token(shape: ModelShape, dtype: int) -> int:

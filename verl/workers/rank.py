@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from verl.lora import Lora, add_adapter
+from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.nf4 import num_in_four_bits
 from verl.pretrained import language_weights
 from verl.single_controller.group import WorkerContext
@@ -147,15 +148,22 @@ class TrainingRank:
             engine.param_bytes * (not offload.params) + engine.trained_bytes * moments * (not offload.optimizer)
             for engine, offload, moments in shared
         )
-        largest = _MASTER * max(each.numel() for each in policy.parameters())
+        sent = (each for _, each in adapter_tensors(policy)) if self.policy.sends_adapter else policy.parameters()
+        largest = _MASTER * max(each.numel() for each in sent)
         return resident + largest + 2 * bucket_bytes + spec.compute_dtype.itemsize * self._num_gathered()
 
     def _num_gathered(self) -> int:
-        """Parameters gathered in a forward: two layers and everything outside of layers; all if nothing is sharded."""
+        """Parameters gathered in a forward: two layers and everything outside of layers; all if nothing is sharded.
+
+        Frozen ones are not gathered by a rank that holds them whole.
+        """
         policy = self.policy.engine.module
         assert isinstance(policy, PackedPolicy)
         layers = decoder_layers(policy)
-        total, layer = (sum(each.numel() for each in module.parameters()) for module in (policy, layers[0]))
+        total, layer = (
+            sum(each.numel() for each in module.parameters() if isinstance(each, DTensor))
+            for module in (policy, layers[0])
+        )
         return total if self.policy.engine.unsharded else total - (len(layers) - 2) * layer
 
     @property

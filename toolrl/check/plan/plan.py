@@ -123,6 +123,10 @@ class Plan:
         room = self.hardware.memory_gib * GIB
         return max(layers_to_checkpoint(each, pack, settings, room, held) for each in self._trained)
 
+    @property
+    def _sends_adapter(self) -> bool:
+        return bool(self.policy.adapter) and self.config.lora.sync == "adapter"
+
     def memory(self) -> dict[str, Terms]:
         """{phase: bytes by term} of a training rank; "engine": of one engine's share of a device."""
         return {**self._phases(), "engine": self.engine()}
@@ -132,8 +136,11 @@ class Plan:
             "rollout": {},
             **self._passes(self.pack),
             "step": _largest(optimizer_step(model, self.rank) for model in self._trained),
-            "weight_sync": {**weight_export(self.policy, BUCKET_BYTES), "gathered": gathered(self.policy, self.rank)},
-            "save": weight_export(self.policy),  # full tensors, one at a time
+            "weight_sync": {
+                **weight_export(self.policy, self.rank, BUCKET_BYTES, self._sends_adapter),
+                "gathered": gathered(self.policy, self.rank),
+            },
+            "save": weight_export(self.policy, self.rank),  # full tensors, one at a time
         }
         return {phase: self._resident(phase) | terms for phase, terms in temporary.items()}
 
@@ -363,7 +370,7 @@ class Plan:
         cost = FROZEN if self.policy.adapter else TRAINING
         epochs = config.actor.ppo_epochs * (cost + checkpointed)
         parameters = self.policy.trained + (self.critic.trained if self.critic else 0)
-        sent = self.policy.trained if config.lora.sync == "adapter" else self.policy.parameters
+        sent = self.policy.trained if self._sends_adapter else self.policy.parameters
         moved = _OPTIMIZER_BYTES * parameters * config.updates_per_step
         return {
             "rollout": self._rollout(engines, speed),

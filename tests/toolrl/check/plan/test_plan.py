@@ -677,7 +677,9 @@ def test_an_adapter_costs_its_states_and_one_copy_of_the_base() -> None:
     settings = RankSettings(compute=2, shards=1)
     terms = resident(adapter, settings) | updating(adapter, PackShape(2048, 1024), settings)
     assert sum(terms[name] for name in ("parameters", "optimizer", "gradients")) == 16 * 1e8 + 2 * 6.9e9
-    assert terms["gathered"] == 2 * (adapter.root_parameters + 2 * adapter.layer_parameters)
+    assert terms["gathered"] == 2 * (2 * 100_000_000 // 28)  # two layers' part of the adapter
+    sharded = updating(adapter, PackShape(2048, 1024), replace(settings, shards=2))
+    assert sharded["gathered"] == 2 * (adapter.root_parameters + 2 * adapter.layer_parameters)
     plans = [plan_of([], shape=shape) for shape in (SEVEN, adapter)]
     whole, few = (each.memory()["rollout"] for each in plans)
     assert "reference" in whole and "reference" not in few
