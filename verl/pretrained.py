@@ -157,8 +157,9 @@ def read_causal_lm(
     Raises ConfigError if there is no model, weights are missing, surplus, of other shapes or not finite, and for a
     pickle that would run code. Weights of a part that the model does not have, as a reward model's head, are a warning.
     """
-    quiet = transformers_logging.get_verbosity()
+    quiet, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # replaces its table of missing weights with the one-line error below
+    transformers_logging.disable_progress_bar()
     try:
         with readable(path, key):
             config = read_model_config(path, key)
@@ -174,6 +175,8 @@ def read_causal_lm(
             )
     finally:
         transformers_logging.set_verbosity(quiet)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     shapes = [f"{name} {tuple(there)} instead of {tuple(needed)}" for name, there, needed in info["mismatched_keys"]]
