@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -389,16 +390,23 @@ def _disk_errors(directory: str | None) -> Iterator[None]:
 
 
 def encoded(row: Any) -> bytes:
-    """A row as JSON. Raises DataError for NaN, an infinity and what JSON does not have."""
+    """A row, or a data class, as JSON. Raises DataError for NaN, an infinity and what JSON does not have."""
     try:
-        return json.dumps(row, separators=(",", ":"), allow_nan=False).encode()
+        return json.dumps(row, separators=(",", ":"), allow_nan=False, default=_fields_of).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise _not_stored(row, error) from error
 
 
+def _fields_of(value: Any) -> dict[str, Any]:
+    """`dataclasses.asdict` would copy all that is in them, which takes a tenth of the time to check a row."""
+    if not is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} is no JSON value")
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
 def _not_stored(row: Any, error: Exception) -> DataError:
     try:
-        check_values(row)
+        check_values(asdict(row) if is_dataclass(row) and not isinstance(row, type) else row)
     except JsonError as found:
         return found.in_data()
     except RecursionError:

@@ -6,7 +6,7 @@ files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> endless
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -218,7 +218,7 @@ class TaskSet(Sequence[Task]):
             try:
                 made = [to_tasks(row, id, turns, name, names) for row, id in zip(rows, ids, strict=True)]
                 tasks = [task for each in made for task in each]
-                stored = [encoded(asdict(task)) for task in tasks]
+                stored = [encoded(task) for task in tasks]
             except DataError as error:
                 self.report.add_bad(error.at(file=self.source, row=number), max_bad_share)
                 continue
