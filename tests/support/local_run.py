@@ -46,6 +46,9 @@ class Here(LocalGroup):
     nodes: Sequence[str] = ("here",)
     gpus: Sequence[Sequence[str]] = ((),)
 
+    def started(self) -> None:
+        """It is."""
+
 
 class OneProcess:
     """What `start_workers` needs of a cluster."""
@@ -53,7 +56,7 @@ class OneProcess:
     def pool(self, *_: Any) -> None:
         """There is one place."""
 
-    def group(self, role: str, make: Callable[[WorkerContext], Any], *_: Any) -> Here:
+    def group(self, role: str, make: Callable[[WorkerContext], Any], *_: Any, **__: Any) -> Here:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -148,17 +149,29 @@ def largest_pack(config: Config, prompt: float) -> PackShape:
     return PackShape.of(tokens, prompt, response, n, n > 1)
 
 
-def start_ranks(
-    config: Config, cluster: Cluster, algorithm: Algorithm, device: str, total_steps: int
-) -> tuple[RayGroup, PlacementGroup, list[int]]:
-    """(trainer ranks, their placement group with slots for colocated engines, each rank's bundle index in it)."""
+def rank_pool(config: Config, cluster: Cluster, device: str) -> tuple[PlacementGroup, list[int]]:
+    """(the ranks' placement group with slots for colocated engines, each rank's bundle index in it)."""
     gpus, per_node = (1.0 if device == "cuda" else 0.0), config.trainer.n_gpus_per_node
     slots = 2.0 if config.rollout.colocated else 1.0
     node = Bundle(per_node * slots, per_node * gpus)
     pool = cluster.pool([node] * config.trainer.nnodes, "STRICT_SPREAD" if config.trainer.nnodes > 1 else "PACK")
+    return pool, [rank // per_node for rank in range(config.num_ranks)]
+
+
+def start_ranks(
+    config: Config,
+    cluster: Cluster,
+    pool: PlacementGroup,
+    nodes: Sequence[int],
+    algorithm: Algorithm,
+    device: str,
+    total_steps: int,
+    wait: bool = True,
+) -> RayGroup:
+    """pool, nodes: of `rank_pool`; wait: as for `Cluster.group`"""
     spec = rank_spec(abs_paths(config), algorithm, device, total_steps)
-    nodes = [rank // per_node for rank in range(config.num_ranks)]
-    return cluster.group("trainer", partial(build_rank, spec), pool, Bundle(1.0, gpus), nodes), pool, nodes
+    bundle = Bundle(1.0, 1.0 if device == "cuda" else 0.0)
+    return cluster.group("trainer", partial(build_rank, spec), pool, bundle, nodes, wait=wait)
 
 
 def abs_paths(config: Config) -> Config:

@@ -11,7 +11,7 @@ from functools import partial
 
 from verl.algorithms.algorithm import Algorithm
 from verl.build.engines import compiling_pays, sequence_length, share_beside, speculation, start_engine, with_limits
-from verl.build.ranks import abs_paths, start_ranks
+from verl.build.ranks import abs_paths, rank_pool, start_ranks
 from verl.build.transport import WeightTransport, cpu_transport, gpu_transport
 from verl.config.schema import Config
 from verl.errors import EngineError
@@ -74,26 +74,29 @@ def start_workers(
     check_engine_options(config.rollout.engine_options)
     config = abs_paths(config)
     gpus, parallel = (1.0 if device == "cuda" else 0.0), config.rollout.tensor_model_parallel_size
-    colocated = config.rollout.colocated
-    on_phase("ranks")
-    trainer, pool, nodes = start_ranks(config, cluster, algorithm, device, total_steps)
-    if config.model.enable_gradient_checkpointing == "auto":
-        number = trainer.call(TrainingRank.checkpointed_layers)[0]
-        _log.warning("model.enable_gradient_checkpointing=auto: updates recompute %d layers", number)
-    on_gpus = device == "cuda" and config.rollout.name == "vllm"
+    colocated, on_gpus = config.rollout.colocated, device == "cuda" and config.rollout.name == "vllm"
+    beside = device == "cuda" and colocated  # engines get the ranks' GPUs, and what these leave of them
+    on_phase("ranks" if beside else "ranks and engine")
+    pool, nodes = rank_pool(config, cluster, device)
+    trainer = start_ranks(config, cluster, pool, nodes, algorithm, device, total_steps, wait=beside)
     share = share_beside(config, trainer) if on_gpus and colocated else None
-    if share is not None:
-        config = with_limits(config, trainer, share)
+    limited = config if share is None else with_limits(config, trainer, share)
+    if beside:
+        on_phase("engine")
     compiled = device == "cpu" and compiling_pays(config, total_steps)
-    make = partial(start_engine, config, device, share=share, compiled=compiled)
-    on_phase("engine")
+    make = partial(start_engine, limited, device, share=share, compiled=compiled)
     if colocated:
         shared = [range(first * parallel, (first + 1) * parallel) for first in range(config.num_engines)]
         places = [nodes[ranks[0]] for ranks in shared]
         devices = [tuple(gpu for rank in ranks for gpu in trainer.gpus[rank]) for ranks in shared]
-        engines = cluster.group("rollout", make, pool, Bundle(1.0, 0.0), places, devices)
+        engines = cluster.group("rollout", make, pool, Bundle(1.0, 0.0), places, devices, wait=False)
     else:
         bundle = Bundle(1.0, gpus * parallel)
-        engines = cluster.group("rollout", make, cluster.pool([bundle] * config.num_engines), bundle)
-    transport = gpu_transport(config, trainer) if on_gpus else cpu_transport(trainer.nodes, engines.nodes)
+        engines = cluster.group("rollout", make, cluster.pool([bundle] * config.num_engines), bundle, wait=False)
+    trainer.started()  # first, as an engine that cannot read the model says less
+    engines.started()
+    if config.model.enable_gradient_checkpointing == "auto":
+        number = trainer.call(TrainingRank.checkpointed_layers)[0]
+        _log.warning("model.enable_gradient_checkpointing=auto: updates recompute %d layers", number)
+    transport = gpu_transport(limited, trainer) if on_gpus else cpu_transport(trainer.nodes, engines.nodes)
     return Workers(trainer, engines, transport)

@@ -151,10 +151,12 @@ class Cluster:
         bundle: Bundle,
         places: Sequence[int] | None = None,
         devices: Sequence[tuple[str, ...]] | None = None,
+        wait: bool = True,
     ) -> RayGroup:
         """One worker in each of the pool's bundles `places` (default: all), created there by `factory(context)`.
 
         devices: accelerators of each worker if Ray should not choose them, because another group has reserved them
+        wait: until all are created; else the group's `started` waits
         """
         _pickle_user_files_by_value()
         chosen = range(len(pool.bundle_specs)) if places is None else places
@@ -170,6 +172,8 @@ class Cluster:
         host, port = group.addresses()[0]
         contexts = [WorkerContext(rank, size, host, port, devices[rank] if devices else ()) for rank in range(size)]
         group.make(factory, contexts)
+        if wait:
+            group.started()
         return group
 
 
@@ -332,6 +336,7 @@ class RayGroup:
         self._home_nodes = self.nodes  # nodes of the workers and of their replacements
         self._factory: Callable[[WorkerContext], Any] | None = None
         self._contexts: Sequence[WorkerContext] = ()
+        self._made: Sequence[Any] = ()
         self._reasons: dict[int, str] = {}  # by process id: reason why a worker was killed
         self._closed = threading.Event()
         watch = StopWatch(health_timeout_s)
@@ -359,9 +364,13 @@ class RayGroup:
         return self._gather([actor.address.remote() for actor in self._actors], "address")
 
     def make(self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext]) -> None:
+        """Have the workers created, and return at once."""
         self._factory, self._contexts = factory, contexts
-        made = [actor.make.remote(factory, context) for actor, context in zip(self._actors, contexts, strict=True)]
-        self._gather(made, "start")
+        self._made = [each.make.remote(factory, context) for each, context in zip(self._actors, contexts, strict=True)]
+
+    def started(self) -> None:
+        """Wait until all workers are created. Raises their first error."""
+        self._gather(self._made, "start")
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._fetch(self.call_ref(function, *args), task_name(function))

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ from toolrl.check.preflight.local_group import LocalGroup
 from verl.errors import ConfigError
 from verl.registry import resolve
 from verl.single_controller.group import WorkerContext, WorkerError, WorkerGroup, WorkerLostError, WorkerView
-from verl.single_controller.ray import Bundle, Cluster, OutOfMemoryError, PlacementGroup, RayGroup, ray
+from verl.single_controller.ray import (
+    Bundle,
+    Cluster,
+    OutOfMemoryError,
+    PlacementGroup,
+    RayGroup,
+    ray,
+    remove_placement_group,
+)
 
 Sockets = list[tuple[str, int, str]]  # (address, port, process name)
 BUNDLE, SEATED = Bundle(1.0), Bundle(0.5)  # a place has room for two
@@ -185,6 +194,31 @@ def test_functions_of_the_users_files_travel(cluster: Cluster, pool: PlacementGr
     group = cluster.group("users", Worker, pool, SEATED)
     assert group.call(apply, fourfold, 3) == [12, 12]
     group.close()
+
+
+class Late:
+    """A worker that starts once the other one's file is there, and leaves its own."""
+
+    def __init__(self, own: Path, others: Path, seat: WorkerContext) -> None:
+        own.touch()
+        deadline = time.monotonic() + 60
+        while not others.exists():
+            assert time.monotonic() < deadline, "the other group did not start"
+            time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_two_groups_start_at_the_same_time(cluster: Cluster, tmp_path: Path) -> None:
+    files, pools = (tmp_path / "a", tmp_path / "b"), [cluster.pool([BUNDLE]) for _ in range(2)]
+    groups = [
+        cluster.group("late", partial(Late, *each), pool, SEATED, wait=False)
+        for each, pool in zip((files, files[::-1]), pools, strict=True)
+    ]
+    for group in groups:
+        group.started()
+        group.close()
+    for pool in pools:
+        remove_placement_group(pool)
 
 
 def test_verbs_in_this_process() -> None:

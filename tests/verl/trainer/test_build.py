@@ -410,7 +410,9 @@ class Rooms:
         self.pools.append([bundle.num_cpus for bundle in bundles])
         return self.pools[-1]
 
-    def group(self, role: str, make: Any, room: list[float], bundle: Bundle, places: Any = None, *_: Any) -> Any:
+    def group(
+        self, role: str, make: Any, room: list[float], bundle: Bundle, places: Any = None, *_: Any, **__: Any
+    ) -> Any:
         for place in range(len(room)) if places is None else places:
             room[place] -= bundle.num_cpus
         return Mock(nodes=["here"], gpus=[()] * 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolrl.analysis.replay.record import Record, made_by, read_record, record_path, recorded_steps
 from verl.build.algorithm import algorithm_of
-from verl.build.ranks import start_ranks
+from verl.build.ranks import rank_pool, start_ranks
 from verl.build.run import build_learner
 from verl.checkpoint.manifest import verify
 from verl.config.foreign_code import named_code
@@ -125,7 +125,7 @@ def learner_before(plan: ReplayPlan, target: Record, config: Config, cluster: Cl
     device, total_steps = str(target.made_by["device"]), int(target.made_by["total_steps"])
     _log_differences("here", made_by(config, device, total_steps), target.made_by)
     algorithm = algorithm_of(config)
-    ranks, _, _ = start_ranks(config, cluster, algorithm, device, total_steps)
+    ranks = start_ranks(config, cluster, *rank_pool(config, cluster, device), algorithm, device, total_steps)
     try:
         if plan.start is not None:
             ranks.call(TrainingRank.load, plan.start)
