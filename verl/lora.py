@@ -32,6 +32,7 @@ ALL_LINEAR = "all-linear"
 _ALPHA = 32.0  # with it the best learning rate hardly depends on the rank (https://thinkingmachines.ai/blog/lora/)
 _ADAPTER = "default"  # peft's name of a model's only adapter
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BASE_NAME = "base_model_name_or_path"
 _MOST_CONFIG = 1 << 20  # bytes
 _PREFIX = "base_model.model."  # of the names in peft's files
 _EXPERTS = "experts"
@@ -81,7 +82,7 @@ def _read_config(path: str) -> dict[str, Any]:
     try:
         read = json.loads(untrusted_files.read(Path(path), _CONFIG, _MOST_CONFIG))
         targets = read["target_modules"]
-        found = {"rank": read["r"], "alpha": float(read["lora_alpha"]), "base": read.get("base_model_name_or_path")}
+        found = {"rank": read["r"], "alpha": float(read["lora_alpha"]), "base": read.get(_BASE_NAME)}
     except (DataError, OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"lora.path: no adapter of peft can be read from {path!r} ({in_short(error)})") from error
     if unsupported := [name for name in _UNSUPPORTED if read.get(name)]:
@@ -104,6 +105,12 @@ def base_of(path: str) -> str:
     if not isinstance(base, str) or not base:
         raise ConfigError(f"the adapter {path!r} names no base: base_model_name_or_path in {_CONFIG} is {base!r}")
     return base
+
+
+def name_base(folder: Path, base: str) -> None:
+    """Name another folder or hub name as the base of the adapter in a folder."""
+    config = json.loads((folder / _CONFIG).read_text())
+    (folder / _CONFIG).write_text(json.dumps({**config, _BASE_NAME: base}, indent=2) + "\n")
 
 
 def check_targets(lora: Lora, model_path: str) -> None:

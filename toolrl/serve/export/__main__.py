@@ -1,7 +1,8 @@
-"""Write a trained model for other programs: toolrl export RUN --format hf|gguf --out DIR
+"""Write a trained model for other programs: toolrl export RUN --format hf|adapter|gguf --out DIR
 
-hf: a folder for transformers and vLLM, with the chat template, the tool parser and the model card. gguf: one file for
-llama.cpp and programs based on it (docs/serving.md).
+hf: a folder for transformers and vLLM, with the chat template, the tool parser and the model card. adapter: the same
+with the adapter of a run with lora.rank, in peft's files, in place of the model. gguf: one file for llama.cpp and
+programs based on it (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolrl.serve.export.folder import copy_model, new_folder
+from toolrl.serve.export.folder import add_base_argument, copy_model, new_folder
 from toolrl.serve.openai_server.served_model import add_format_arguments, find_model
 from verl.errors import VerlError
 from verl.host.arguments import Arguments
@@ -20,8 +21,9 @@ from verl.host.exits import write_error
 def arguments() -> Arguments:
     parser = Arguments("toolrl export", __doc__)
     add_format_arguments(parser)
-    parser.add_argument("--format", choices=("hf", "gguf"), default="hf")
+    parser.add_argument("--format", choices=("hf", "adapter", "gguf"), default="hf")
     parser.add_argument("--out", type=Path, required=True, help="new folder")
+    add_base_argument(parser)
     parser.add_argument("--dtype", choices=("f16", "q8_0"), default="f16", help="of the weights in GGUF")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="table for the card")
     return parser
@@ -31,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().read(argv)
     try:
         with new_folder(options.out) as folder:
-            if options.format == "hf":
-                copy_model(options, folder)
+            if options.format != "gguf":
+                copy_model(options, folder, options.format == "adapter")
             else:
                 from toolrl.serve.export.gguf_file import write_gguf
 

@@ -27,10 +27,8 @@ _SETTINGS = {  # label -> key of the configuration
     "Rollouts per prompt": "rollout.n",
     "Learning rate": "actor.optim.lr",
 }
-_HEAD = [
-    *("---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [tool-calling, toolrl]", "---"),
-    *("", "# A model that calls tools", ""),
-]
+_OF_MODEL = ["library_name: transformers"]
+_TAGS = ["pipeline_tag: text-generation", "tags: [tool-calling, toolrl]"]
 _SERVING = [
     "Requests with `tools` are rendered as in training, and answers have `tool_calls`:",
     "",
@@ -48,13 +46,19 @@ _SERVING = [
 
 
 def model_card(
-    folder: Path, state: Mapping[str, Any], tool_call_format: str | None, problem: str = "", results: Sequence[str] = ()
+    folder: Path,
+    state: Mapping[str, Any],
+    tool_call_format: str | None,
+    problem: str = "",
+    results: Sequence[str] = (),
+    base: str | None = None,
 ) -> str:
     """The text of the card.
 
     folder: of the model; state: of its checkpoint
     problem: why there are no files for servers, if so
     results: tables of `toolrl eval`, in Markdown
+    base: of an adapter
     """
     settings = state.get("resume_config", {})
     facts = {label: settings.get(key) for label, key in _SETTINGS.items()}
@@ -65,7 +69,24 @@ def model_card(
     facts["Digest of the training tasks"] = _digest(folder / TRAIN_TASKS)
     rows = [f"| {label} | {_shorten(value)} |" for label, value in facts.items()]
     serving = [f"There is no chat template for servers: {problem}"] if problem else _SERVING
-    lines = [*_HEAD, f"Trained with toolrl {__version__}.", "", "| | |", "|---|---|", *rows]
+    kind = _OF_MODEL if base is None else ["library_name: peft", f"base_model: {base}"]
+    title = "A model that calls tools" if base is None else "An adapter that calls tools"
+    if base is not None and not problem:
+        serving = ["Load it with peft beside its base; `tool_chat_template.jinja` renders requests as in training."]
+    lines = [
+        "---",
+        *kind,
+        *_TAGS,
+        "---",
+        "",
+        f"# {title}",
+        "",
+        f"Trained with toolrl {__version__}.",
+        "",
+        "| | |",
+        "|---|---|",
+        *rows,
+    ]
     lines += ["", "## Results", "", *_results(state), *results, "", "## Serving", "", *serving]
     return "\n".join(lines) + "\n"
 

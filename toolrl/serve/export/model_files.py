@@ -24,11 +24,13 @@ def write_model_files(
     chosen: TrainedFormat | None = None,
     results: Sequence[str] = (),
     user_code: bool = False,
+    base: str | None = None,
 ) -> None:
     """Add the files to a model's folder.
 
     state: of its checkpoint; chosen: its tool-call format, instead of that of the record
     results: tables for the card; user_code: whether the record may name code, as that of the running training
+    base: of an adapter, which the folder has in place of a model
     A model that cannot be served gets a card with the reason.
     """
     model = TrainedModel(folder, state.get("resume_config", {}), state)
@@ -41,7 +43,8 @@ def write_model_files(
         problem = str(error).removeprefix(f"{folder}: ").replace(str(folder), "its folder")  # which is a temporary one
     if "rollout.temperature" in model.settings:
         _write_generation_config(folder / GENERATION_CONFIG_NAME, model.settings)
-    write_serving_files(folder, {CARD: model_card(folder, state, trained.name if trained else None, problem, results)})
+    name = trained.name if trained else None
+    write_serving_files(folder, {CARD: model_card(folder, state, name, problem, results, base)})
 
 
 def _write_generation_config(path: Path, settings: Mapping[str, Any]) -> None:

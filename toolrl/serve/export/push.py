@@ -1,7 +1,7 @@
-"""Upload a trained model to the hub: toolrl push RUN OWNER/NAME [--private]
+"""Upload a trained model to the hub: toolrl push RUN OWNER/NAME [--private] [--adapter]
 
-The folder is that of `toolrl export --format hf`. The token is $HF_TOKEN, or that of `hf auth login`; $HF_ENDPOINT
-names another hub.
+The folder is that of `toolrl export --format hf`, or with --adapter that of `--format adapter`. The token is $HF_TOKEN,
+or that of `hf auth login`; $HF_ENDPOINT names another hub.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolrl.serve.export.folder import copy_model
+from toolrl.serve.export.folder import add_base_argument, copy_model
 from toolrl.serve.openai_server.served_model import add_format_arguments
 from verl.errors import ConfigError, VerlError
 from verl.host.arguments import Arguments
 from verl.host.exits import write_error
 from verl.host.files import unwritable
+from verl.lora import base_of
 from verl.text import in_short
 
 _REACH_TIMEOUT_S = 10.0
@@ -28,6 +29,8 @@ def arguments() -> Arguments:
     parser.add_argument("repository", metavar="OWNER/NAME")
     parser.add_argument("--private", action="store_true", help="if the repository is created")
     parser.add_argument("--revision", help="branch, created if missing (default: main)")
+    parser.add_argument("--adapter", action="store_true", help="alone, of a run with lora.rank")
+    add_base_argument(parser)
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="table for the card")
     return parser
 
@@ -36,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().read(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="toolrl-push-") as folder:
-            copy_model(options, Path(folder))
+            copy_model(options, Path(folder), options.adapter)
+            if options.adapter:
+                _check_base(base_of(folder))
             url = upload(Path(folder), options.repository, options.private, options.revision)
     except VerlError as error:
         return write_error(error)
@@ -44,6 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return write_error(unwritable(Path(tempfile.gettempdir()), error))
     sys.stdout.write(f"{url}\n")
     return 0
+
+
+def _check_base(base: str) -> None:
+    """Raises ConfigError for a folder of this machine, which an upload would name."""
+    if Path(base).is_absolute() or Path(base).exists():
+        hint = "name it on the hub: --base OWNER/NAME. That of lora.base_dtype=nf4 is another model than your own: "
+        raise ConfigError(f"the adapter's base is the folder {base}; {hint}upload it first, by toolrl push FOLDER ..")
 
 
 def upload(folder: Path, repository: str, private: bool, revision: str | None) -> str:

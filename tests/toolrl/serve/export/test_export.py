@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import torch
 
 from tests.toolrl.serve.openai_server.test_serve import SETTINGS, make_run
 from toolrl.cli import main as toolrl
@@ -24,6 +25,7 @@ from toolrl.serve.export.card import model_card
 from toolrl.serve.export.model_files import write_model_files
 from toolrl.serve.openai_server.serving_files import CHAT_TEMPLATE, TOOL_PARSER
 from verl.data.overlap import TRAIN_TASKS
+from verl.lora import Lora, base_of, save_adapter
 
 ROLLOUT = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0}
 
@@ -75,6 +77,43 @@ def test_a_folder_has_the_files_of_servers_and_a_card_of_the_record(tmp_path: Pa
     sampling = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert sampling["eos_token_id"] == 2
     assert {key: sampling[key] for key in ROLLOUT} == {**ROLLOUT, "top_k": 0}
+
+
+def with_adapter(run: Path, base: str) -> Path:
+    """The run with an adapter of this base beside its merged copy."""
+    tensors = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 8)}
+    save_adapter(Lora(4, 8.0, ("all-linear",)), tensors, run / "checkpoints" / "step-000048" / "adapter", base)
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_is_written_with_the_files_of_servers_and_its_base(tmp_path: Path) -> None:
+    run = with_adapter(make_run(tmp_path / "run"), "/home/me/base")
+    for name, arguments, base in (("own", [], "/home/me/base"), ("given", ["--base", "me/base"], "me/base")):
+        out = tmp_path / name
+        assert ended("export", str(run), "--format", "adapter", "--out", str(out), *arguments) == 0
+        assert base_of(str(out)) == base and {"r": 4, "lora_alpha": 8}.items() <= config_of(out).items()
+        names = {path.name for path in out.iterdir()}
+        assert {"adapter_model.safetensors", CHAT_TEMPLATE, TOOL_PARSER, "tokenizer.json", "README.md"} <= names
+        assert not names & {"model.safetensors", "config.json"}
+        card = (out / "README.md").read_text().splitlines()
+        assert {"library_name: peft", f"base_model: {base}", "# An adapter that calls tools"} <= {*card}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_adapter_or_no_public_base_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = make_run(tmp_path / "whole")
+    assert ended("export", str(whole), "--format", "adapter", "--out", str(tmp_path / "out")) == 2
+    assert "has no adapter: it was trained without lora.rank" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    run = with_adapter(make_run(tmp_path / "run"), "/home/me/base")
+    assert ended("push", str(run), "me/mini", "--adapter") == 2
+    assert "the adapter's base is the folder /home/me/base; name it on the hub" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_served_gets_a_card_with_the_reason(tmp_path: Path) -> None:
@@ -196,6 +235,18 @@ def test_the_folder_is_uploaded_with_its_card(tmp_path: Path) -> None:
     assert b"A model that calls tools" in base64.b64decode(files["README.md"]["content"])
     weights = (run / "checkpoints" / "step-000048" / "hf" / "model.safetensors").read_bytes()
     assert server.stored[files["model.safetensors"]["oid"]] == weights
+
+
+@pytest.mark.long
+def test_an_adapter_is_uploaded_alone(tmp_path: Path) -> None:
+    run = with_adapter(make_run(tmp_path / "run"), "/home/me/base")
+    with hub() as server:
+        done = push(run, server.address, "secret", "--adapter", "--base", "me/base")
+    assert done.returncode == 0, done.stderr[-2000:]
+    _, lines = server.commit
+    files = {line["value"]["path"]: line["value"] for line in lines if line["key"] in ("file", "lfsFile")}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    assert json.loads(base64.b64decode(files["adapter_config.json"]["content"]))["base_model_name_or_path"] == "me/base"
 
 
 @pytest.mark.long
