@@ -82,8 +82,8 @@ def _check_experts(config: PretrainedConfig) -> None:
             raise ConfigError(
                 f"it has layers with state and experts ({found}). vLLM does not load their weights again as "
                 "they are: in its CPU build 0.32 identical ones changed log-probs by 1.0 to 1.4 nats in qwen3_5_moe "
-                f"and qwen3_next; other families have not run. Models of model_type={config.model_type} without experts "
-                "are trained (docs/training.md)"
+                f"and qwen3_next; other families have not run. Models of model_type={config.model_type} without "
+                "experts are trained (docs/training.md)"
             )
 
 
