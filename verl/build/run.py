@@ -452,7 +452,7 @@ def build_meter(workers: WorkerGroup, device: str, adapter: bool = False) -> Met
         return None
     info: ModelInfo = workers.call(TrainingRank.model_info)[0]
     sizes = info.parameters, info.layers, info.attention_width, info.head_parameters, info.selecting_parameters
-    shape = DecoderShape(*sizes)
+    shape = DecoderShape(*sizes, states=info.state_products)
     return Meter(shape, peak_flops(info.device), workers.size, FROZEN if adapter else TRAINING)
 
 

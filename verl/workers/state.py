@@ -112,9 +112,14 @@ def separate_states(decoder: nn.Module) -> None:
 def experts_beside_state(model: nn.Module) -> str | None:
     """The class of a model's experts if it has layers with state, too; None without. Raises like `separate_states`."""
     modules = list(model.modules())
-    if not any(_cache_of(module) for module in modules):
+    if not any(map(has_state, modules)):
         return None
     return next((name for module in modules if (name := type(module).__name__).endswith(_EXPERTS)), None)
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether the module is a layer with state, set up for packs or not."""
+    return isinstance(module.forward, BySegments) or _cache_of(module) is not None
 
 
 def _cache_of(module: nn.Module) -> str | None:
