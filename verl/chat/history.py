@@ -68,6 +68,8 @@ def check_history(observations: ObservationTokenizer, users: bool) -> str | None
     users: whether messages of users may follow a turn, beside results of tools
     Raises ConfigError if a variable of the chat template keeps the turns as they are.
     """
+    if observations.raw:
+        return None
     chat = observations.chat
     shown = observations.tool_call_format.observation((_RESULT,), "")
     followers = [] if isinstance(shown, str) else [tuple(shown)]
