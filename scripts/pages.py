@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gpu.measurements import OK, SESSIONS, measured  # noqa: E402
 from bench.gpu.table import ASSET, place, shown  # noqa: E402
+from scripts import families as known  # noqa: E402
 from toolrl.algorithms import COLUMNS, presets, row  # noqa: E402
 from toolrl.analysis.collapse.collapse import COLLAPSE_RULES  # noqa: E402
 from toolrl.cli import GROUPS  # noqa: E402
@@ -174,6 +175,11 @@ def on_a_gpu() -> str:
     return f"**Run on a GPU**: {cards}, {right} of {len(measured(SESSIONS))} [measurements]({CARDS}) as expected. "
 
 
+def families() -> str:
+    """What is known of every family of models with layers with state or with towers."""
+    return "\n" + table(known.COLUMNS, known.rows()) + "\n"
+
+
 def gpu() -> str:
     """Every measurement of bench/gpu/short.py, what it shows, and its outcome; below, the figures."""
     results = gpu_results()
@@ -272,6 +278,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
         collapse,
         commands,
         diagram,
+        families,
         folders,
         gpu,
         metrics,

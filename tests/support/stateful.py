@@ -60,3 +60,14 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 STATEFUL = {**DENSE, **WITH_EXPERTS}
+# The same model types as in DENSE, but with experts.
+EXPERTS_OF_DENSE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {**DENSE["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        **DENSE["nemotron_h"],
+        **_EXPERTS,
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}

@@ -25,7 +25,7 @@ from verl.single_controller.group import WorkerContext
 from verl.single_controller.ray import RayGroup, joins
 from verl.transfer.bucket import BUCKET_BYTES
 from verl.units import GIB
-from verl.workers.memory import ModelShape, cache_per_token
+from verl.workers.memory import ModelShape, cache_per_sequence, cache_per_token
 from verl.workers.rank import TrainingRank
 
 _COMPILED_FROM = 130_000  # decoding passes of a run: three times what a small model needs, as responses end early
@@ -165,8 +165,9 @@ def default_num_seqs(config: Config, shape: ModelShape, share_bytes: float) -> i
         return None
     tokens = config.data.max_prompt_length / rollout.n + config.data.max_response_length  # a group shares its prompt
     parallel = rollout.tensor_model_parallel_size
-    weights, per_token = shape.parameters * itemsize / parallel, cache_per_token(shape, itemsize) / parallel
-    return MANY_SEQUENCES if many_fit(share_bytes - weights, per_token * tokens) else None
+    weights = shape.parameters * itemsize / parallel
+    cached = (cache_per_token(shape, itemsize) * tokens + cache_per_sequence(shape, itemsize)) / parallel
+    return MANY_SEQUENCES if many_fit(share_bytes - weights, cached) else None
 
 
 def build_sampling(config: Config, stop_token_ids: tuple[int, ...]) -> Sampling:

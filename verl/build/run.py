@@ -28,6 +28,7 @@ from verl.build.scorer import build_scorer
 from verl.build.teacher import check_teacher, connect_teacher
 from verl.build.transport import connect
 from verl.build.workers import Workers, start_workers
+from verl.chat.history import check_history
 from verl.chat.template import ChatTemplate
 from verl.checkpoint.checkpoint import STATE, CheckpointStore, read_state
 from verl.checkpoint.contents import contents_of
@@ -138,6 +139,7 @@ def load_inputs(config: Config) -> Inputs:
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
     check_rewards(algorithm, rewards.for_tasks(rewards.require_gold(chain(*train))))
     check_golds(episode_runner, rewards, chain(*train, *val.values()))
+    _check_history(config, episode_runner)
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
     online_eval = hooks.BENCHMARKS.load()(config, chat) if config.eval.benchmarks else None
     allow = None if config.eval.allow_train_overlap else "eval.allow_train_overlap=true"
@@ -153,6 +155,14 @@ def load_inputs(config: Config) -> Inputs:
         reports=reports,
         train_tasks=train_tasks,
     )
+
+
+def _check_history(config: Config, episode_runner: EpisodeRunner) -> None:
+    """For episodes of several turns, but for those of programs, whose histories are their own."""
+    if episode_runner.limits.max_turns > 1 and config.env.name != "agent":
+        note = check_history(episode_runner.observations, users=config.env.name != "tool")
+        if note is not None:
+            _log.warning("%s", note)
 
 
 def warn_of_other_prompts(config: Config) -> None:
@@ -442,7 +452,7 @@ def build_meter(workers: WorkerGroup, device: str, adapter: bool = False) -> Met
         return None
     info: ModelInfo = workers.call(TrainingRank.model_info)[0]
     sizes = info.parameters, info.layers, info.attention_width, info.head_parameters, info.selecting_parameters
-    shape = DecoderShape(*sizes)
+    shape = DecoderShape(*sizes, states=info.state_products)
     return Meter(shape, peak_flops(info.device), workers.size, FROZEN if adapter else TRAINING)
 
 

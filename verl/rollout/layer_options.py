@@ -12,9 +12,10 @@ from typing import Any
 from verl.errors import ConfigError
 
 _DELTA_NETS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-_MAMBA2 = ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2")
+_MAMBA2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
 _SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 _NEED_TRITON = ("olmo_hybrid",)
+_REMOVED = ("bamba",)  # vLLM 0.23 was the last release with a class of it
 _IMPORT_TORCHVISION = ("qwen3_5_text", "qwen3_5_moe_text")  # and all multimodal models
 
 
@@ -24,6 +25,8 @@ def check_layers(model_type: str, dtype: str, on_cpu: bool, multimodal: bool = F
     model_type: of config.json; dtype: of the engine
     """
     refused = f"rollout.name=vllm cannot run {model_type}"
+    if model_type in _REMOVED:
+        raise ConfigError(f"{refused}: since 0.24 it has no class of this model; set rollout.name=hf")
     if on_cpu and model_type in _NEED_TRITON:
         raise ConfigError(f"{refused} on a CPU: its layers need Triton; set rollout.name=hf")
     if on_cpu and model_type in _DELTA_NETS and dtype != "bfloat16":

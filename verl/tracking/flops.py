@@ -1,10 +1,11 @@
 """Floating-point operations of a decoder, and model FLOPs utilization (MFU).
 
-A multiply-add is two operations. With N non-embedding parameters, K layers of attention width H, a segment of L
-computed tokens after a cached prefix of P tokens, and logits at R positions of a head with V parameters, a forward pass
-costs
+A multiply-add is two operations. With N non-embedding parameters, K layers with attention of width H, S multiply-adds
+of a token with the states of other layers, a segment of L computed tokens after a cached prefix of P tokens, and logits
+at R positions of a head with V parameters, a forward pass costs
 
     2 N L                          the matrices, without those that only see the R positions: 2 M R
+    + 2 S L                        gated delta nets and Mamba2 (`verl/workers/state_cost.py`)
     + 4 K H (L P + L (L + 1) / 2)  scores and weighted values of causal attention
     + 2 V R                        the head
 
@@ -59,10 +60,11 @@ class DecoderShape:
     """The formula's parameters of a dense decoder."""
 
     parameters: int  # without embeddings and output head
-    layers: int
+    layers: int  # with attention
     hidden: int  # width of attention: heads times head size
     head_parameters: int = 0  # hidden size times vocabulary, tied or not
     selecting: int = 0  # M, of the parameters: of matrices that are applied where logits are alone
+    states: int = 0  # S, of all layers
 
 
 def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_logits: int = 0) -> float:
@@ -70,7 +72,10 @@ def forward_flops(shape: DecoderShape, segments: Iterable[tuple[int, int]], num_
     total = 2.0 * (shape.head_parameters + shape.selecting) * num_logits
     for length, prefix in segments:
         pairs = length * prefix + length * (length + 1) / 2
-        total += 2.0 * (shape.parameters - shape.selecting) * length + 4.0 * shape.layers * shape.hidden * pairs
+        total += (
+            2.0 * (shape.parameters - shape.selecting + shape.states) * length
+            + 4.0 * shape.layers * shape.hidden * pairs
+        )
     return total
 
 

@@ -18,6 +18,7 @@ from verl.nf4 import num_in_four_bits
 from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.pre_norm import selects_in_last_layer
+from verl.workers.state_cost import StateCost, state_cost
 
 Terms = dict[str, float]
 
@@ -35,7 +36,7 @@ class ModelShape:
     """The sizes of a decoder that determine its memory."""
 
     parameters: int  # tied weights counted once
-    layer_parameters: int  # per layer, which is sharded as a unit; everything else is the root unit
+    layer_parameters: int  # per layer (the mean), which is sharded as a unit; everything else is the root unit
     largest: int  # parameters of the largest tensor
     layers: int
     hidden: int
@@ -50,6 +51,12 @@ class ModelShape:
     adapter: int = 0  # of the parameters, those of an adapter, trained alone; 0: all are trained
     largest_of_adapter: int = 0  # parameters of its largest tensor
     in_four_bits: int = 0  # of the parameters, those that every rank holds in NF4, not sharded
+    states: StateCost | None = None  # of layers with state, if there are some
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention, whose keys and values are cached."""
+        return self.layers if self.states is None else self.states.attending
 
     @property
     def trained(self) -> int:
@@ -112,10 +119,12 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
     layers = decoder_layers(module)
     named = dict(layers[0].named_parameters())
     width = head_size(config)
+    decoder = module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
     quantized, adapter = num_in_four_bits(module), [each.numel() for _, each in adapter_tensors(module)]
+    in_layers = sum(each.numel() for layer in layers for each in layer.parameters())
     return ModelShape(
         parameters=sum(each.numel() for each in module.parameters()) + quantized,
-        layer_parameters=sum(each.numel() for each in named.values()) + num_in_four_bits(layers[0]),
+        layer_parameters=(in_layers + sum(map(num_in_four_bits, layers))) // len(layers),
         largest=max(each.numel() for each in module.parameters()),
         layers=len(layers),
         hidden=config.hidden_size,
@@ -126,12 +135,11 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic returns one value
         norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
         head_norms=any("q_norm" in name for name in named),
-        selects=selects_in_last_layer(
-            module.model.get_decoder() if isinstance(module, PackedPolicy) else module.decoder
-        ),
+        selects=selects_in_last_layer(decoder),
         adapter=sum(adapter),
         largest_of_adapter=max(adapter, default=0),
         in_four_bits=quantized,
+        states=state_cost(decoder),
     )
 
 
@@ -302,8 +310,16 @@ def weight_export(shape: ModelShape, settings: RankSettings, bucket: float = 0.0
 
 
 def cache_per_token(shape: ModelShape, dtype: int) -> int:
-    """Bytes of one token's keys and values over all layers."""
-    return 2 * shape.layers * shape.key * dtype
+    """Bytes of one token's keys and values over all layers with attention."""
+    return 2 * shape.attending * shape.key * dtype
+
+
+def cache_per_sequence(shape: ModelShape, dtype: int) -> int:
+    """Bytes of a sequence's states, which do not grow with it: vLLM keeps them in the dtype of the model.
+
+    Its blocks are as large as the largest of attention and states; what they leave empty is not counted.
+    """
+    return 0 if shape.states is None else shape.states.elements * dtype
 
 
 def pack_tokens(limit: int, group: float, groups: int, ranks: int) -> float:

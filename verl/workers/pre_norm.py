@@ -9,6 +9,7 @@ of the positions.
 from __future__ import annotations
 
 from functools import partial
+from inspect import Parameter, signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -93,8 +94,12 @@ def is_pre_norm_layer(module: nn.Module) -> bool:
     hidden, *matrices = (torch.randn(each, generator=generator, device="cpu") for each in shapes)
     before, attention, after, mlp = (partial(linear, weight=each) for each in matrices)
     parts = (before, lambda hidden_states, **_: (attention(hidden_states), None), after, mlp)
+    kinds = {name: value for name, value in vars(module).items() if isinstance(value, str)}  # attention, or a state
+    forward = type(module).forward
+    needed = [name for name, each in signature(forward).parameters.items() if each.default is Parameter.empty]
+    others = dict.fromkeys({"position_embeddings"}.intersection(needed))
     try:
-        output = type(module).forward(SimpleNamespace(**dict(zip(_LAYER, parts, strict=True))), hidden)
+        output = forward(SimpleNamespace(**kinds, **dict(zip(_LAYER, parts, strict=True))), hidden, **others)
     except (AttributeError, TypeError, ValueError):  # it has further parts, arguments or results
         return False
     middle = hidden + attention(before(hidden))

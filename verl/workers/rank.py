@@ -41,6 +41,7 @@ from verl.workers.model import (
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 from verl.workers.pre_norm import selecting_parameters
+from verl.workers.state_cost import state_cost
 
 _MASTER = 4  # bytes of a float32 parameter
 _MOMENTS = 2  # AdamW's, per parameter
@@ -82,10 +83,11 @@ class ModelInfo:
 
     device: str
     parameters: int  # without embeddings and head
-    layers: int
+    layers: int  # with attention
     attention_width: int  # all query heads together
     head_parameters: int
     selecting_parameters: int  # the last layer's MLP, if only trained positions pass it
+    state_products: int  # multiply-adds of a token with the states of layers that have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +123,18 @@ class TrainingRank:
         shape = policy.model.config.get_text_config()
         embeddings = {policy.model.get_input_embeddings().weight, policy.model.get_output_embeddings().weight}
         embedding = max(each.numel() for each in embeddings)
+        states = state_cost(policy.model.get_decoder())
         of_text = {each for _, each in language_weights(policy.model, policy.model.named_parameters())}
         return ModelInfo(
             device=torch.cuda.get_device_name() if self.spec.device == "cuda" else "cpu",
             parameters=sum(each.numel() for each in of_text)
             + num_in_four_bits(policy.model)
             - embedding * len(embeddings),
-            layers=shape.num_hidden_layers,
+            layers=shape.num_hidden_layers if states is None else states.attending,
             attention_width=shape.num_attention_heads * head_size(shape),
             head_parameters=embedding,
             selecting_parameters=selecting_parameters(policy.model.get_decoder()),
+            state_products=0 if states is None else states.products,
         )
 
     def held_bytes(self, bucket_bytes: int) -> float:

@@ -23,6 +23,7 @@ from verl.batch.packed import Segment
 from verl.errors import ConfigError
 
 _CACHES = ("cache_params", "past_key_values")  # names of the cache among a layer's arguments
+_EXPERTS = "Experts"  # the end of their class's name in transformers, in every family
 _WRITES_TAIL = "update_conv_state"  # the method of the cache that such layers call, and no other
 # Scans of transformers that begin without a state whenever they compute several tokens: Mamba's, unlike Mamba2's.
 _FORGETS = "mamba_selective_scan"
@@ -106,6 +107,19 @@ def separate_states(decoder: nn.Module) -> None:
             module.forward = BySegments(module, cache)
         if found:
             layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
+
+
+def experts_beside_state(model: nn.Module) -> str | None:
+    """The class of a model's experts if it has layers with state, too; None without. Raises like `separate_states`."""
+    modules = list(model.modules())
+    if not any(map(has_state, modules)):
+        return None
+    return next((name for module in modules if (name := type(module).__name__).endswith(_EXPERTS)), None)
+
+
+def has_state(module: nn.Module) -> bool:
+    """Whether the module is a layer with state, set up for packs or not."""
+    return isinstance(module.forward, BySegments) or _cache_of(module) is not None
 
 
 def _cache_of(module: nn.Module) -> str | None:

@@ -55,12 +55,14 @@ FAMILIES = {
     "qwen3_instruct_2507": "hermes",
     "qwen3_5_think": "qwen3_coder",
     "qwen3_6": "qwen3_coder",
+    "qwen3_8": "qwen3_coder",
     "llama3_1": "llama3_json",
     "llama3_2": "llama3_json",
     "glm4moe": "glm45",
     "lfm2_2_5": "lfm2",
     "gemma4": "gemma4",
     "nemotron_3_nano": "qwen3_coder",
+    "nemotron_3_5_lightning": "qwen3_coder",
 }
 SINGLE = ("llama3_1", "llama3_2")  # their templates render one call a turn
 

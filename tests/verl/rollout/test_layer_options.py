@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+from scripts.families import FAMILIES, TESTED
 from tests.conftest import ROOT
 from tests.support.multimodal import MULTIMODAL
-from tests.support.stateful import DENSE
+from tests.support.stateful import DENSE, EXPERTS_OF_DENSE, WITH_EXPERTS
+from tests.verl.chat.test_native import needs_vllm
 from verl.build.engines import check_engine_layers
 from verl.config.schema import Config, ModelConfig, RolloutConfig, TrainerConfig
 from verl.errors import ConfigError
@@ -58,7 +63,7 @@ def test_a_missing_torchvision_is_an_error_with_the_way_out(monkeypatch: pytest.
 
 
 def in_short(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What vLLM's CPU build does with a model, as in the documentation's table."""
+    """What vLLM's CPU build needs for a model, as in the documentation's table."""
     needs: list[str] = []
     monkeypatch.setattr(module, "find_spec", needs.append)  # returns None: not installed
     torchvision = ""
@@ -67,7 +72,9 @@ def in_short(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
             check_layers(kind, dtype, True, kind in MULTIMODAL)
         except ConfigError as error:
             if "Triton" in str(error):
-                return "refused"
+                return "refused: needs Triton"
+            if "no class" in str(error):
+                return "refused: no class"
             torchvision = "needs torchvision" if needs else torchvision
     monkeypatch.setattr(module, "find_spec", lambda name: name)
     try:
@@ -77,23 +84,41 @@ def in_short(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
         dtypes = "in bfloat16"
     options = layer_options(kind, True, {})
     without = {"enable_prefix_caching": "without prefix cache", "compilation_config": "without its own operators"}
-    return ", ".join(filter(None, [dtypes, *(without[name] for name in options), torchvision])) or "as any model"
+    return ", ".join(filter(None, [dtypes, *(without[name] for name in options), torchvision]))
 
 
-def test_the_documentation_lists_what_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    section = text.partition("### Layers with state, and multimodal models")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `") and "model_type" not in line]
-    rows = [re.findall(r"[^|]+", line) for line in lines]
-    listed = {kind: (cells[1].strip(), cells[2].strip()) for cells in rows for kind in re.findall("`(.+?)`", cells[0])}
-    assert listed.keys() == {*DENSE, *MULTIMODAL}
-    assert {kind: limits for kind, (limits, _) in listed.items()} == {
-        kind: in_short(kind, monkeypatch) for kind in listed
+def test_the_table_of_families_has_what_an_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = {kind: family for family in FAMILIES if family.refused is None for kind in family.kinds}
+    assert trained.keys() == {*DENSE, *MULTIMODAL}
+    assert {kind: family.needs for kind, family in trained.items()} == {
+        kind: in_short(kind, monkeypatch) for kind in trained
     }
+
+
+def test_the_table_of_families_has_what_tests_compare() -> None:
     compared = (ROOT / "tests" / "verl" / "rollout" / "test_vllm_state.py").read_text(encoding="utf-8")
-    assert {kind: yes for kind, (_, yes) in listed.items()} == {
-        kind: "yes" if f'"{kind}"' in compared else "no" for kind in listed
-    }
+    for family in FAMILIES:
+        for kind in family.kinds:
+            assert (family.compared == TESTED) is (f'"{kind}"' in compared)
+    refused = {kind for family in FAMILIES if family.refused for kind in family.kinds}
+    assert {*WITH_EXPERTS} <= refused and {*EXPERTS_OF_DENSE} <= {*DENSE}
+
+
+@needs_vllm
+def test_the_table_of_families_has_the_classes_of_this_vllm() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    for family in FAMILIES:
+        for kind in family.kinds:
+            names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)}
+            assert bool(names & {*known}) is (kind != "bamba"), kind
+
+
+def test_a_removed_class_is_refused_on_any_device() -> None:
+    for on_cpu in (True, False):
+        with pytest.raises(ConfigError, match=r"cannot run bamba: since 0\.24 it has no class of this model"):
+            check_layers("bamba", "bfloat16", on_cpu)
 
 
 def test_towers_are_not_loaded() -> None:

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conftest import ROOT
 from tests.support.multimodal import MULTIMODAL
-from tests.support.stateful import DENSE
+from tests.support.stateful import DENSE, EXPERTS_OF_DENSE, WITH_EXPERTS
 from tests.verl.batch.test_packing import random_samples
 from tests.verl.rollout.test_hf_engine import generate, trainer_logprobs
 from tests.verl.workers.test_fused import FORMULAS
@@ -187,6 +187,7 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "logits_scaling": 8.0},
     "falcon_h1": {"lm_head_multiplier": 0.0390625},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 
 
@@ -219,6 +220,32 @@ def test_unsupported_architectures_are_refused_before_training(
     path = saved(CONFIG_MAPPING[kind](**settings), tmp_path)
     with pytest.raises(ConfigError, match=f"^critic.path: .* cannot be trained.*{reason}"):
         check_packs(path, 512, "critic.path")
+
+
+@pytest.mark.parametrize(("kind", "settings"), [*WITH_EXPERTS.items(), *EXPERTS_OF_DENSE.items()])
+def test_experts_beside_layers_with_state_are_refused_by_name(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also where one layer of many has experts."""
+    config = tiny_config(kind, **settings)
+    pattern = (
+        rf"^model.path: .* cannot be trained: it has layers with state and experts \(\w+Experts\).*model_type={kind} "
+    )
+    with pytest.raises(ConfigError, match=pattern):
+        check_packs(saved(config, tmp_path), 512)
+
+
+@pytest.mark.parametrize("kind", [*EXPERTS_OF_DENSE])
+def test_dense_models_of_the_same_type_are_accepted(kind: str, tmp_path: Path) -> None:
+    check_packs(saved(tiny_config(kind, **DENSE[kind]), tmp_path), 512)
+
+
+def test_experts_in_a_late_layer_are_found(tmp_path: Path) -> None:
+    """A small copy has two layers, and both are dense here."""
+    late = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3, "decoder_sparse_step": 6}
+    config = tiny_config("qwen3_next", **{**WITH_EXPERTS["qwen3_next"], **late})
+    with pytest.raises(ConfigError, match="Qwen3NextExperts"):
+        check_packs(saved(config, tmp_path), 512)
 
 
 LONGROPE = {"rope_type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 10000.0}

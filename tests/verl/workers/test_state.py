@@ -93,6 +93,20 @@ def test_random_packs_equal_separate_sequences(kind: str, seed: int) -> None:
     assert largest_gap(ours, torch.autograd.grad(loss, [*plain.parameters()], allow_unused=True)) < BOUND
 
 
+def test_a_last_layer_with_attention_goes_on_with_trained_positions_alone() -> None:
+    """As in Qwen 3.5; equality with all positions is that of the packs above. One with state returns all."""
+    batch = batch_of(some_samples(0))
+    packed = pack(make_units(batch, share_prefix=True, max_tokens=10_000), batch)
+    seen = []
+    for kinds in (["linear_attention", "full_attention"], ["full_attention", "linear_attention"]):
+        config = tiny_config("qwen3_5_text", **{**STATEFUL["qwen3_5_text"], "layer_types": kinds})
+        policy = PackedPolicy(AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED))
+        last = decoder_layers(policy)[-1].get_submodule("mlp")
+        last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+        policy(packed, 1.0, False)
+    assert seen == [len(packed.source), len(packed.token_ids)]
+
+
 def of_chain(segments: Sequence[Segment], number: int) -> list[Segment]:
     """A segment behind its prefix, behind the prefix of that one, and so on."""
     prefix = segments[number].prefix

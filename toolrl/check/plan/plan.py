@@ -46,6 +46,7 @@ from verl.workers.memory import (
     PackShape,
     RankSettings,
     Terms,
+    cache_per_sequence,
     cache_per_token,
     gathered,
     layers_to_checkpoint,
@@ -191,7 +192,7 @@ class Plan:
         rollout = self.config.rollout
         weights = self.policy.parameters * self._engine_bytes / rollout.tensor_model_parallel_size
         if rollout.name == "hf":
-            cache = self.max_num_seqs * self.longest * self._cache_per_token
+            cache = self.max_num_seqs * self._cache_of_longest
         elif self.hardware.on_cpu:
             cache = rollout.kv_cache_gib * GIB
         else:
@@ -212,7 +213,7 @@ class Plan:
     @property
     def sequences(self) -> float:
         """Sequences of maximum length that fit into one engine's KV cache."""
-        return self.engine()["KV cache"] / (self._cache_per_token * self.longest)
+        return self.engine()["KV cache"] / self._cache_of_longest
 
     @property
     def max_num_seqs(self) -> int:
@@ -248,8 +249,11 @@ class Plan:
         return _BYTES[engine_dtype(self.config)]
 
     @property
-    def _cache_per_token(self) -> float:
-        return cache_per_token(self.policy, self._engine_bytes) / self.config.rollout.tensor_model_parallel_size
+    def _cache_of_longest(self) -> float:
+        """Bytes of keys, values and states of a sequence of maximum length."""
+        shape, size = self.policy, self._engine_bytes
+        cached = self.longest * cache_per_token(shape, size) + cache_per_sequence(shape, size)
+        return cached / self.config.rollout.tensor_model_parallel_size
 
     @property
     def longest(self) -> int:
@@ -424,6 +428,7 @@ class Plan:
         waves = math.ceil(samples / config.num_engines / self.max_num_seqs)
         weights = self._engine_bytes * (shape.parameters + shape.head_parameters) * config.num_engines
         cached = samples * (prompt + response / 2) * cache_per_token(self.policy, self._engine_bytes)
+        cached += samples * 2 * cache_per_sequence(self.policy, self._engine_bytes)  # read and written
         decode = max(computed / speed.flops, response * (waves * weights + cached) / speed.bytes_per_s)
         return (prefill / speed.flops + decode) / devices, "prefill FLOP / F + max(decode FLOP / F, bytes / W)"
 
@@ -481,7 +486,8 @@ def read_shape(
 
 def decoder_of(shape: ModelShape) -> DecoderShape:
     matrices = shape.layers * shape.layer_parameters
-    return DecoderShape(matrices, shape.layers, shape.query, shape.hidden * shape.vocabulary)
+    products = 0 if shape.states is None else shape.states.products
+    return DecoderShape(matrices, shape.attending, shape.query, shape.hidden * shape.vocabulary, states=products)
 
 
 def read_lengths(config: Config, chat: ChatTemplate, files: Sequence[Sequence[Task]], prompt_ids: PromptIds) -> Lengths:

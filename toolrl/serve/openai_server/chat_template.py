@@ -30,6 +30,7 @@ def serving_chat_template(
     separate_turns: bool = False,
     bos_token: str = "",
     refusals: str = "",
+    thoughts: str = "",
 ) -> str:
     """The chat template that renders messages and tools as this format and the model's chat template do in training.
 
@@ -39,12 +40,14 @@ def serving_chat_template(
     separate_turns: the policy was trained in episodes of several turns, not on rows with a history
     bos_token: put before prompts without a chat template
     refusals: errors for what the model's chat template would drop (dropped.py)
+    thoughts: where the model's chat template takes them from, if it lists the tools (thoughts.py)
     Raises ConfigError for a format whose prompts cannot be written as a template.
     """
     variables = (f"{{%- set {key} = {literal(value)} -%}}" for key, value in (options or {}).items())
     head = "".join([_file("common"), *variables])
     if tool_call_format.template_tools:
-        return _before(head + _file("tools_only") + refusals, base)
+        moved = thoughts and thoughts + _file("thoughts")
+        return _before(head + _file("tools_only") + moved + refusals, base)
     body = tool_call_format.serving_template if isinstance(tool_call_format, PromptTemplateMixin) else None
     if body is None:
         raise ConfigError(

@@ -14,6 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from toolrl.serve.openai_server.chat_template import serving_chat_template
 from toolrl.serve.openai_server.dropped import refusals
 from toolrl.serve.openai_server.served_model import TrainedFormat
+from toolrl.serve.openai_server.thoughts import thought_places
 from verl.chat.native import NativeFormat
 from verl.chat.observations import ObservationTokenizer
 from verl.chat.template import ChatTemplate
@@ -71,6 +72,7 @@ def serving_texts(folder: Path, trained: TrainedFormat) -> Mapping[str, str]:
         separate_turns=trained.separate_turns,
         bos_token=_bos(tokenizer) if raw else "",
         refusals="" if raw else refusals(chat, tool_call_format.template_tools),
+        thoughts=thought_places(chat) if tool_call_format.template_tools else "",
     )
     if isinstance(tool_call_format, NativeFormat):
         tool_call_format = tool_call_format.bound(chat)  # an error here, not in the server
