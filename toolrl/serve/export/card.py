@@ -73,20 +73,8 @@ def model_card(
     title = "A model that calls tools" if base is None else "An adapter that calls tools"
     if base is not None and not problem:
         serving = ["Load it with peft beside its base; `tool_chat_template.jinja` renders requests as in training."]
-    lines = [
-        "---",
-        *kind,
-        *_TAGS,
-        "---",
-        "",
-        f"# {title}",
-        "",
-        f"Trained with toolrl {__version__}.",
-        "",
-        "| | |",
-        "|---|---|",
-        *rows,
-    ]
+    head = ["---", *kind, *_TAGS, "---", "", f"# {title}", "", f"Trained with toolrl {__version__}.", ""]
+    lines = [*head, "| | |", "|---|---|", *rows]
     lines += ["", "## Results", "", *_results(state), *results, "", "## Serving", "", *serving]
     return "\n".join(lines) + "\n"
 
