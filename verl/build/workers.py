@@ -93,7 +93,7 @@ def start_workers(
     else:
         bundle = Bundle(1.0, gpus * parallel)
         engines = cluster.group("rollout", make, cluster.pool([bundle] * config.num_engines), bundle, wait=False)
-    trainer.started()  # first, as an engine that cannot read the model says less
+    trainer.started()  # first: it describes files that an engine cannot read either
     engines.started()
     if config.model.enable_gradient_checkpointing == "auto":
         number = trainer.call(TrainingRank.checkpointed_layers)[0]
