@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from tests.conftest import ROOT
 from tests.support.metric_names import known as is_metric
 from toolrl.cli import COMMANDS
 from toolrl.commands import CHAT, EVAL, GENERATE, LAB, PLAN, PROBE
+from toolrl.reward_score.rubric import read_rubric
 from verl.config.commands import SFT, TRAIN, Command
 from verl.config.load import RECIPES, known_keys, load_config
 from verl.data.tasks import TaskSet, to_task
@@ -275,6 +277,14 @@ def check_mermaid(block: Block) -> None:
         raise ConfigError("no flowchart, or its brackets do not match")
 
 
+def check_rubric(block: Block) -> None:
+    """A file of TOML is the rubric of a judge."""
+    with NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(block.code)
+        file.flush()
+        read_rubric(file.name)
+
+
 def check_text(block: Block) -> None:
     """Output and pictures: no command hides in them from the tests."""
     hidden = [line for line in block.code.splitlines() if re.match(r"(toolrl|bash|python|pip|pytest) ", line)]
@@ -288,6 +298,7 @@ CHECKS: Mapping[str, Callable[[Block], None]] = {
     "json": check_json,
     "yaml": check_yaml,
     "mermaid": check_mermaid,
+    "toml": check_rubric,
     "text": check_text,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.commands import TRAIN, Command, all_but, check_env_judges, keys_of
+from verl.config.commands import TRAIN, Command, all_but, check_verdicts, keys_of
 from verl.config.schema import Config, EnvConfig
 from verl.errors import ConfigError
 
@@ -16,7 +16,7 @@ def _check_probe(config: Config) -> None:
         raise ConfigError(f"rollout.n must be from 2 (advantages are group-relative) to {_MAX_RESPONSES}, got {n}")
     if temperature == 0:
         raise ConfigError(f"rollout.temperature must be positive, as in training, got {temperature}")
-    check_env_judges(config)
+    check_verdicts(config)
 
 
 def _check_eval(config: Config) -> None:
@@ -28,13 +28,13 @@ def _check_eval(config: Config) -> None:
     chosen, own = config.eval.handler, config.env.tool_call_format
     if own is not None and chosen not in (_DEFAULTS.eval.handler, own):
         raise ConfigError(f"eval.handler={chosen} and env.tool_call_format={own} differ: leave eval.handler out")
-    check_env_judges(config)
+    check_verdicts(config)
 
 
 def _check_generate(config: Config) -> None:
     if not config.eval.output.endswith(".jsonl"):
         raise ConfigError(f"eval.output must end in .jsonl, the form of the transcripts, got {config.eval.output!r}")
-    check_env_judges(config)
+    check_verdicts(config)
 
 
 _ROWS = keys_of("data", "columns map split_turns prompt_template truncation max_bad_share user_code")

@@ -63,6 +63,7 @@ REWARDS: Mapping[str, str] = {
     "artist_tools": "toolrl.papers.rewards.artist:ArtistToolsReward",
     "bfcl": "toolrl.benchmarks.bfcl.reward:BfclReward",
     "gsm8k": "toolrl.reward_score.gsm8k:Gsm8kReward",
+    "judge": "toolrl.reward_score.judge:JudgeReward",
     "math": "toolrl.reward_score.math:MathReward",
     "math_dapo": "toolrl.reward_score.math_dapo:MathDapoReward",
     "number": "toolrl.reward_score.number:NumberReward",

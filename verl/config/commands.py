@@ -10,6 +10,7 @@ from verl.config.schema import Config, TrainerConfig
 from verl.errors import ConfigError
 
 _DEFAULTS = Config()
+_JUDGE_S = 15.0  # default of a judge's timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _check_training(config: Config) -> None:
             f"rollout.max_reuse={rollout.max_reuse}: steps that reuse groups draw fewer prompts, so the "
             "number of steps does not follow from trainer.total_epochs; set trainer.total_training_steps"
         )
-    check_env_judges(config)
+    check_verdicts(config)
     for name, options in config.reward.terms.items():
         given, limit = options.get("max_calls"), config.env.call_limit  # c of the paper is this limit
         if name in ("otc_ppo", "otc_grpo") and config.env.multi_turn and given != limit:
@@ -110,10 +111,17 @@ def _check_packs(config: Config) -> None:
         )
 
 
-def check_env_judges(config: Config) -> None:
-    """With reward=env and an environment that does not judge, all rewards would be 0."""
+def check_verdicts(config: Config) -> None:
+    """With reward=env and an environment that does not judge, all rewards would be 0. A judge that is late must fail by
+    its own limit, before the response is scored as empty."""
     if "env" in config.reward.terms and config.env.name in ("single_turn", "tool"):
         raise ConfigError(f"reward.name=env needs an environment that judges; env.name={config.env.name} does not")
+    limit_s = config.reward.terms.get("judge", {}).get("timeout_s", _JUDGE_S)
+    if "judge" in config.reward.terms and isinstance(limit_s, int | float) and limit_s >= config.reward.timeout_s:
+        raise ConfigError(
+            f"reward.timeout_s={config.reward.timeout_s:g} must be above timeout_s={limit_s:g} of the judge's options: "
+            "beyond it a response is scored as an empty one, though the judge is late and not the policy wrong"
+        )
 
 
 def keys_of(group: str, names: str) -> tuple[str, ...]:

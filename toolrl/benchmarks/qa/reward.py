@@ -14,20 +14,18 @@ A judge that fails or answers neither yes nor no raises ServiceDownError, so tha
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from toolrl.reward_score.answers import accepted_answers, comparable, last_answer
-from toolrl.servers.chat_endpoint import ChatEndpoint, completion_text
+from toolrl.servers.chat_endpoint import ChatEndpoint
 from verl.errors import ConfigError, ServiceDownError
 from verl.formats.toolrl_text import THINK_END, shown_text
 from verl.types import Score, Task, Trajectory
 
 _JUDGE_KEYS = ("url", "model", "key_variable")
-_ATTEMPTS = 3
 _DEADLINE_S = 15.0  # limit for all attempts together
 _CHECK_S = 8.0  # limit for the check at start-up; below the limit for all services
 _JUDGED_CHARS = 2000  # longer answers are wrong without asking the judge
@@ -99,29 +97,9 @@ def _f1(answer: list[str], gold: list[str]) -> float:
 
 def _ask_judge(judge: Mapping[str, Any], question: str, golds: list[str], answer: str, deadline_s: float) -> bool:
     prompt = _QUESTION.format(question=question, gold=" or ".join(golds), answer=answer)
-    text = _completion(judge, prompt, deadline_s)
+    name = f"judge at {judge['url']}"
+    text = ChatEndpoint(**judge).ask([{"role": "user", "content": prompt}], deadline_s, name)
     verdict = _VERDICT.match(text)
     if verdict is None:
-        raise ServiceDownError(f"judge at {judge['url']}", f"answered neither yes nor no: {text[:80]!r}")
+        raise ServiceDownError(name, f"answered neither yes nor no: {text[:80]!r}")
     return verdict[1].lower() == "yes"
-
-
-def _completion(judge: Mapping[str, Any], prompt: str, deadline_s: float) -> str:
-    """The judge's completion. Retries quick failures; a timeout uses up the deadline."""
-    import httpx2  # rewards load without it
-
-    request = ChatEndpoint(**judge).request([{"role": "user", "content": prompt}])
-    ends, problem = time.monotonic() + deadline_s, ""
-    for _ in range(_ATTEMPTS):
-        left_s = ends - time.monotonic()
-        if left_s <= 0:
-            break
-        try:
-            return completion_text(httpx2.post(**request, timeout=left_s))
-        except httpx2.TimeoutException:
-            problem = f"did not answer within {deadline_s:g} s"
-        except ValueError as error:
-            problem = str(error)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            problem = f"{type(error).__name__}: {error}"
-    raise ServiceDownError(f"judge at {judge['url']}", problem)
