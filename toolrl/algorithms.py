@@ -31,6 +31,7 @@ def describe_extras(algorithm: Algorithm) -> str:
         "greedy baseline response": algorithm.greedy_baseline,
         "turn states": algorithm.needs_turns,
         f"entropy bonus {algorithm.entropy_coefficient:g}": algorithm.entropy_coefficient != 0.0,
+        f"entropy target {algorithm.entropy_target or 0:g}": algorithm.entropy_target is not None,
         "engine's old log-probs": algorithm.old_logprobs is OldLogprobs.ROLLOUT,
         "off-policy correction": algorithm.correction is not None,
         f"filter {', '.join(map(describe, algorithm.filters))}": bool(algorithm.filters),

@@ -33,6 +33,7 @@ ALGORITHMS: Mapping[str, str] = {
     "ipo": "verl.algorithms.losses.ipo:IPO",
     "opsm": "verl.algorithms.losses.opsm:OPSM",
     "high_entropy": "verl.algorithms.losses.high_entropy:HIGH_ENTROPY",
+    "skywork": "verl.algorithms.losses.skywork:SKYWORK",
     "vapo": "verl.algorithms.losses.vapo:VAPO",
     "kpop": "verl.algorithms.losses.kpop:KPOP",
     "simpletir": "verl.algorithms.estimators.simpletir:SIMPLETIR",

@@ -51,6 +51,7 @@ class Algorithm:
     kl: KLTerm = KLTerm()
     teacher_weight: float = 0.0  # of a teacher's advantages (distillation.py); 0: there is no teacher
     entropy_coefficient: float = 0.0
+    entropy_target: float | None = None  # nats; toward it the coefficient adapts (entropy.py). None: it is fixed
     needs_critic: bool = False
     needs_group: bool = True  # whether advantages need two or more responses to a prompt
     greedy_baseline: bool = False  # one extra greedy response per prompt, not trained on: AdvantageInputs.baseline_B

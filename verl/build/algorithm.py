@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from verl.algorithms.algorithm import Algorithm, KLTerm, load_preset
 from verl.algorithms.correction import Correction
+from verl.algorithms.entropy import AdaptiveEntropy
 from verl.algorithms.filters import FILTERS, Filter, name_of
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import Aggregation, KLPlacement, Level, OldLogprobs
@@ -88,7 +89,7 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     changes |= {"old_logprobs": old, "correction": _correction(config.correction, algorithm, old, max_staleness)}
     filters = None if config.filters is None else tuple(_filter(entry) for entry in config.filters)
     overrides: dict[str, Any] = {"entropy_coefficient": config.entropy_coefficient, "filters": filters}
-    overrides["max_resample_rounds"] = config.max_resample_rounds
+    overrides |= {"max_resample_rounds": config.max_resample_rounds, "entropy_target": config.entropy_target}
     changes |= {name: value for name, value in overrides.items() if value is not None}
     changes["overlong"] = _overlong(config, algorithm.overlong, max_response_length)
     changes["kl"] = _kl_term(config, algorithm.kl)
@@ -282,3 +283,11 @@ def build_kl_control(config: AlgorithmConfig, algorithm: Algorithm) -> AdaptiveK
     if algorithm.kl.placement is not KLPlacement.REWARD:
         raise ConfigError("algorithm.kl_target has no effect: it adapts the coefficient of KL in the reward")
     return AdaptiveKL(algorithm.kl.coefficient, config.kl_target)
+
+
+def build_entropy_control(algorithm: Algorithm) -> AdaptiveEntropy | None:
+    """The adaptive controller of the entropy bonus; None without a target. It begins with the fixed coefficient."""
+    if algorithm.entropy_target is None:
+        return None
+    first = algorithm.entropy_coefficient
+    return AdaptiveEntropy(algorithm.entropy_target, coefficient=first, bonus=first)

@@ -15,6 +15,7 @@ import torch
 from verl.algorithms.algorithm import Algorithm
 from verl.build.algorithm import (
     algorithm_of,
+    build_entropy_control,
     build_kl_control,
     check_algorithm,
     check_rewards,
@@ -389,6 +390,7 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, time
         teacher=build_teacher(config, ranks) if algorithm.teacher_weight else None,
         critic=Critic(WorkerView(ranks, "critic"), packing) if algorithm.needs_critic else None,
         kl_control=build_kl_control(config.algorithm, algorithm),
+        entropy_control=build_entropy_control(algorithm),
         timer=timer,
     )
 

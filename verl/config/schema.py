@@ -485,6 +485,7 @@ class AlgorithmConfig:
     kl_coefficient: float | None = None  # coefficient of the KL penalty
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
     entropy_coefficient: float | None = None  # coefficient of the entropy bonus
+    entropy_target: float | None = None  # entropy in nats toward which the coefficient adapts; default: fixed
     gamma: float | None = None  # discount factor of GAE and returns
     lam: float | None = None  # lambda of GAE
     options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's functions
@@ -497,7 +498,8 @@ class AlgorithmConfig:
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             _require(value is None or value in known, f"algorithm.{name}", f"one of {', '.join(known)}", value)
-        _positive(self, "algorithm.", "clip_low", "clip_high", "kl_target", "aggregation_length", "overlong_factor")
+        _positive(self, "algorithm.", "clip_low", "clip_high", "kl_target", "entropy_target")
+        _positive(self, "algorithm.", "aggregation_length", "overlong_factor")
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
         _at_least(1, self, "algorithm.", "max_resample_rounds")
         _at_least(0, self, "algorithm.", "overlong_buffer")

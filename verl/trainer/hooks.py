@@ -52,7 +52,9 @@ class NoWatch(Watch):
 class Recorder(Protocol):
     """Keeps what a step needs to be replayed."""
 
-    def write(self, step: int, batch: TokenBatch, kl_coefficient: float | None, metrics: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, batch: TokenBatch, coefficients: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> None:
         """Write the record of a step."""
 
     def truncate_after(self, step: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan
 
 import numpy as np
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.entropy import AdaptiveEntropy
 from verl.algorithms.kl import AdaptiveKL
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import nonzero_advantage_rows, policy_minibatch, with_advantages
@@ -49,6 +51,7 @@ class Learner:
     teacher: Policy | TeacherServer | None = None
     critic: Critic | None = None
     kl_control: AdaptiveKL | None = None
+    entropy_control: AdaptiveEntropy | None = None
     observer: UpdateObserver | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
 
@@ -71,7 +74,7 @@ class Learner:
             batch = self._with_scores(batch, plan)
         with self.timer.phase("advantage"):
             batch = with_advantages(batch, self._current_algorithm())
-            computed = nonzero_advantage_rows(batch, self.algorithm)
+            computed = nonzero_advantage_rows(batch, self._current_algorithm())
             if plan.deferred is not Deferred.ADVANTAGES:
                 check_advantages(batch, rows)
         with self.timer.phase("score"):
@@ -82,6 +85,10 @@ class Learner:
             batch = replace(batch, old_logprobs=batch.spread([(plan.rows[0], first_logprobs)], batch.old_logprobs))
             batch = with_advantages(batch, self._current_algorithm())
         metrics = {**learned, **self._step_metrics(batch)}
+        if self.entropy_control is not None:
+            metrics["actor/entropy_coefficient"] = self.entropy_control.bonus
+            if isfinite(entropy := learned.get("actor/entropy", nan)):  # none if no sample was computed
+                self.entropy_control.observe(entropy)
         for model in ("actor", "critic"):
             if is_left_out(metrics, model):
                 cause = describe_cause(batch, self.policy, rows)
@@ -149,10 +156,30 @@ class Learner:
         metrics = {**combined([each.metrics for each in policy_updates]), **combined(critic_updates)}
         return metrics, policy_updates[0].logprobs if policy_updates else None
 
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """The state of the adaptive controllers, empty without any."""
+        found = {} if self.kl_control is None else {"kl": self.kl_control.coefficient}
+        if self.entropy_control is not None:
+            found |= {"entropy": self.entropy_control.coefficient, "entropy_bonus": self.entropy_control.bonus}
+        return found
+
+    def restore(self, coefficients: Mapping[str, float]) -> None:
+        """The controllers' state from `coefficients`; one that has none there begins anew."""
+        if self.kl_control is not None and "kl" in coefficients:
+            self.kl_control.coefficient = coefficients["kl"]
+        if self.entropy_control is not None and "entropy" in coefficients:
+            self.entropy_control.coefficient = coefficients["entropy"]
+            self.entropy_control.bonus = coefficients["entropy_bonus"]
+
     def _current_algorithm(self) -> Algorithm:
-        if self.kl_control is None:
-            return self.algorithm
-        return replace(self.algorithm, kl=replace(self.algorithm.kl, coefficient=self.kl_control.coefficient))
+        """With the coefficients that the controllers have set."""
+        algorithm = self.algorithm
+        if self.kl_control is not None:
+            algorithm = replace(algorithm, kl=replace(algorithm.kl, coefficient=self.kl_control.coefficient))
+        if self.entropy_control is not None:
+            algorithm = replace(algorithm, entropy_coefficient=self.entropy_control.bonus)
+        return algorithm
 
     def _step_metrics(self, batch: TokenBatch) -> Metrics:
         """Metrics of the step's batch: the critic's fit, and the KL divergence, which the KL controller observes."""

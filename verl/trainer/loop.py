@@ -157,7 +157,7 @@ class TrainingRun:
             await run_in_daemon_thread(self.trainer.keeper.write, step, result.samples)
         recorder = self.checkpointing.recorder
         if recorder is not None and self.settings.record:
-            await run_in_daemon_thread(recorder.write, step, result.batch, result.kl_coefficient, metrics)
+            await run_in_daemon_thread(recorder.write, step, result.batch, result.coefficients, metrics)
         alarms = self.collapse.watch.observe(step, metrics)
         metrics |= {"collapse/triggered_rules": float(len(self.collapse.watch.triggered)), **self._memory()}
         if alarms:

@@ -5,7 +5,7 @@ tasks -> rollout -> samples -> score -> advantages -> updates -> weight sync
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ class TrainStepResult:
     metrics: Metrics
     groups: Sequence[TrajectoryGroup]  # all groups of the step, those that filters dropped too
     batch: TokenBatch  # as collected; with settings, weights and step number it determines the update
-    kl_coefficient: float | None  # the adaptive controller's at the start of the step, if there is one
+    coefficients: Mapping[str, float]  # `Learner.coefficients` at the start of the step
     samples: Any  # what the keeper collected; None without one
 
 
@@ -47,13 +47,13 @@ class PPOTrainer:
 
     async def train_step(self) -> TrainStepResult:
         """One step: generate, score, update, sync weights."""
-        timer, kl_control = self.learner.timer, self.learner.kl_control
+        timer = self.learner.timer
         timer.start()
         with timer.phase("rollout"):
             collected = await self.rollouts.take(self.step)
         groups = collected.drawn or collected.kept
         batch = to_batch(collected.kept, self.learner.config.env.trains_observations(self.step + 1))
-        kl_coefficient = kl_control.coefficient if kl_control else None
+        coefficients = self.learner.coefficients
         async with self.weight_sync.ranks:
             if not self._ahead:
                 with timer.phase("rollout"):
@@ -84,7 +84,7 @@ class PPOTrainer:
             metrics=metrics,
             groups=groups,
             batch=batch,
-            kl_coefficient=kl_coefficient,
+            coefficients=coefficients,
             samples=self.keeper.collect(collected.kept, groups, chosen, outcome, trace) if self.keeper else None,
         )
         self.step, self.learning = self.step + 1, False
@@ -122,12 +122,9 @@ class PPOTrainer:
 
     def state(self) -> dict[str, Any]:
         """The controller's state for a checkpoint, as plain JSON."""
-        control = self.learner.kl_control
-        coefficient = None if control is None else control.coefficient
-        return {"step": self.step, "kl_coefficient": coefficient, "rollouts": self.rollouts.state()}
+        return {"step": self.step, "coefficients": self.learner.coefficients, "rollouts": self.rollouts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.rollouts.restore(state["rollouts"])
-        if self.learner.kl_control is not None and state["kl_coefficient"] is not None:
-            self.learner.kl_control.coefficient = state["kl_coefficient"]
+        self.learner.restore(state["coefficients"])

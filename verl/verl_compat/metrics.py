@@ -35,7 +35,8 @@ def verl_step_metrics(
     starts = batch.bounds.tokens[batch.episode_bounds[:-1]]
     prompts = np.array([np.argmax(batch.action_mask[start:]) for start in starts])
     written = [num_written(each) for group in groups for each in group.trajectories]
-    plain = kl.placement is not KLPlacement.LOSS and not algorithm.entropy_coefficient
+    bonus = metrics.get("actor/entropy_coefficient", algorithm.entropy_coefficient)
+    plain = kl.placement is not KLPlacement.LOSS and not bonus
     total = int(batch.num_tokens.sum())
     return {
         **renamed(metrics),

@@ -22,6 +22,7 @@ from tests.support.tiny import MINI, run_overrides, save_tiny_model
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import KLTerm, load_preset
 from verl.algorithms.correction import Correction
+from verl.algorithms.entropy import AdaptiveEntropy
 from verl.algorithms.estimators.advantage import gae
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.filters import FILTERS, name_of
@@ -30,7 +31,14 @@ from verl.algorithms.losses.ppo import PPO
 from verl.algorithms.names import Aggregation, KLPlacement, Level, OldLogprobs
 from verl.algorithms.overlong import Overlong
 from verl.batch.samples import to_batch
-from verl.build.algorithm import _DOMAINS, build_algorithm, build_kl_control, check_algorithm, check_rewards
+from verl.build.algorithm import (
+    _DOMAINS,
+    build_algorithm,
+    build_entropy_control,
+    build_kl_control,
+    check_algorithm,
+    check_rewards,
+)
 from verl.build.engines import compiling_pays, share_beside, start_engine, with_limits, with_model_limits
 from verl.build.env import single_turn_runner
 from verl.build.ranks import abs_paths, check_device, choose_device, rank_spec, warn_of_slow_dtype
@@ -377,6 +385,16 @@ def test_the_kl_controller_is_made_where_a_target_is_set() -> None:
         build_kl_control(
             AlgorithmConfig(kl_target=0.1, kl_placement="none"), build_algorithm(AlgorithmConfig(name="grpo"), 64, 0)
         )
+
+
+def test_the_entropy_controller_is_made_where_a_target_is_set() -> None:
+    skywork = build_algorithm(AlgorithmConfig(name="skywork"), 64, 0)
+    assert build_entropy_control(skywork) == AdaptiveEntropy(target=0.2, coefficient=0.0, bonus=0.0)
+    config = AlgorithmConfig(name="toolrl_grpo", entropy_target=0.5)  # algorithm.entropy_target over a fixed bonus
+    assert build_entropy_control(build_algorithm(config, 64, 0)) == AdaptiveEntropy(0.5, coefficient=0.001, bonus=0.001)
+    assert build_entropy_control(build_algorithm(AlgorithmConfig(name="grpo"), 64, 0)) is None
+    with pytest.raises(ConfigError, match=r"algorithm\.entropy_target must be positive"):
+        AlgorithmConfig(entropy_target=0.0)
 
 
 @pytest.mark.parametrize(("placement", "shares"), [("colocated", True), ("separate", False)])

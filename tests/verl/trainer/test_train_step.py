@@ -28,6 +28,7 @@ from tests.verl.batch.test_segments import edited
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.algorithms.algorithm import Algorithm, KLTerm
 from verl.algorithms.correction import UNBOUNDED, Correction, token_weights
+from verl.algorithms.entropy import AdaptiveEntropy
 from verl.algorithms.estimators.advantage import AdvantageInputs
 from verl.algorithms.estimators.grpo import GRPO
 from verl.algorithms.estimators.reinforce_pp import reinforce_pp
@@ -124,6 +125,7 @@ def trainer(
     minibatches: int = 2,
     critic: Critic | None = None,
     control: AdaptiveKL | None = None,
+    entropy: AdaptiveEntropy | None = None,
     teacher: Policy | None = None,
 ) -> PPOTrainer:
     rollout_model = tiny_model("qwen2", tied=True, dtype=torch.float32)
@@ -159,6 +161,7 @@ def trainer(
         teacher=teacher,
         critic=critic,
         kl_control=control,
+        entropy_control=entropy,
     )
     return PPOTrainer(rollouts=rollouts, learner=whole, weight_sync=weight_sync)
 
@@ -402,7 +405,47 @@ def test_the_kl_coefficient_follows_its_target(old: OldLogprobs) -> None:
     learning = trainer(replace(TOOLRL_GRPO, old_logprobs=old), control=AdaptiveKL(0.001, target=1e9, horizon=32))
     first, second = stepped(learning), stepped(learning)
     assert (first["kl/coefficient"], second["kl/coefficient"]) == pytest.approx((0.001, 0.0008))
-    assert learning.state()["kl_coefficient"] == pytest.approx(0.00064)
+    assert learning.state()["coefficients"] == {"kl": pytest.approx(0.00064)}
+
+
+def test_the_entropy_bonus_follows_its_target_by_hand() -> None:
+    control = AdaptiveEntropy(target=0.2, maximum=0.012)
+    seen = []
+    for entropy in (0.3, 0.2, 0.1, 0.1, 0.3, 0.1):
+        control.observe(entropy)
+        seen.append((control.coefficient, control.bonus))
+    # 0 is the least; 0.2 is not above the target; 0.015 exceeds the maximum; above the target there is no bonus
+    by_hand = [(0.0, 0.0), (0.005, 0.005), (0.01, 0.01), (0.012, 0.012), (0.007, 0.0), (0.012, 0.012)]
+    assert seen == [pytest.approx(each) for each in by_hand]
+
+
+def test_a_step_has_the_entropy_bonus_that_the_last_one_left() -> None:
+    """Far below its target the bonus grows by 0.005 a step; a run that goes on from a checkpoint has it, too."""
+    low, high = replace(PLAIN, entropy_target=1e9), replace(PLAIN, entropy_target=1e-9)
+    learning = trainer(low, entropy=AdaptiveEntropy(1e9))
+    first, second, third = (stepped(learning) for _ in range(3))
+    used = [each["actor/entropy_coefficient"] for each in (first, second, third)]
+    assert used == pytest.approx([0.0, 0.005, 0.01])
+    assert third["actor/computed_share"] == 1.0  # samples without advantages have a bonus, too
+    assert third["actor/grad_norm"] > 0
+    saved = learning.state()
+    assert saved["coefficients"] == pytest.approx({"entropy": 0.015, "entropy_bonus": 0.015})
+    resumed = trainer(low, entropy=AdaptiveEntropy(1e9))
+    resumed.restore(json.loads(json.dumps(saved)))
+    assert stepped(resumed)["actor/entropy_coefficient"] == pytest.approx(0.015)
+    above = trainer(high, entropy=AdaptiveEntropy(1e-9, coefficient=0.02, bonus=0.02))
+    assert [stepped(above)["actor/entropy_coefficient"] for _ in range(2)] == pytest.approx([0.02, 0.0])
+    assert above.state()["coefficients"] == pytest.approx({"entropy": 0.01, "entropy_bonus": 0.0})
+
+
+def test_the_entropy_bonus_of_an_update_is_the_controllers() -> None:
+    """The same weights come from a fixed coefficient of the same size."""
+    fixed = trainer(replace(PLAIN, entropy_coefficient=0.3))
+    adapting = trainer(replace(PLAIN, entropy_target=1e9), entropy=AdaptiveEntropy(1e9, coefficient=0.3, bonus=0.3))
+    for learning in (fixed, adapting):
+        stepped(learning)
+    by_fixed, by_adapting = weights(fixed), weights(adapting)
+    assert all(torch.equal(by_fixed[name], by_adapting[name]) for name in by_fixed)
 
 
 class FailsOn:

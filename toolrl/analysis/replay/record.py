@@ -29,7 +29,7 @@ from verl.errors import DataError
 from verl.host.files import replacing, step_files
 from verl.host.packages import OURS
 
-FORMAT = 3
+FORMAT = 4
 _HEADER, _BATCH = "header", "batch."  # names in the archive: the header, and the prefix of the batch's fields
 _DAMAGED = "Copy it again if it was copied; a step without a record cannot be replayed"
 
@@ -38,7 +38,7 @@ _DAMAGED = "Copy it again if it was copied; a step without a record cannot be re
 class Record:
     step: int  # counted from 1, as in metrics.jsonl
     batch: TokenBatch
-    kl_coefficient: float | None  # see `TrainStepResult`
+    coefficients: Mapping[str, float]  # see `TrainStepResult`
     metrics: Mapping[str, float]  # all metrics of the step
     settings: Mapping[str, Any]  # the whole configuration, flat
     made_by: Mapping[str, Any]  # everything else that may change rounding: versions, threads
@@ -50,12 +50,14 @@ class Recorder:
     settings: Mapping[str, Any]
     made_by: Mapping[str, Any]
 
-    def write(self, step: int, batch: TokenBatch, kl_coefficient: float | None, metrics: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, batch: TokenBatch, coefficients: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> None:
         """Write the record of a step atomically. Raises DataError if that fails."""
         header = {
             "format": FORMAT,
             "step": step,
-            "kl_coefficient": kl_coefficient,
+            "coefficients": dict(coefficients),
             "metrics": dict(metrics),
             "settings": dict(self.settings),
             "made_by": dict(self.made_by),

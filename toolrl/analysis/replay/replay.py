@@ -134,7 +134,7 @@ def learner_before(plan: ReplayPlan, target: Record, config: Config, cluster: Cl
             record = read_record(path)
             _log_differences(f"in step {record.step}", _arithmetic(record), _arithmetic(target))
             replay_step(learner, record)
-        _set_kl(learner, target)
+        learner.restore(target.coefficients)
         yield learner
     finally:
         ranks.close()
@@ -142,14 +142,9 @@ def learner_before(plan: ReplayPlan, target: Record, config: Config, cluster: Cl
 
 def replay_step(learner: Learner, record: Record) -> dict[str, float]:
     """Replay the step on the current weights. Returns its metrics."""
-    _set_kl(learner, record)
+    learner.restore(record.coefficients)
     learner.timer.start()
     return learner.learn(record.batch, record.step - 1).metrics
-
-
-def _set_kl(learner: Learner, record: Record) -> None:
-    if learner.kl_control is not None and record.kl_coefficient is not None:
-        learner.kl_control.coefficient = record.kl_coefficient
 
 
 def _arithmetic(record: Record) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def counted_seconds(
     packed = pack_of_groups(packing.groups, packing.prompt, packing.response, packing.responses)
     fused, kept = plan.rank.fused, plan.rank.kept_bytes
     share = min(1.0, plan.rank.checkpointed / policy.num_hidden_layers)
-    entropy = bool(plan.algorithm.entropy_coefficient)
+    entropy = bool(plan.algorithm.entropy_coefficient) or plan.algorithm.entropy_target is not None
 
     def of_policy(checkpointing: bool) -> PassCost:
         return policy_pass(policy, packed, checkpointing, entropy, fused, kept_bytes=kept)

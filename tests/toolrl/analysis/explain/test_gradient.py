@@ -113,7 +113,7 @@ def test_two_ranks_compute_it_together(model: Path, tmp_path: Path) -> None:
     one = shares_of(run, 1, [read_step(read_run(run), 1).samples[0].row])[0]
     record = read_record(run / "records" / "step-000001.npz")
     Recorder(run, {**record.settings, "trainer.n_gpus_per_node": 2}, record.made_by).write(
-        1, record.batch, record.kl_coefficient, record.metrics
+        1, record.batch, record.coefficients, record.metrics
     )
     code = "import sys; from toolrl.analysis.explain.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(

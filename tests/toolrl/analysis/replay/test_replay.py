@@ -100,11 +100,18 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
     "overrides",
     [
         ["algorithm.name=ppo", "algorithm.kl_placement=reward", "algorithm.kl_target=0.01"],
+        ["algorithm.name=skywork", "algorithm.filters=[]", "algorithm.entropy_target=100"],
         ["algorithm.name=remax"],
         ["algorithm.name=kl_cov", "algorithm.options.share=0.3"],
         ["rollout.max_staleness=2", "rollout.max_reuse=2"],
     ],
-    ids=["critic and adaptive KL in the reward", "greedy baselines", "tokens chosen by seed", "rollouts that go on"],
+    ids=[
+        "critic and adaptive KL in the reward",
+        "adaptive entropy",
+        "greedy baselines",
+        "tokens chosen by seed",
+        "rollouts that go on",
+    ],
 )
 def test_records_hold_all_inputs_of_the_arithmetic(overrides: list[str], model: Path, tmp_path: Path) -> None:
     _, folder = recorded_run(model, tmp_path, *overrides)
@@ -114,6 +121,9 @@ def test_records_hold_all_inputs_of_the_arithmetic(overrides: list[str], model: 
         first, last = (read_record(record_path(folder, step)).metrics["kl/coefficient"] for step in (1, STEPS))
         assert first != last == replayed.replayed["kl/coefficient"]
         assert {"critic/loss", "critic/grad_norm", "kl/reference"} <= replayed.replayed.keys()
+    if "algorithm.name=skywork" in overrides:
+        bonus = replayed.replayed["actor/entropy_coefficient"]
+        assert bonus == read_record(record_path(folder, STEPS)).metrics["actor/entropy_coefficient"] > 0
 
 
 @pytest.mark.long
@@ -149,7 +159,7 @@ def test_changed_code_or_settings_are_logged(plain_run: Path, tmp_path: Path, ca
         record = read_record(record_path(plain_run, step))
         settings = {**record.settings, "actor.optim.lr": 0.5} if step == 1 else record.settings
         older = Recorder(tmp_path, settings, {**record.made_by, "code": "older"})
-        older.write(step, record.batch, record.kl_coefficient, record.metrics)
+        older.write(step, record.batch, record.coefficients, record.metrics)
     replay_step(tmp_path, 2)
     assert "but older in the record: the result may differ" in caplog.text
     assert "actor.optim.lr is 0.5 in step 1, but 0.01 in the record" in caplog.text
@@ -232,9 +242,9 @@ rows = st.lists(st.tuples(st.lists(tokens, min_size=1), numbers), min_size=1, ma
 
 
 @settings(deadline=None)
-@given(rows, st.booleans(), st.booleans(), st.none() | numbers)
+@given(rows, st.booleans(), st.booleans(), st.dictionaries(st.text(), numbers))
 def test_a_batch_comes_back_bit_for_bit(
-    rows: list[tuple[list[Any], float]], with_baselines: bool, with_segments: bool, kl: float | None
+    rows: list[tuple[list[Any], float]], with_baselines: bool, with_segments: bool, coefficients: dict[str, float]
 ) -> None:
     samples = [
         Sample(
@@ -252,9 +262,9 @@ def test_a_batch_comes_back_bit_for_bit(
     parts_or_none = parts if with_baselines else None
     batch = replace(batch, episodes=np.arange(len(samples)) // 2 if with_segments else None, parts=parts_or_none)
     metrics, recorder = {"actor/loss": 0.1, "actor/lr": math.inf}, {"settings": {"a.b": [1]}, "made_by": {"code": "x"}}
-    record = Record(step=7, batch=batch, kl_coefficient=kl, metrics=metrics, **recorder)
+    record = Record(step=7, batch=batch, coefficients=coefficients, metrics=metrics, **recorder)
     with TemporaryDirectory() as folder:
-        Recorder(Path(folder), **recorder).write(7, batch, kl, metrics)
+        Recorder(Path(folder), **recorder).write(7, batch, coefficients, metrics)
         assert content(read_record(record_path(Path(folder), 7))) == content(record)
 
 
