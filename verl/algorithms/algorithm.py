@@ -49,7 +49,8 @@ class Algorithm:
     old_logprobs: OldLogprobs = OldLogprobs.TRAINER
     correction: Correction | None = None  # off-policy correction of the engine-trainer mismatch
     kl: KLTerm = KLTerm()
-    teacher_weight: float = 0.0  # of a teacher's advantages (distillation.py); 0: there is no teacher
+    teacher_weight: float = 0.0  # of a teacher's advantages or loss (distillation.py); 0: there is no teacher
+    teacher_top_k: int = 0  # the teacher's likeliest tokens in its loss; 0: it has advantages
     entropy_coefficient: float = 0.0
     entropy_target: float | None = None  # nats; toward it the coefficient adapts (entropy.py). None: it is fixed
     needs_critic: bool = False
@@ -66,8 +67,12 @@ class Algorithm:
 
     @property
     def logprobs_in_advantages(self) -> bool:
-        """Whether advantages need log-probs of the policy: with KL in the reward, and with a teacher."""
-        return self.kl.placement is KLPlacement.REWARD or self.teacher_weight != 0.0
+        """Whether advantages need log-probs of the policy: with KL in the reward, and with those of a teacher."""
+        return self.kl.placement is KLPlacement.REWARD or self.teacher_in_advantages
+
+    @property
+    def teacher_in_advantages(self) -> bool:
+        return self.teacher_weight != 0.0 and not self.teacher_top_k
 
     def old_pass_share(self, minibatches: int, epochs: int) -> float:
         """Share of a step's samples whose old log-probs the trainer computes in a pass of its own.

@@ -60,7 +60,7 @@ def with_advantages(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     )
     estimate = algorithm.advantage(inputs)
     advantages = _flat(estimate.advantages)
-    if algorithm.teacher_weight:
+    if algorithm.teacher_in_advantages:
         advantages = advantages + algorithm.teacher_weight * distilled(batch)
     returns = None if batch.values is None or estimate.returns is None else _flat(estimate.returns)
     whitening = None if estimate.whitening is None else (estimate.whitening.mean, estimate.whitening.std)
@@ -173,12 +173,14 @@ def _entropies(minibatch: TokenBatch, entropies: Callable[[TokenBatch], Floats] 
 
 
 def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
-    """Rows of samples with gradient: without those with zero advantages, unless the loss has a KL or entropy term.
+    """Rows of samples with gradient: without those with zero advantages, unless the loss has a term of KL, entropy or a
+    teacher.
 
     Groups of equal rewards have zero advantages and contribute exactly zero to the loss. All rows, if tokens are
     selected among them, or advantages are deferred.
     """
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
+    in_loss = in_loss or algorithm.teacher_top_k > 0
     if in_loss or algorithm.learns_without_advantage or algorithm.selection is not None or minibatch.advantages is None:
         return np.arange(len(minibatch))
     some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start

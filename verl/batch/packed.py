@@ -40,6 +40,8 @@ class PackedBatch:
     rollout_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None  # [A, K] those of `teacher_top`
+    top_logprobs: Tensor | None = None  # [A, K] the teacher's
     values: Tensor | None = None
     returns: Tensor | None = None
     selected: Tensor | None = None  # 0 where not selected, else 1 or a weight

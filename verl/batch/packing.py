@@ -23,6 +23,7 @@ from itertools import chain, count, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -202,6 +203,11 @@ class Sharding:
         """[A] the ranks' values of their trained tokens, in the order of the batch."""
         return self.batch.spread((self._rows(rank), values) for rank, values in enumerate(by_rank))
 
+    def gathered_top(self, by_rank: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
+        """[A] as `gathered`, of `top_type`."""
+        flat = np.zeros(int(self.batch.num_trained.sum()), dtype=by_rank[0].dtype)
+        return self.batch.filled(flat, ((self._rows(rank), values) for rank, values in enumerate(by_rank)))
+
     def keeps_groups(self) -> bool:
         """Whether the samples of every group are in one pack."""
         rows = ([row for unit in units for row in unit.samples] for units in self.packs)
@@ -275,6 +281,8 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
         rollout_logprobs=_column(batch.rollout_logprobs, place_A),
         old_logprobs=_column(batch.old_logprobs, place_A),
         ref_logprobs=_column(batch.ref_logprobs, place_A),
+        top_ids=None if batch.teacher_top is None else _tensor(batch.teacher_top["ids"][place_A]),
+        top_logprobs=None if batch.teacher_top is None else _column(batch.teacher_top["logprobs"], place_A),
         values=_column(batch.values, place_A),
         returns=_column(batch.returns, place_A),
         selected=_column(batch.selected, place_A),

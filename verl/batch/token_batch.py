@@ -53,6 +53,7 @@ class TokenBatch:
     old_logprobs: Floats | None = None  # [A] of the policy
     ref_logprobs: Floats | None = None  # [A] of the reference
     teacher_logprobs: Floats | None = None  # [A] of the teacher
+    teacher_top: npt.NDArray[np.void] | None = None  # [A] of its likeliest tokens, as `top_type`
     values: Floats | None = None  # [A] of the critic
 
     # From the algorithm.
@@ -112,6 +113,7 @@ class TokenBatch:
             old_logprobs=_taken_if(self.old_logprobs, trained),
             ref_logprobs=_taken_if(self.ref_logprobs, trained),
             teacher_logprobs=_taken_if(self.teacher_logprobs, trained),
+            teacher_top=_taken_if(self.teacher_top, trained),
             values=_taken_if(self.values, trained),
             advantages=_taken_if(self.advantages, trained),
             returns=_taken_if(self.returns, trained),
@@ -123,6 +125,11 @@ class TokenBatch:
         """[A] values of some of the samples, as (rows, their values in that order); elsewhere `others`, or NaN."""
         bounds = self.bounds.trained
         flat = np.full(bounds[-1], np.nan, dtype=np.float32) if others is None else others.copy()
+        return self.filled(flat, parts)
+
+    def filled(self, flat: _Array, parts: Iterable[tuple[Ints, _Array]]) -> _Array:
+        """[A] `flat`, in place, with values of some of the samples."""
+        bounds = self.bounds.trained
         for rows, values in parts:
             start = 0
             for low, high in _ranges(_runs(rows), bounds):
@@ -151,6 +158,11 @@ class TokenBatch:
         layout = tuple((name, array.dtype.char, len(array)) for name, array in widest_first)
         flat = np.frombuffer(b"".join([array.data for _, array in widest_first]), dtype=np.uint8)
         return _unpickled, (flat, layout, others)
+
+
+def top_type(k: int) -> np.dtype[np.void]:
+    """Of a token's place: the ids of the k tokens that a model holds likeliest there, and their log-probs."""
+    return np.dtype([("ids", np.int32, (k,)), ("logprobs", np.float32, (k,))])
 
 
 _FIELDS = fields(TokenBatch)

@@ -68,7 +68,7 @@ def algorithm_of(config: Config) -> Algorithm:
     """
     algorithm = build_algorithm(config.algorithm, config.data.max_response_length, config.rollout.max_staleness)
     if config.teacher.path is not None:
-        return replace(algorithm, teacher_weight=config.teacher.weight)
+        return replace(algorithm, teacher_weight=config.teacher.weight, teacher_top_k=config.teacher.top_k or 0)
     if algorithm.teacher_weight:
         raise ConfigError(f"algorithm.name={config.algorithm.name} learns from a teacher; set teacher.path to a model")
     return algorithm

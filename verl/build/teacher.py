@@ -33,14 +33,14 @@ def check_teacher(config: Config) -> None:
             f"such as {shown}. Distillation compares probabilities of the same tokens; set a teacher of the policy's "
             "family"
         )
-    sizes = read_model_config(model.path), read_model_config(path, "teacher.path")
-    here, there = (each.get_text_config().vocab_size for each in sizes)
+    theirs_config = read_model_config(path, "teacher.path")
+    here, there = _num_ids(config), theirs_config.get_text_config().vocab_size
     if there < here:
         raise ConfigError(
             f"teacher.path: {path!r} has {there} token ids and the policy {here}, so that it could not score all "
             "tokens that the policy may sample"
         )
-    length, limit = sequence_length(config), getattr(sizes[1], "max_position_embeddings", None)
+    length, limit = sequence_length(config), getattr(theirs_config, "max_position_embeddings", None)
     if limit is not None and length > limit:
         lengths = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(f"{lengths} is {length} tokens, but the teacher supports {limit}")
@@ -56,8 +56,18 @@ def connect_teacher(config: Config) -> TeacherServer:
         )
     tokenizer = _own_tokenizer(config)
     ids = sorted(tokenizer.get_vocab().values())
+    num_ids = _num_ids(config)
     asked = config.teacher.url, sequence_length(config), ids
-    return run_async(teacher_server(*asked, lambda part: tokenizer.decode(list(part))))
+    return run_async(teacher_server(*asked, lambda part: tokenizer.decode(list(part)), num_ids))
+
+
+def _num_ids(config: Config) -> int:
+    """Token ids of the policy's model. Raises ConfigError for a larger teacher.top_k."""
+    assert config.model.path is not None
+    size = int(read_model_config(config.model.path).get_text_config().vocab_size)
+    if config.teacher.top_k is not None and config.teacher.top_k > size:
+        raise ConfigError(f"teacher.top_k={config.teacher.top_k} is more than the policy's {size} token ids")
+    return size
 
 
 def _own_tokenizer(config: Config) -> Any:

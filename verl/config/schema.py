@@ -192,10 +192,12 @@ class TeacherConfig:
     """On-policy distillation: a frozen model scores the tokens that the policy sampled (docs/training.md)."""
 
     path: str | None = None  # the teacher, with the policy's tokenizer: folder, hub name or http://..; default: none
-    weight: float = 1.0  # of log p_teacher - log p in the advantages, beside those of the reward
+    weight: float = 1.0  # of log p_teacher - log p in the advantages beside those of the reward, or of the loss
+    top_k: int | None = None  # its likeliest tokens, over which the KL divergence is a loss; default: advantages
 
     def __post_init__(self) -> None:
         _positive(self, "teacher.", "weight")
+        _at_least(1, self, "teacher.", "top_k")
 
     @property
     def url(self) -> str | None:

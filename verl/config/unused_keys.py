@@ -81,7 +81,7 @@ _RULES = (
         lambda c: c.algorithm.kl_placement == "none" and c.teacher.local is None,
         "algorithm.kl_placement is none",
     ),
-    Rule("teacher.weight", lambda c: c.teacher.path is None, "teacher.path is not set"),
+    Rule("teacher.weight teacher.top_k", lambda c: c.teacher.path is None, "teacher.path is not set"),
     Rule(
         "lora.alpha lora.targets lora.base_dtype lora.sync",
         lambda c: not c.lora.enabled,

@@ -68,6 +68,7 @@ METRICS = (
     Metric("actor/lr", "1", "learning rate"),
     Metric("actor/entropy", "nats", "token mean of the entropy at the rollout's temperature"),
     Metric("actor/entropy_coefficient", "1", "coefficient of the entropy bonus (algorithm.entropy_target)"),
+    Metric("actor/teacher_kl", "nats", "token mean of the KL divergence to the teacher (teacher.top_k)"),
     Metric("actor/computed_share", "share", "samples computed in the update; the others had zero advantage"),
     Metric("actor/clip_fraction", "share", "tokens at which the clip was active (veRL's pg_clipfrac)"),
     Metric("actor/dual_clip_fraction", "share", "tokens at which the dual clip was active"),

@@ -103,14 +103,16 @@ class Learner:
         """
         needs_old = plan.scores_policy and self.algorithm.logprobs_in_advantages
         scores_all = needs_old and plan.deferred is Deferred.NOTHING
-        models = (self.policy if scores_all else None, self.reference, self.teacher, self.critic)
-        if not any(models):
+        top_k = self.algorithm.teacher_top_k
+        models = (self.policy if scores_all else None, self.reference, None if top_k else self.teacher, self.critic)
+        if not any(models) and not top_k:
             return batch
         sharding = self.policy.shard_for_scoring(batch)
         old, ref, teacher, values = (None if model is None else model.score(sharding) for model in models)
         if needs_old and not scores_all:
             old = self._old_logprobs(batch, np.arange(len(batch)), plan)
-        return replace(batch, old_logprobs=old, ref_logprobs=ref, teacher_logprobs=teacher, values=values)
+        batch = replace(batch, old_logprobs=old, ref_logprobs=ref, teacher_logprobs=teacher, values=values)
+        return replace(batch, teacher_top=self.teacher.top(sharding, top_k)) if self.teacher and top_k else batch
 
     def _old_logprobs(self, batch: TokenBatch, rows: Ints, plan: UpdatePlan) -> Floats | None:
         """[A] the policy's log-probs before the updates, in the rows that are not deferred; the engine's elsewhere."""
@@ -186,7 +188,7 @@ class Learner:
         metrics: Metrics = {}
         if self.critic:
             metrics["critic/explained_variance"] = explained_variance(batch)
-        if self.teacher:
+        if self.algorithm.teacher_in_advantages:
             metrics["kl/teacher"] = teacher_kl(batch)
         if self.algorithm.kl.placement is KLPlacement.REWARD:
             divergence = reference_kl(batch, self.algorithm.kl.estimator)

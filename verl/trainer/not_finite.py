@@ -46,9 +46,11 @@ def describe_cause(batch: TokenBatch, policy: Policy, rows: Sequence[str]) -> st
     logprobs_A, sampled_A = policy.score(policy.shard_for_scoring(batch)), sampling_logprobs(batch)
     with np.errstate(over="ignore"):
         ratios_A = np.exp(np.where(np.isnan(sampled_A), 0.0, logprobs_A - sampled_A))  # NaN: not sampled
+    top = batch.teacher_top
     tried = {
         "reference log-probs": batch.ref_logprobs,
         "log-probs of the teacher": batch.teacher_logprobs,
+        "the teacher's likeliest log-probs": None if top is None else top["logprobs"].sum(-1),
         "values": batch.values,
         "log-probs": logprobs_A,
         "importance ratios": ratios_A,

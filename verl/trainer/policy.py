@@ -6,6 +6,8 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from verl.algorithms.algorithm import Algorithm
@@ -62,6 +64,10 @@ class Policy(ShardedModel):
     """The model that generates responses."""
 
     worker = PolicyWorker
+
+    def top(self, sharding: Sharding, k: int) -> npt.NDArray[np.void]:
+        """[A] as a teacher: its k likeliest tokens in place of the trained ones, and their log-probs (`top_type`)."""
+        return sharding.gathered_top(self.workers.scatter(PolicyWorker.top, sharding.shards(), k))
 
     def entropies(self, batch: TokenBatch) -> Floats:
         """[A] the policy's entropies at the trained tokens."""

@@ -7,15 +7,16 @@ tokenized twice. vLLM gives log-probs at temperature 1.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from verl.batch.packing import Sharding
-from verl.batch.token_batch import Floats, TokenBatch
+from verl.batch.token_batch import Floats, TokenBatch, top_type
 from verl.errors import ConfigError, ServiceDownError
 from verl.host.daemon import run_async
 from verl.host.services import service_headers
@@ -28,50 +29,80 @@ _TIMEOUT_S = 600.0  # of a request: a long sample may wait behind many
 _WAITS_S = (1.0, 4.0, 16.0)  # before further attempts
 _TOKENS = 1024  # token ids compared in one request
 _T = TypeVar("_T")
+_ById = Mapping[str, Any]  # {token id: {"logprob": .., "rank": ..}}
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherServer:
-    """Scores samples like a `Policy`. url: with /v1; model: its name there"""
+    """Scores samples like a `Policy`. url: with /v1; model: its name there; num_ids: token ids that the policy has"""
 
     url: str
     model: str
+    num_ids: int
 
     def score(self, sharding: Sharding) -> Floats:
         """[A] the teacher's log-probs of the trained tokens. Raises ServiceDownError."""
-        return run_async(self._score(sharding.batch))
+        return np.array(run_async(self._read(sharding.batch, 0, _logprob)), dtype=np.float32)
 
-    async def _score(self, batch: TokenBatch) -> Floats:
+    def top(self, sharding: Sharding, k: int) -> npt.NDArray[np.void]:
+        """[A] its k likeliest tokens in place of the trained ones, and their log-probs (`top_type`).
+
+        Raises ServiceDownError.
+        """
+        found = run_async(self._read(sharding.batch, k, lambda by_id, _: self._top(by_id, k)))
+        return np.array(found, dtype=top_type(k))
+
+    async def _read(self, batch: TokenBatch, k: int, read: Callable[[_ById, int], _T]) -> list[_T]:
+        """[A] what `read` makes of the log-probs in place of each trained token, and of that token."""
         bounds = [slice(*ends) for ends in pairwise(batch.bounds.tokens)]
         samples = [(batch.token_ids[part], batch.action_mask[part]) for part in bounds]
 
-        async def score(client: httpx2.AsyncClient, ids: Any, mask: Any) -> list[float]:
+        async def score(client: httpx2.AsyncClient, ids: Any, mask: Any) -> list[_T]:
             places = np.flatnonzero(mask).tolist()
-            return await self._sample(client, ids[: places[-1] + 1].tolist(), places) if places else []
+            return await self._sample(client, ids[: places[-1] + 1].tolist(), places, k, read) if places else []
 
         found = await _with_client(lambda client: asyncio.gather(*(score(client, *sample) for sample in samples)))
-        return np.array([value for values in found for value in values], dtype=np.float32)
+        return [value for values in found for value in values]
 
-    async def _sample(self, client: httpx2.AsyncClient, ids: list[int], places: Sequence[int]) -> list[float]:
-        """The log-probs of the tokens at these places."""
-        request = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    async def _sample(
+        self,
+        client: httpx2.AsyncClient,
+        ids: list[int],
+        places: Sequence[int],
+        k: int,
+        read: Callable[[_ById, int], _T],
+    ) -> list[_T]:
+        request = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
         answer = await _ask(client, "POST", f"{self.url}/completions", request)
         try:
             by_place = answer["choices"][0]["prompt_logprobs"]
             if len(by_place) != len(ids):
                 raise ValueError(f"{len(by_place)} log-probs for {len(ids)} tokens")
-            return [float(by_place[place][str(ids[place])]["logprob"]) for place in places]
+            return [read(by_place[place], ids[place]) for place in places]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             problem = f"its answer has no prompt_logprobs of the tokens ({type(error).__name__}: {error})"
             raise ServiceDownError(_name(self.url), f"{problem}; vLLM and `toolrl serve` have them") from error
 
+    def _top(self, by_id: _ById, k: int) -> tuple[list[int], list[float]]:
+        """The server lists the token of the prompt, too, which may not be among the likeliest ones."""
+        likeliest = sorted(by_id, key=lambda token: int(by_id[token]["rank"]))[:k]
+        if len(likeliest) < k or int(by_id[likeliest[-1]]["rank"]) > k:
+            raise ValueError(f"{len(likeliest)} tokens of rank 1 to {k}")
+        if unknown := [token for token in likeliest if int(token) >= self.num_ids]:
+            raise ValueError(f"the token id {unknown[0]} of {self.num_ids}")
+        return list(map(int, likeliest)), [float(by_id[token]["logprob"]) for token in likeliest]
+
+
+def _logprob(by_id: _ById, token: int) -> float:
+    return float(by_id[str(token)]["logprob"])
+
 
 async def teacher_server(
-    url: str, num_tokens: int, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+    url: str, num_tokens: int, ids: Sequence[int], decode: Callable[[Sequence[int]], str], num_ids: int
 ) -> TeacherServer:
     """The teacher at this address, once its context and its tokens are known to fit.
 
-    num_tokens: of the longest sample; ids: the policy's vocabulary
+    num_tokens: of the longest sample; ids: the policy's vocabulary; num_ids: token ids that its model has
     Raises ConfigError for a teacher that cannot score the policy's tokens, ServiceDownError.
     """
     url = url.rstrip("/")
@@ -100,7 +131,7 @@ async def teacher_server(
                     f"{part[-1]} than the policy's. Distillation compares probabilities of the same tokens; serve a "
                     "teacher of the policy's family"
                 )
-        return TeacherServer(url, name)
+        return TeacherServer(url, name, num_ids)
 
     return await _with_client(check)
 

@@ -36,7 +36,7 @@ def verl_step_metrics(
     prompts = np.array([np.argmax(batch.action_mask[start:]) for start in starts])
     written = [num_written(each) for group in groups for each in group.trajectories]
     bonus = metrics.get("actor/entropy_coefficient", algorithm.entropy_coefficient)
-    plain = kl.placement is not KLPlacement.LOSS and not bonus
+    plain = kl.placement is not KLPlacement.LOSS and not bonus and not algorithm.teacher_top_k
     total = int(batch.num_tokens.sum())
     return {
         **renamed(metrics),

@@ -5,7 +5,8 @@ the backward can iterate over slices of the vocabulary: each slice's gradient of
 only the small gradient of the hidden states is accumulated. Logits that a GPU has room for are kept instead, so that
 the backward does not compute them again.
 
-Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S vocabulary entries of a slice.
+Shape legend: A trained tokens, E hidden size, V vocabulary, C tokens of a chunk, S vocabulary entries of a slice, K
+tokens in place of a trained one.
 """
 
 import importlib
@@ -43,6 +44,58 @@ def token_logprobs(
     kept = kept_bytes if torch.is_grad_enabled() else 0  # needs_input_grad is also set without a backward
     logprobs_A, entropy_A = apply(hidden_AE, head_VE, target_A, temperature, with_entropy, fused, kept)
     return logprobs_A, entropy_A if with_entropy else None
+
+
+def top_tokens(
+    hidden_AE: Tensor, head_VE: Tensor, k: int, num_ids: int | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """([A, K] the k likeliest tokens, of the first `num_ids` or all, and [A, K] their log-probs), without gradients."""
+    ids, logprobs = [], []
+    for rows in _slices(len(hidden_AE), len(head_VE), hidden_AE.device):
+        logits_CV = (hidden_AE[rows] @ head_VE.T).float().div_(temperature)
+        values_CK, ids_CK = logits_CV[:, :num_ids].topk(k, dim=-1)
+        ids.append(ids_CK)
+        logprobs.append(values_CK - logits_CV.logsumexp(-1, keepdim=True))
+    empty = hidden_AE.new_empty(0, k)
+    return torch.cat([empty.long(), *ids]), torch.cat([empty.float(), *logprobs])
+
+
+def logprobs_of(
+    ids_AK: Tensor, hidden_AE: Tensor, head_VE: Tensor, target_A: Tensor, logprobs_A: Tensor, temperature: float
+) -> Tensor:
+    """[A, K] log-probs of these tokens, from those of the targets: log p(k) = log p(target) + z_k - z_target."""
+    apply: Any = _LogitsOf.apply
+    logits_AK = apply(hidden_AE, head_VE, torch.cat([ids_AK, target_A[:, None]], dim=1)) / temperature
+    found_AK: Tensor = logprobs_A[:, None] + logits_AK[:, :-1] - logits_AK[:, -1:]
+    return found_AK
+
+
+class _LogitsOf(torch.autograd.Function):
+    """[A, K] logits of K tokens each, in float32 or better. The rows of the head that they need are copied in chunks of
+    tokens, and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_AE: Tensor, head_VE: Tensor, ids_AK: Tensor) -> Tensor:
+        dtype = torch.promote_types(hidden_AE.dtype, torch.float32)
+        logits_AK = hidden_AE.new_empty(ids_AK.shape, dtype=dtype)
+        for rows in _slices(len(ids_AK), ids_AK.shape[1] * hidden_AE.shape[1], hidden_AE.device):
+            logits_AK[rows] = (head_VE[ids_AK[rows]].to(dtype) @ hidden_AE[rows, :, None].to(dtype)).squeeze(-1)
+        ctx.save_for_backward(hidden_AE, head_VE, ids_AK)
+        return logits_AK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_AK,), (hidden_AE, head_VE, ids_AK) = grads, ctx.saved_tensors
+        grad_hidden_AE = torch.empty_like(hidden_AE, dtype=grad_AK.dtype)
+        grad_head_VE = torch.zeros_like(head_VE, dtype=grad_AK.dtype) if ctx.needs_input_grad[1] else None
+        for rows in _slices(len(ids_AK), ids_AK.shape[1] * hidden_AE.shape[1], hidden_AE.device):
+            chosen_CKE = head_VE[ids_AK[rows]].to(grad_AK.dtype)
+            grad_hidden_AE[rows] = (grad_AK[rows, None] @ chosen_CKE).squeeze(1)
+            if grad_head_VE is not None:
+                of_rows_CKE = grad_AK[rows, :, None] * hidden_AE[rows, None].to(grad_AK.dtype)
+                grad_head_VE.index_add_(0, ids_AK[rows].flatten(), of_rows_CKE.flatten(0, 1))
+        of_head = None if grad_head_VE is None else grad_head_VE.to(head_VE.dtype)
+        return grad_hidden_AE.to(hidden_AE.dtype), of_head, None
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.lora import base_tensors
 from verl.pretrained import is_multimodal, language_weights, read_causal_lm
 from verl.workers import attention
-from verl.workers.logprobs import token_logprobs
+from verl.workers.logprobs import logprobs_of, token_logprobs, top_tokens
 from verl.workers.pre_norm import select_in_last_layer, selects_in_last_layer
 from verl.workers.state import separate_states
 
@@ -24,6 +24,7 @@ from verl.workers.state import separate_states
 class PolicyOutput(NamedTuple):
     logprobs: Tensor  # [A]
     entropy: Tensor | None  # [A], if requested
+    top: Tensor | None = None  # [A, K] log-probs of the pack's `top_ids`
 
 
 def load_causal_lm(
@@ -76,12 +77,21 @@ class PackedPolicy(nn.Module):
         self.fused = fused
         self.kept_bytes = kept_bytes
 
-    def forward(self, packed: PackedBatch, temperature: float, with_entropy: bool) -> PolicyOutput:
+    def forward(
+        self, packed: PackedBatch, temperature: float, with_entropy: bool, top_k: int = 0, num_ids: int | None = None
+    ) -> Any:
+        """A `PolicyOutput`; with top_k, what `top_tokens` returns."""
         hidden_AE = hidden_states(self.model.get_decoder(), packed)
         head_VE = self.model.get_output_embeddings().weight
+        if top_k:
+            return top_tokens(hidden_AE, head_VE, top_k, num_ids, temperature * self.logit_divisor)
         fused = self.fused and hidden_AE.device.type != "cpu"
         options = temperature * self.logit_divisor, with_entropy, fused, self.kept_bytes
-        return PolicyOutput(*token_logprobs(hidden_AE, head_VE, packed.target, *options))
+        logprobs_A, entropy_A = token_logprobs(hidden_AE, head_VE, packed.target, *options)
+        if packed.top_ids is None:
+            return PolicyOutput(logprobs_A, entropy_A)
+        top_AK = logprobs_of(packed.top_ids, hidden_AE, head_VE, packed.target, logprobs_A, options[0])
+        return PolicyOutput(logprobs_A, entropy_A, top_AK)
 
 
 class PackedCritic(nn.Module):

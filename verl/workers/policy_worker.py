@@ -8,18 +8,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample_size, engine_kl, token_weights
+from verl.algorithms.distillation import top_divergence
 from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.policy_loss import LossInputs
 from verl.algorithms.names import KLPlacement, OldLogprobs
 from verl.batch.experience import with_advantages
 from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
-from verl.batch.token_batch import Floats
+from verl.batch.token_batch import Floats, top_type
 from verl.batch.trace import LOSS, UNWEIGHTED, Trace, Tracer, TraceTokens
 from verl.lora import adapter_tensors, base_alone, with_updates
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
@@ -41,6 +43,7 @@ class PolicyWorker:
     temperature: float
     sends_adapter: bool = False
     without_adapter: bool = False
+    num_ids: int | None = None  # of a teacher: token ids that the policy has, the first of its own; None: all
     layouts: Sequence[BucketLayout] = ()  # buckets of the weight sync; set by `connect`, like the next
     sender: BucketSender | None = None  # this rank's end of the transport
     traced: Container[int] | None = None  # samples whose tokens are traced; None: no update is traced
@@ -52,6 +55,19 @@ class PolicyWorker:
         with base_alone(self.engine.module) if self.without_adapter else nullcontext():
             scores = self.engine.score(shard, lambda policy, packed: policy(packed, self.temperature, False).logprobs)
         return torch.cat(scores).float().numpy()
+
+    def top(self, shard: Shard, k: int) -> npt.NDArray[np.void]:
+        """[A] the k likeliest tokens in place of the shard's trained ones, with their log-probs."""
+        num_ids = self.num_ids
+
+        def scored(policy: Any, packed: PackedBatch) -> Tensor:
+            ids_AK, logprobs_AK = policy(packed, self.temperature, False, k, num_ids)
+            return torch.stack([ids_AK.int(), logprobs_AK.view(torch.int32)])  # bits of the floats, in one tensor
+
+        ids_AK, bits_AK = torch.cat(self.engine.score(shard, scored), dim=1).numpy()
+        found = np.empty(len(ids_AK), dtype=top_type(k))
+        found["ids"], found["logprobs"] = ids_AK, bits_AK.view(np.float32)
+        return found
 
     def entropies(self, shard: Shard) -> Floats:
         """[A] entropies at the shard's trained tokens."""
@@ -192,9 +208,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, PackMetric]]:
     """The pack's share of the loss, and of the metrics' token means.
 
-    loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy)
+    loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
+                            + teacher weight * KL to the teacher)
 
-    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus.
+    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus. The last one is over the teacher's
+    likeliest tokens, and 0 where the policy did not sample the token.
 
     Without old log-probs the trainer's are the current ones, so a step's first update is corrected without an extra
     forward pass. estimate: of the advantages, where the pack has none
@@ -218,6 +236,11 @@ def policy_loss(
         divergence_A = loss_divergence(algorithm.kl.estimator, output.logprobs, packed.ref_logprobs, old_A)
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         metrics_A["kl"] = divergence_A.detach()
+    if algorithm.teacher_top_k:
+        assert output.top is not None and packed.top_logprobs is not None
+        divergence_A = torch.where(rollout_A.isnan(), 0.0, top_divergence(output.top, packed.top_logprobs))
+        loss_A = loss_A + algorithm.teacher_weight * divergence_A
+        metrics_A["teacher_kl"] = divergence_A.detach()
     means = {name: (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
     metrics = {f"actor/{name}": PackMetric((mean,)) for name, mean in means.items()}
     if compare_engine:
@@ -231,6 +254,7 @@ def policy_loss(
             "ratio": token.ratio_T,
             "clipped": token.metrics_T.get("clip_fraction"),
             "importance": importance_A,
+            "teacher_kl": metrics_A.get("teacher_kl"),
         }
         trace(packed, {**values, **{name: each for name, each in some.items() if each is not None}})
     return weighted_A.sum(), metrics

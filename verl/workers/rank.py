@@ -241,7 +241,7 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
         reference = PolicyWorker(engine, spec.temperature)
     if spec.teacher_path is not None:
         engine = _engine(spec, spec.teacher_path, PackedPolicy, mesh, None, spec.frozen_offload)
-        teacher = PolicyWorker(engine, spec.temperature)
+        teacher = PolicyWorker(engine, spec.temperature, num_ids=_config(policy.engine).vocab_size)
     if spec.critic_path is not None:
         settings, offload = spec.critic_optimizer, spec.critic_offload
         lora = spec.lora and replace(spec.lora, path=None)  # the path is that of the policy's

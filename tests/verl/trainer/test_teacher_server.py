@@ -69,9 +69,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.requests.append(request)
         if self.path == "/detokenize":
             return self._send({"prompt": text(request["tokens"])})
-        assert self.path == "/v1/completions" and request["max_tokens"] == 1 and request["prompt_logprobs"] == 0
-        ids = request["prompt"]
-        scores = [{str(t): {"logprob": -(10 * s + t) / 100, "rank": 3}} for s, t in pairwise(ids)]
+        assert self.path == "/v1/completions" and request["max_tokens"] == 1
+        ids, k = request["prompt"], request["prompt_logprobs"]
+        scores = [
+            {str(each): {"logprob": -(10 * s + each) / 100, "rank": each + 1} for each in (t, *range(k))}
+            for s, t in pairwise(ids)
+        ]
         found = [None, *scores]
         return self._send({"choices": [{"index": 0, "text": "a", "prompt_logprobs": found}]})
 
@@ -97,7 +100,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def connect(server: Server, num_tokens: int = 63) -> TeacherServer:
-    return run_async(teacher_server(server.url, num_tokens, VOCABULARY, text))
+    return run_async(teacher_server(server.url, num_tokens, VOCABULARY, text, len(VOCABULARY)))
 
 
 def sharding(*samples: tuple[list[int], list[bool]]) -> Sharding:
@@ -122,6 +125,31 @@ def test_log_probs_of_the_trained_tokens_by_hand(server: Server) -> None:
     assert scores.dtype == np.float32 and scores.tolist() == pytest.approx([-0.12, -0.34, -0.91])
     prompts = [request["prompt"] for request in server.requests if "prompt" in request]
     assert sorted(prompts) == [[1, 2, 3, 4], [9, 1]]
+
+
+def test_the_likeliest_tokens_by_hand(server: Server) -> None:
+    """After 1, 3 and 9 these are 0 and 1; 2, 4 and 1 of the prompts are listed, too."""
+    found = connect(server).top(SAMPLES, 2)
+    assert found["ids"].tolist() == [[0, 1]] * 3
+    np.testing.assert_allclose(found["logprobs"], [[-0.1, -0.11], [-0.3, -0.31], [-0.9, -0.91]], rtol=1e-6)
+    assert [request["prompt_logprobs"] for request in server.requests if "prompt" in request] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("by_id", "problem"),
+    [
+        ({"0": -1.0}, "1 tokens of rank 1 to 2"),
+        ({"0": -1.0, "7": -3.0}, "2 tokens of rank 1 to 2"),
+        ({"0": -1.0, "3000": -2.0}, "the token id 3000 of 3000"),
+    ],
+)
+def test_likeliest_tokens_that_cannot_be_used(by_id: dict[str, float], problem: str, server: Server) -> None:
+    """Fewer than were asked for, one of rank 3, and one that the policy does not have."""
+    teacher = connect(server)
+    entry = {token: {"logprob": each, "rank": round(-each)} for token, each in by_id.items()}
+    server.change = lambda *_: (200, choices([None, *[entry] * 4]))
+    with pytest.raises(ServiceDownError, match=problem):
+        teacher.top(sharding(([1, 2, 3, 4, 5], [NO, YES, NO, YES, YES])), 2)
 
 
 def test_the_whole_vocabulary_is_compared(server: Server) -> None:
@@ -221,7 +249,8 @@ def test_a_served_teacher_is_no_model_of_the_ranks() -> None:
 
 @pytest.mark.long
 def test_vllm_scores_as_the_ranks_do(tmp_path: Path) -> None:
-    """Two steps with a changed copy of the policy as the teacher, served by vLLM or on the rank, in float32."""
+    """Two steps with a changed copy of the policy as the teacher, served by vLLM or on the rank, in float32: by the
+    sampled tokens, and by the likeliest five."""
     need_vllm()
     folder = tmp_path / "teacher"
     shutil.copytree(MINI / "model", folder)
@@ -232,16 +261,18 @@ def test_vllm_scores_as_the_ranks_do(tmp_path: Path) -> None:
         {name: each + 0.03 * noise[name].to(each.dtype) for name, each in weights.items()}, folder / "model.safetensors"
     )
 
-    def divergences(name: str, setting: str) -> list[float]:
+    def divergences(name: str, *more: str) -> list[float]:
         settings = run_overrides(MINI / "model", tmp_path / name, "hf", 2)
-        config = load_config([*settings, "trainer.num_threads=1", "algorithm.name=opd", "actor.optim.lr=1e-3", setting])
+        config = load_config([*settings, "trainer.num_threads=1", "algorithm.name=opd", "actor.optim.lr=1e-3", *more])
         with local_trainer(config) as trainer:
             asyncio.run(local_fit(trainer, config, CollapseWatch()).run())
         rows = read_jsonl(tmp_path / name / "run" / "metrics.jsonl")
-        return [row["kl/teacher"] for row in rows if "kl/teacher" in row]
+        return [row[key] for row in rows for key in ("kl/teacher", "actor/teacher_kl") if key in row]
 
     with serving(folder, tmp_path / "log", "--tool-call-format", "toolrl") as url:
         served = divergences("served", f"teacher.path={url}")
+        served += divergences("served-top", f"teacher.path={url}", "teacher.top_k=5")
     ours = divergences("ours", f"teacher.path={folder}")
-    assert len(ours) == 2 and min(map(abs, ours)) > 0.01
+    ours += divergences("ours-top", f"teacher.path={folder}", "teacher.top_k=5")
+    assert len(ours) == 4 and min(map(abs, ours)) > 0.01
     assert served == pytest.approx(ours, rel=0.01)

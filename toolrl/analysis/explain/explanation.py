@@ -155,7 +155,7 @@ class Explainer:
             ("Texts", self._texts(rollout, sample)),
             ("Reward", _reward(rollout, sample, self.reasons)),
             ("Group and advantage", self._advantage(step, sample, kept, beta)),
-            ("Tokens", self._tokens(sample, kept, computed, failed)),
+            ("Tokens", self._tokens(step, sample, kept, computed, failed)),
             ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
             ("Share of the gradient norm", _gradient(self.run, step, kept, sample, gradient)),
         ]
@@ -203,11 +203,13 @@ class Explainer:
         return [*lines, _format_recorded(recorded), _replay(self.run, step)]
 
     def _tokens(
-        self, sample: KeptSample, kept: StepSamples, computed: ComputedLoss | None, failed: list[str]
+        self, step: int, sample: KeptSample, kept: StepSamples, computed: ComputedLoss | None, failed: list[str]
     ) -> list[str]:
         if self.algorithm is None:
             return [f"not computed: {self.unknown}"]
-        return token_lines(sample, kept, self.algorithm, computed, failed)
+        bonus = rows.number(self.logged.get(step, {}).get("actor/entropy_coefficient"))  # if it adapts
+        algorithm = self.algorithm if bonus is None else replace(self.algorithm, entropy_coefficient=bonus)
+        return token_lines(sample, kept, algorithm, computed, failed)
 
 
 def _algorithm(run: RunFolder) -> Algorithm:

@@ -134,6 +134,8 @@ def _errors(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Algorith
     if algorithm.kl.placement is KLPlacement.LOSS:
         gap_A = (columns["logprobs"] - columns["ref_logprobs"]).abs()
         size_A = size_A + algorithm.kl.coefficient * (1.0 + gap_A)
+    if algorithm.teacher_top_k:
+        size_A = size_A + algorithm.teacher_weight * columns["teacher_kl"].abs()
     return (_RELATIVE + _ULP * len(size_A)) * size_A
 
 
@@ -149,6 +151,9 @@ def _token_losses(token: TokenLoss, columns: Mapping[str, Tensor], algorithm: Al
         kl_A = loss_divergence(algorithm.kl.estimator, logprobs_A, columns["ref_logprobs"], old_A)
         loss_A = loss_A + algorithm.kl.coefficient * kl_A
         terms.append(f"+ {algorithm.kl.coefficient:g} * {algorithm.kl.estimator}(p, p_ref)")
+    if algorithm.teacher_top_k:
+        loss_A = loss_A + algorithm.teacher_weight * columns["teacher_kl"]
+        terms.append(f"+ {algorithm.teacher_weight:g} * KL(p, p_teacher) over {algorithm.teacher_top_k} tokens")
     return loss_A, terms
 
 

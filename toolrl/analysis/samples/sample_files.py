@@ -34,6 +34,7 @@ COLUMNS = (  # per trained token
     "logprobs",  # the trainer's in the first update with the sample
     "ref_logprobs",  # the reference's
     "teacher_logprobs",  # the teacher's
+    "teacher_kl",  # the KL divergence over the teacher's likeliest tokens
     "entropy",  # nats
     "rewards",  # an episode's on its last token, a turn's on the turn's last
     "advantages",

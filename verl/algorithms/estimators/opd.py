@@ -5,7 +5,9 @@
 
 The tokens are sampled by the policy, so that -A_t / weight is an unbiased estimate of the KL divergence from the policy
 to the teacher (reverse KL) in the state of each token. The reward is logged and not learned from, and one response to a
-prompt suffices. Any other algorithm with `teacher.path` adds the same A_t to the advantages of its own.
+prompt suffices. Any other algorithm with `teacher.path` adds the same A_t to the advantages of its own. With
+`teacher.top_k` the divergence over the teacher's likeliest tokens is in the loss instead; veRL has that of the other
+direction (`forward_kl_topk`).
 """
 
 import torch

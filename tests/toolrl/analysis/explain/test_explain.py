@@ -134,6 +134,8 @@ def section(explanation: Explanation, title: str) -> str:
         ["algorithm.name=grpo", KL, "algorithm.aggregation=token-mean", "algorithm.correction.is_level=sequence"],
         ["algorithm.name=dr_grpo", "reward.name=env", *TWO_TURNS],
         ["algorithm.name=opd", TEACHER, "teacher.weight=0.05", "reward.name=env", *TWO_TURNS],
+        ["algorithm.name=dr_grpo", TEACHER, "teacher.weight=0.05", "teacher.top_k=3"],
+        ["algorithm.name=dr_grpo", "algorithm.entropy_target=100", "algorithm.entropy_coefficient=0.05"],
     ],
     ids=[
         "KL in the loss",
@@ -144,6 +146,8 @@ def section(explanation: Explanation, title: str) -> str:
         "sequence IS",
         "several turns",
         "teacher",
+        "the teacher's likeliest tokens",
+        "adaptive entropy",
     ],
 )
 def test_the_record_of_a_step_agrees_with_the_arithmetic(overrides: list[str], model: Path, tmp_path: Path) -> None:
