@@ -193,7 +193,7 @@ class Sharding:
 
     def shards(self) -> Iterator[Shard]:
         """Every rank's shard in turn, each copied when it is sent, without what only the advantages needed."""
-        needed, bounds = self.batch, self.batch.bounds
+        needed, bounds = replace(self.batch, hint_ids=None, num_hints=None), self.batch.bounds
         if needed.advantages is not None:
             needed = replace(needed, rewards=None, baselines=None, parts=None, teacher_logprobs=None)
         for rank in range(self.num_ranks):

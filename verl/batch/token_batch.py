@@ -47,6 +47,8 @@ class TokenBatch:
     rollout_logprobs: Floats | None = None  # [A] the engine's; NaN at tokens that it did not sample (observations)
     rewards: Floats | None = None  # [A] an episode's reward on its last trained token, a turn's on the turn's last
     baselines: Floats | None = None  # [B] reward of the greedy response to each sample's prompt
+    hint_ids: Ints | None = None  # [H] int32 prompts with demonstrations, of a policy that teaches itself
+    num_hints: Ints | None = None  # [B] how many of these are of each sample; 0: it has none
     parts: npt.NDArray[np.void] | None = None  # [B] the parts of the episode's score, a field each
 
     # From the models, before the update. Without old log-probs and advantages the update computes them (`Deferred`).
@@ -97,6 +99,7 @@ class TokenBatch:
         bounds = self.bounds if bounds is None else bounds
         runs = _runs(rows)
         tokens, trained = _ranges(runs, bounds.tokens), _ranges(runs, bounds.trained)
+        hints = [] if self.num_hints is None else _ranges(runs, _bounds(self.num_hints))
         return replace(
             self,
             token_ids=_taken(self.token_ids, tokens),
@@ -109,6 +112,8 @@ class TokenBatch:
             rollout_logprobs=_taken_if(self.rollout_logprobs, trained),
             rewards=_taken_if(self.rewards, trained),
             baselines=None if self.baselines is None else self.baselines[rows],
+            hint_ids=_taken_if(self.hint_ids, hints),
+            num_hints=None if self.num_hints is None else self.num_hints[rows],
             parts=None if self.parts is None else self.parts[rows],
             old_logprobs=_taken_if(self.old_logprobs, trained),
             ref_logprobs=_taken_if(self.ref_logprobs, trained),

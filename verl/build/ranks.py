@@ -183,5 +183,5 @@ def abs_paths(config: Config) -> Config:
     model = replace(config.model, path=full(config.model.path), tokenizer_path=full(config.model.tokenizer_path))
     lora = replace(config.lora, path=full(config.lora.path))
     critic = replace(config.critic, path=full(config.critic.path))
-    teacher = replace(config.teacher, path=full(config.teacher.path))
+    teacher = config.teacher if config.teacher.is_policy else replace(config.teacher, path=full(config.teacher.path))
     return replace(config, model=model, lora=lora, critic=critic, teacher=teacher)

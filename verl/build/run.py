@@ -22,6 +22,7 @@ from verl.build.algorithm import (
     needs_reference,
 )
 from verl.build.base import rounded_base
+from verl.build.demonstration import demonstrations
 from verl.build.engines import build_sampling, engine_dtype
 from verl.build.env import build_episode_runner, prompt_fn, prompt_record, services_of_rows, truncating
 from verl.build.ranks import DTYPES, check_adapter, choose_device
@@ -72,6 +73,7 @@ from verl.trainer.loop import COMMAND, TrainingRun
 from verl.trainer.metrics import Meter
 from verl.trainer.policy import Critic, PackSettings, Policy
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.self_teacher import SelfTeacher
 from verl.trainer.teacher_server import TeacherServer
 from verl.trainer.validate import Validator
 from verl.trainer.weight_sync import WeightSync
@@ -348,7 +350,8 @@ def build_trainer(
     rollouts = RolloutManager(config, algorithm, stream, rollout, inputs.rewards)
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, inputs, sampling)
     engine.restore = weight_sync.restore
-    return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter)
+    demonstrate = demonstrations(inputs.episode_runner) if config.teacher.is_policy else None
+    return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter, demonstrate=demonstrate)
 
 
 def resolve_on_weight_sync(config: Config) -> OnWeightSync | None:
@@ -395,10 +398,12 @@ def build_learner(config: Config, algorithm: Algorithm, ranks: WorkerGroup, time
     )
 
 
-def build_teacher(config: Config, ranks: WorkerGroup) -> Policy | TeacherServer:
+def build_teacher(config: Config, ranks: WorkerGroup) -> Policy | TeacherServer | SelfTeacher:
     """On the ranks, or behind a URL, which is asked for its model and tokens. Raises ServiceDownError."""
     if config.teacher.url is None:
-        return Policy(WorkerView(ranks, "teacher"), PackSettings(config.actor.max_tokens_per_pack))
+        name = "policy" if config.teacher.is_policy else "teacher"
+        model = Policy(WorkerView(ranks, name), PackSettings(config.actor.max_tokens_per_pack))
+        return SelfTeacher(model) if config.teacher.is_policy else model
     return connect_teacher(config)
 
 

@@ -20,6 +20,14 @@ def check_teacher(config: Config) -> None:
     model, path = config.model, config.teacher.path
     if path is None:
         return
+    if config.teacher.is_policy:
+        _num_ids(config)
+        if config.env.name not in ("single_turn", "tool"):
+            raise ConfigError(
+                f"teacher.path=self shows the policy the row's gold response in its prompt, which env.name="
+                f"{config.env.name} writes; it needs env.name=single_turn or tool"
+            )
+        return
     if config.teacher.url is not None:
         connect_teacher(config)
         return

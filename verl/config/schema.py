@@ -189,9 +189,10 @@ class RefConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """On-policy distillation: a frozen model scores the tokens that the policy sampled (docs/training.md)."""
+    """On-policy distillation: a model scores the tokens that the policy sampled (docs/training.md)."""
 
-    path: str | None = None  # the teacher, with the policy's tokenizer: folder, hub name or http://..; default: none
+    # the teacher, with the policy's tokenizer: folder, hub name, http://.. or self (the policy, shown the row's gold)
+    path: str | None = None
     weight: float = 1.0  # of log p_teacher - log p in the advantages beside those of the reward, or of the loss
     top_k: int | None = None  # its likeliest tokens, over which the KL divergence is a loss; default: advantages
 
@@ -207,7 +208,11 @@ class TeacherConfig:
     @property
     def local(self) -> str | None:
         """The model that the ranks load."""
-        return None if self.url else self.path
+        return None if self.url or self.is_policy else self.path
+
+    @property
+    def is_policy(self) -> bool:
+        return self.path == "self"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from verl.tracking.timers import PhaseTimer
 from verl.trainer.metrics import Metrics, explained_variance, reference_kl, teacher_kl
 from verl.trainer.not_finite import check_advantages, describe_cause, is_left_out
 from verl.trainer.policy import Critic, Policy, PolicyUpdate
+from verl.trainer.self_teacher import SelfTeacher
 from verl.trainer.teacher_server import TeacherServer
 from verl.trainer.update_plan import Deferred, UpdatePlan, plan_updates
 
@@ -48,7 +49,7 @@ class Learner:
     algorithm: Algorithm
     policy: Policy
     reference: Policy | None = None
-    teacher: Policy | TeacherServer | None = None
+    teacher: Policy | TeacherServer | SelfTeacher | None = None
     critic: Critic | None = None
     kl_control: AdaptiveKL | None = None
     entropy_control: AdaptiveEntropy | None = None
@@ -190,6 +191,8 @@ class Learner:
             metrics["critic/explained_variance"] = explained_variance(batch)
         if self.algorithm.teacher_in_advantages:
             metrics["kl/teacher"] = teacher_kl(batch)
+        if batch.num_hints is not None:
+            metrics["kl/demonstrated"] = float((batch.num_hints > 0).mean())
         if self.algorithm.kl.placement is KLPlacement.REWARD:
             divergence = reference_kl(batch, self.algorithm.kl.estimator)
             metrics["kl/reference"] = divergence

@@ -46,7 +46,7 @@ class ShardedModel:
 
     def shard_for_scoring(self, batch: TokenBatch) -> Sharding:
         """The tokens of a batch and what is trained of them, sharded once for all models that score it."""
-        names = ("token_ids", "action_mask", "num_tokens", "num_trained", "groups", "episodes")
+        names = ["token_ids", "action_mask", "num_tokens", "num_trained", "groups", "episodes", "hint_ids", "num_hints"]
         return self.shard(TokenBatch(**{name: getattr(batch, name) for name in names}))
 
     def score(self, sharding: Sharding) -> Floats:

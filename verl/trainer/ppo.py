@@ -19,6 +19,7 @@ from verl.host.daemon import run_in_daemon_thread
 from verl.trainer.hooks import SampleKeeper
 from verl.trainer.learner import Learned, Learner
 from verl.trainer.metrics import Meter, Metrics, rollout_metrics, throughput, tool_metrics
+from verl.trainer.self_teacher import Demonstrate, with_hints
 from verl.trainer.weight_sync import WeightSync
 from verl.types import TrajectoryGroup
 from verl.verl_compat.metrics import verl_step_metrics
@@ -42,6 +43,7 @@ class PPOTrainer:
     weight_sync: WeightSync
     meter: Meter | None = None
     keeper: SampleKeeper | None = None  # None: no samples are kept, to be looked at
+    demonstrate: Demonstrate | None = None  # of a policy that teaches itself
     step: int = 0  # completed steps, which is also the weight version
     learning: bool = False  # from an update to the end of its step: the ranks may hold part of the next step
 
@@ -53,6 +55,8 @@ class PPOTrainer:
             collected = await self.rollouts.take(self.step)
         groups = collected.drawn or collected.kept
         batch = to_batch(collected.kept, self.learner.config.env.trains_observations(self.step + 1))
+        if self.demonstrate is not None:
+            batch = with_hints(batch, collected.kept, self.demonstrate)
         coefficients = self.learner.coefficients
         async with self.weight_sync.ranks:
             if not self._ahead:

@@ -7,7 +7,7 @@ The tokens are sampled by the policy, so that -A_t / weight is an unbiased estim
 to the teacher (reverse KL) in the state of each token. The reward is logged and not learned from, and one response to a
 prompt suffices. Any other algorithm with `teacher.path` adds the same A_t to the advantages of its own. With
 `teacher.top_k` the divergence over the teacher's likeliest tokens is in the loss instead; veRL has that of the other
-direction (`forward_kl_topk`).
+direction (`forward_kl_topk`). With `teacher.path=self` the policy is its own teacher, and sees the gold response.
 """
 
 import torch

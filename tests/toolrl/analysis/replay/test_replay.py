@@ -101,6 +101,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
     [
         ["algorithm.name=ppo", "algorithm.kl_placement=reward", "algorithm.kl_target=0.01"],
         ["algorithm.name=skywork", "algorithm.filters=[]", "algorithm.entropy_target=100"],
+        ["algorithm.name=opd", "teacher.path=self", "teacher.top_k=5"],
         ["algorithm.name=remax"],
         ["algorithm.name=kl_cov", "algorithm.options.share=0.3"],
         ["rollout.max_staleness=2", "rollout.max_reuse=2"],
@@ -108,6 +109,7 @@ def test_every_step_comes_out_the_same_again(step: int, start: str | None, plain
     ids=[
         "critic and adaptive KL in the reward",
         "adaptive entropy",
+        "prompts of the teacher",
         "greedy baselines",
         "tokens chosen by seed",
         "rollouts that go on",
