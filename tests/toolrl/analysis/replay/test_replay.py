@@ -227,7 +227,7 @@ def test_every_lost_byte_of_a_record_is_detected(plain_run: Path, tmp_path: Path
 
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "step-000001.npz", header=np.array(json.dumps({"format": 0})))
-    with pytest.raises(DataError, match="is of an unknown format; expected format 3"):
+    with pytest.raises(DataError, match="is of an unknown format; expected format 4"):
         read_record(tmp_path / "step-000001.npz")
 
 
