@@ -17,16 +17,21 @@ from typing import Any
 import pytest
 
 from tests.support.every import every
+from tests.support.local_run import local_trainer
 from tests.support.service import free_port
+from tests.support.tiny import MINI, run_overrides
 from tests.toolrl.check.lab.lab import try_reward
 from toolrl.check.lab.__main__ import main as lab
 from toolrl.reward_score.judge import JudgeReward
 from toolrl.reward_score.rubric import Criterion, Rubric, read_rubric
+from verl.build.run import load_inputs
 from verl.checkpoint.contents import contents_of
 from verl.config.load import load_config
+from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, ServiceDownError
 from verl.host.services import check_services
 from verl.scoring.pool import Fault, ScoringPool
+from verl.trainer.ppo import PPOTrainer
 from verl.types import (
     Completion,
     FinishReason,
@@ -283,14 +288,51 @@ def test_the_lab_finds_a_judge_that_falls_for_the_response(rubric: str, cache: s
 def test_the_lab_command_asks_the_judge(
     rubric: str, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked_for = {"prompt": [{"role": "user", "content": "Which capital?"}], "data_source": "capitals"}
-    rows = [{**asked_for, "reward_model": {"ground_truth": city}} for city in ("Rome", "Oslo")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    command = [f"data={tmp_path / 'rows.jsonl'}", "reward.name=judge", f"reward.options.rubric={rubric}"]
+    command = [f"data={data_file(tmp_path)}", "reward.name=judge", f"reward.options.rubric={rubric}"]
     with serving(honest) as (url, asked):
         options = [f"reward.options.url={url}", "reward.options.model=m", f"reward.options.cache={cache}"]
         assert lab([*command, *options]) == 0
         assert "2 rows tried, 0 with violations" in capsys.readouterr().out and len(asked) == 8
+
+
+def data_file(folder: Path) -> Path:
+    asked_for = {"prompt": [{"role": "user", "content": "Which capital?"}], "data_source": "capitals"}
+    rows = [{**asked_for, "reward_model": {"ground_truth": city}} for city in ("Rome", "Oslo")]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "rows.jsonl"
+
+
+@pytest.mark.long
+def test_a_step_is_rewarded_by_the_judge(rubric: str, cache: str, tmp_path: Path) -> None:
+    """The start check asks about the golds. A judge that never pays, or is gone, ends the run before it begins."""
+    settings = run_overrides(MINI / "model", tmp_path, "hf", 1)
+    settings += [f"data.train_files=[{data_file(tmp_path)}]", "data.train_batch_size=2", "trainer.num_threads=1"]
+    settings += ["algorithm.name=grpo", "algorithm.kl_placement=none", "reward.name=judge"]
+
+    def configured(url: str) -> Config:
+        options = {"rubric": rubric, "url": url, "model": "m", "cache": cache}
+        return load_config([*settings, *(f"reward.options.{name}={value}" for name, value in options.items())])
+
+    async def step(trained: PPOTrainer) -> dict[str, float]:
+        try:
+            return dict((await trained.train_step()).metrics)
+        finally:
+            await trained.rollouts.close()
+
+    with serving(honest) as (url, asked), local_trainer(configured(url)) as trained:
+        golds = [each["messages"][1]["content"] for each in asked]
+        metrics = asyncio.run(step(trained))
+    assert any('"content": "Rome"' in each for each in golds)
+    assert {"reward/right", "reward/brief"} <= metrics.keys() and metrics["reward/infrastructure_faults"] == 0
+
+    def never(check: str, shown: dict[str, Any]) -> str:
+        return json.dumps({"right": 0, "brief": 4, "check": check})
+
+    Path(rubric).write_text(RUBRIC.replace("two", "three"))  # so that no verdict is known
+    with serving(never) as (url, _), pytest.raises(ConfigError, match="would not pay for the task"):
+        load_inputs(configured(url))
+    with pytest.raises(ServiceDownError, match="judge at"):
+        load_inputs(configured(f"http://127.0.0.1:{free_port()}/v1"))
 
 
 def test_a_rubric_without_gold_answers(rubric: str) -> None:
