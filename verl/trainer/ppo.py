@@ -131,4 +131,5 @@ class PPOTrainer:
     def restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.rollouts.restore(state["rollouts"])
-        self.learner.restore(state["coefficients"])
+        older = {} if state.get("kl_coefficient") is None else {"kl": state["kl_coefficient"]}
+        self.learner.restore(state.get("coefficients", older))  # older checkpoints have that of the KL term alone
