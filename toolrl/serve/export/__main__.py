@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolrl.serve.export.folder import add_base_argument, copy_model, new_folder
+from toolrl.serve.export.folder import add_base_argument, check_base, copy_model, new_folder
 from toolrl.serve.openai_server.served_model import add_format_arguments, find_model
 from verl.errors import VerlError
 from verl.host.arguments import Arguments
@@ -32,6 +32,7 @@ def arguments() -> Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().read(argv)
     try:
+        check_base(options, options.format == "adapter")
         with new_folder(options.out) as folder:
             if options.format != "gguf":
                 copy_model(options, folder, options.format == "adapter")

@@ -60,6 +60,13 @@ def add_base_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="NAME", help=help)
 
 
+def check_base(options: argparse.Namespace, adapter: bool) -> None:
+    """Raises ConfigError for the base of an adapter that is not to be written."""
+    if options.base is not None and not adapter:
+        what = "is the base of an adapter, which is not to be written: set --format adapter, of `toolrl push` --adapter"
+        raise ConfigError(f"--base={options.base} {what}")
+
+
 def _copy_adapter(options: argparse.Namespace, model: TrainedModel, folder: Path) -> str:
     """Returns the name of its base."""
     if model.adapter is None:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolrl.serve.export.folder import add_base_argument, copy_model
+from toolrl.serve.export.folder import add_base_argument, check_base, copy_model
 from toolrl.serve.openai_server.served_model import add_format_arguments
 from verl.errors import ConfigError, VerlError
 from verl.host.arguments import Arguments
@@ -38,6 +38,7 @@ def arguments() -> Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().read(argv)
     try:
+        check_base(options, options.adapter)
         with tempfile.TemporaryDirectory(prefix="toolrl-push-") as folder:
             copy_model(options, Path(folder), options.adapter)
             if options.adapter:

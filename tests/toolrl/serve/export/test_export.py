@@ -114,6 +114,9 @@ def test_what_has_no_adapter_or_no_public_base_is_refused(tmp_path: Path, capsys
     run = with_adapter(make_run(tmp_path / "run"), "/home/me/base")
     assert ended("push", str(run), "me/mini", "--adapter") == 2
     assert "the adapter's base is the folder /home/me/base; name it on the hub" in capsys.readouterr().err
+    for command in (["export", str(run), "--out", str(tmp_path / "out")], ["push", str(run), "me/mini"]):
+        assert ended(*command, "--base", "me/base") == 2
+        assert "--base=me/base is the base of an adapter, which is not to be written" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_served_gets_a_card_with_the_reason(tmp_path: Path) -> None:
