@@ -72,5 +72,11 @@ def base_contents(base: str) -> Any:
     return record.get("of")
 
 
+def is_same_copy(base: str, other: str) -> bool:
+    """Whether both are rounded copies with the same files, as those of two runs on one model."""
+    records = [Path(each) / _ROUNDED for each in (base, other)]
+    return all(each.is_file() for each in records) and read_json(records[0]) == read_json(records[1])
+
+
 def _contents(path: str) -> Any:
     return contents_of({_PATH: path}, reads_weights=True).get(_PATH)

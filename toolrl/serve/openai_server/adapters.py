@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from toolrl.serve.openai_server.served_model import TrainedModel
-from verl.build.base import base_contents
+from verl.build.base import base_contents, is_same_copy
 from verl.config.load import named_model
 from verl.config.schema import LoraConfig
 from verl.embedded import embedded_path
@@ -24,7 +24,7 @@ def common_base(models: Mapping[str, TrainedModel]) -> str:
     bases = {name: _base(model) for name, model in models.items()}
     (first, base), *others = bases.items()
     for name, other in others:
-        if other != base:
+        if other != base and not is_same_copy(base, other):
             raise ConfigError(f"{name} is an adapter of {other}, {first} of {base}; one server has one base")
     return base
 

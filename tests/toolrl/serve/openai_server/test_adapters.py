@@ -16,10 +16,14 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import need_vllm
 from tests.toolrl.serve.openai_server.test_serve import SETTINGS, make_run, serving
 from toolrl.serve.openai_server.__main__ import arguments, serving_command
+from toolrl.serve.openai_server.adapters import common_base
+from toolrl.serve.openai_server.served_model import find_model
+from verl.build.base import rounded_base
 from verl.checkpoint.contents import contents_of
+from verl.config.load import load_config
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
-from verl.lora import Lora, adapter_tensors, add_adapter, save_adapter
+from verl.lora import Lora, adapter_tensors, add_adapter, name_base, save_adapter
 from verl.workers.model import load_causal_lm
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 80))]
@@ -98,6 +102,18 @@ def test_runs_that_cannot_share_a_server_are_one_error(tmp_path: Path, base: Pat
     for problem, other in cases.items():
         with pytest.raises(ConfigError, match=problem):
             command_of(str(run), str(other))
+
+
+def test_rounded_copies_of_one_model_are_one_base(tmp_path: Path, base: Path) -> None:
+    config = load_config([f"model.path={base}", "rollout.name=hf", "lora.rank=4", "lora.base_dtype=nf4"])
+    copies = [rounded_base(config, tmp_path / name).model.path for name in ("first", "second")]
+    runs = [make_adapter_run(tmp_path / name, base, 4) for name in ("first", "second")]
+    for run, copy in zip(runs, copies, strict=True):
+        name_base(run / "checkpoints" / "step-000048" / "adapter", str(copy))
+    assert common_base({run.name: find_model(str(run)) for run in runs}) == copies[0]
+    plain = make_adapter_run(tmp_path / "plain", base, 4)
+    with pytest.raises(ConfigError, match=r"plain is an adapter of .*; one server has one base"):
+        common_base({run.name: find_model(str(run)) for run in (runs[0], plain)})
 
 
 def test_a_base_that_has_changed_or_gone_is_an_error_that_names_the_merged_copy(tmp_path: Path, base: Path) -> None:
