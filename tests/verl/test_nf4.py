@@ -224,6 +224,15 @@ def test_a_copy_that_cannot_be_written_leaves_the_old_one(base: str, config: Con
     assert [path.name for path in run.iterdir()] == ["base"] and weights_of(run / "base").keys()
 
 
+def test_a_folder_that_no_run_wrote_is_not_replaced(model_path: Path, config: Config, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(model_path, tmp_path / "base"))
+    before = folder_digests(own)
+    for path in (own, model_path):
+        with pytest.raises(DataError, match="is where the rounded copy goes, and no run wrote it"):
+            rounded_base(replace(config, model=replace(config.model, path=str(path))), tmp_path)
+    assert folder_digests(own) == before
+
+
 @pytest.mark.parametrize(
     ("written", "problem"),
     [

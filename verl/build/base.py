@@ -31,7 +31,8 @@ _PATH = "model.path"
 def rounded_base(config: Config, folder: Path) -> Config:
     """The configuration with the model to load in place of its own. folder: of the run
 
-    Raises ConfigError for files that do not hold each linear layer by itself, DataError if the copy cannot be written.
+    Raises ConfigError for files that do not hold each linear layer by itself, DataError if the copy cannot be written,
+    or would replace what no run wrote.
     """
     path = config.model.path
     if config.lora.base_dtype != NF4 or path is None:
@@ -39,6 +40,8 @@ def rounded_base(config: Config, folder: Path) -> Config:
     model = load_causal_lm(path, torch.bfloat16, empty=True)
     weights, names = WeightFiles(path, model), {f"{name}.weight" for name in linear_layers(model)}
     base = folder / _BASE
+    if base.exists() and not (base / _ROUNDED).is_file():
+        raise DataError("is where the rounded copy goes, and no run wrote it", hint="Move it away", file=str(base))
     unfinished = temporary_name(base)
 
     def write() -> None:
