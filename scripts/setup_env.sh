@@ -39,7 +39,8 @@ unset CDPATH  # makes cd print
 
 root="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 locks="$root/scripts/requirements"
-venv="$(realpath -m "${VERL_VENV:-$root/.venv}")"
+named="${VERL_VENV:-$root/.venv}"
+venv="$(realpath -m "$named")"
 python="$venv/bin/python"
 log="$venv/setup.log"
 incomplete="$venv/.toolrl-incomplete"
@@ -256,6 +257,8 @@ build_locked() {
                 "the missing packages (\`python -m toolrl.check.doctor\` lists them)"
             ;;
         stale)
+            [[ ! -L "$named" ]] || die "$named is a link to $venv, which is unfinished, broken or has other" \
+                "requirements, and is not rebuilt for another folder: repair it there, or remove the link"
             note "$venv is unfinished, broken or has other requirements: rebuilding it"
             build
             ;;

@@ -263,6 +263,16 @@ def test_an_environment_of_another_tool_is_left_alone(checkout: Checkout) -> Non
     assert [path.name for path in checkout.venv.iterdir()] == ["precious"]
 
 
+def test_an_outdated_environment_of_another_checkout_is_left_alone(built: Checkout, tmp_path: Path) -> None:
+    other = Checkout(tmp_path / "other")
+    other.venv.symlink_to(built.venv)
+    assert other.run().returncode == 0 and other.installs() == []
+    (other.root / "scripts" / "requirements" / "dev.txt").write_text("dev-package==2.0\n")
+    done = other.run()
+    assert done.returncode == 1 and "is a link to" in done.stderr and other.installs() == []
+    assert_complete(built)
+
+
 def test_an_environment_changed_by_hand_is_named_and_kept(built: Checkout) -> None:
     result = built.run(SPOILT="1")
     assert result.returncode != 0
