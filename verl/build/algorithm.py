@@ -98,6 +98,11 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
         raise ConfigError(
             f"algorithm.max_resample_rounds={config.max_resample_rounds} has no effect: algorithm.filters drops nothing"
         )
+    if built.entropy_target is not None and not 0 <= built.entropy_coefficient <= AdaptiveEntropy.maximum:
+        raise ConfigError(
+            f"algorithm.entropy_coefficient={built.entropy_coefficient:g}: with an entropy target it adapts from 0 to "
+            f"{AdaptiveEntropy.maximum:g}, and begins there"
+        )
     return built if built.filters else replace(built, max_resample_rounds=1)
 
 

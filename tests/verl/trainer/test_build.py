@@ -395,6 +395,9 @@ def test_the_entropy_controller_is_made_where_a_target_is_set() -> None:
     assert build_entropy_control(build_algorithm(AlgorithmConfig(name="grpo"), 64, 0)) is None
     with pytest.raises(ConfigError, match=r"algorithm\.entropy_target must be positive"):
         AlgorithmConfig(entropy_target=0.0)
+    for outside in (-0.1, 1.5):
+        with pytest.raises(ConfigError, match=r"entropy_coefficient=.*: with an entropy target it adapts from 0 to 1"):
+            build_algorithm(AlgorithmConfig(name="skywork", entropy_coefficient=outside), 16, 0)
 
 
 @pytest.mark.parametrize(("placement", "shares"), [("colocated", True), ("separate", False)])
