@@ -90,7 +90,7 @@ def start_sft_run(config: Config, folder: Path, display: Display) -> Iterator[SF
     assert loaded.path is not None
     spec = RankSpec(
         model_path=loaded.path,
-        tokenizer_path=config.model.tokenizer_path,
+        tokenizer_path=loaded.tokenizer_path,
         compute_dtype=DTYPES[config.model.compute_dtype],
         temperature=1.0,
         lora=lora,

@@ -100,6 +100,21 @@ def test_an_adapter_is_written_with_the_files_of_servers_and_its_base(tmp_path: 
         assert {"library_name: peft", f"base_model: {base}", "# An adapter that calls tools"} <= {*card}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--dtype", "q8_0"], "--dtype=q8_0 is that of GGUF"),
+        (["--format", "adapter", "--dtype", "f16"], "--dtype=f16 is that of GGUF"),
+        (["--format", "gguf", "--results", "table.md"], "--results is a table for the card"),
+    ],
+)
+def test_an_option_of_another_form_is_refused(
+    arguments: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended("export", str(make_run(tmp_path / "run")), "--out", str(tmp_path / "out"), *arguments) == 2
+    assert problem in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
     return found
