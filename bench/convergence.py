@@ -27,7 +27,7 @@ from scipy.stats import t as student
 from verl.tracking.jsonl import read_jsonl
 
 MAX_SHORTFALL = 0.15  # of k=1 relative to k=0, on a scale of -3 to 4
-LEVELS = {"composed": (1.25, 1.5, 1.75), "tool_loop": (-0.5, 0.0, 0.5)}  # reward levels for time-to-reward
+LEVELS = {"composed": (1.5, 1.75, 2.0), "tool_loop": (-0.5, 0.0, 0.5)}  # reward levels for time-to-reward
 _NAME = re.compile(r"k(\d+)_seed(\d+)")
 
 

@@ -274,26 +274,26 @@ def write_run(folder: Path, staleness: int, seed: int, finished: bool = True, **
 
 
 def test_final_rewards_are_compared_in_pairs(tmp_path: Path) -> None:
-    folder = tmp_path / "mini"
+    folder = tmp_path / "composed"
     for seed, shortfall in enumerate([0.0, 0.1, 0.2]):
-        write_run(folder, 0, seed, before=1.0, halfway=2.0, after=2.5)
-        write_run(folder, 1, seed, before=1.0, halfway=1.5, after=2.5 - shortfall)
-    write_run(folder, 0, 3, before=1.0, halfway=2.0, after=2.5)
+        write_run(folder, 0, seed, before=0.5, halfway=1.5, after=2.0)
+        write_run(folder, 1, seed, before=0.5, halfway=1.0, after=2.0 - shortfall)
+    write_run(folder, 0, 3, before=0.5, halfway=1.5, after=2.0)
     write_run(folder, 1, 3, finished=False, before=1.0, halfway=1.0, after=-3.0)
     (line,), output = run_bench("convergence.py", str(folder))
     # of 0, 0.1 and 0.2: mean 0.1, standard error 0.1 / sqrt(3), the t of two degrees of freedom 4.3027
     assert line["ratio"] == pytest.approx(0.1)
     assert "3 pairs, 95 % t interval -0.148 to +0.348" in line["note"]
     assert line["met"]
-    assert line["theirs"] == pytest.approx({"final reward": 2.5, "s a step": 2.0})
+    assert line["theirs"] == pytest.approx({"final reward": 2.0, "s a step": 2.0})
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in output.splitlines() if row.startswith("|")]
     ours, theirs = ([row for row in rows if row[0] == k] for k in "10")
-    assert ours[0][2:] == ["1.00 (0 s)", "1.50 (20 s)", "2.40 (40 s)"]
+    assert ours[0][2:] == ["0.50 (0 s)", "1.00 (20 s)", "1.90 (40 s)"]
     assert theirs[0][1] == "0 1 2 3"
-    # k=0 comes to 2 with its second validation, and half of the way to the third to 2.25; of k=1 two runs come to 2.4,
-    # after 10 + 10 * 0.9 steps and with the last
+    # k=0 comes to 1.5 with its second validation, and half of the way to the third to 1.75; of k=1 one run comes to 2,
+    # with its last validation
     assert theirs[1][2:4] == ["10.0 (20)", "15.0 (30)"]
-    assert ours[1][4] == "19.5 (39, 2 of 3)"
+    assert ours[1][4] == "20.0 (40, 1 of 3)"
     assert ours[1][5:] == ["2", "0.5", "0.9", "10", "1"]
     assert theirs[1][6] == "0"
 
@@ -314,9 +314,9 @@ def test_an_agents_final_reward_is_compared_with_the_environments(tmp_path: Path
 
 
 def test_runs_of_different_lengths_are_not_compared(tmp_path: Path) -> None:
-    write_run(tmp_path / "mini", 0, 0, before=1.0, after=2.0)
-    write_run(tmp_path / "mini", 1, 0, before=1.0, halfway=1.5, after=2.0)
-    command = [sys.executable, "bench/convergence.py", str(tmp_path / "mini")]
+    write_run(tmp_path / "composed", 0, 0, before=1.0, after=2.0)
+    write_run(tmp_path / "composed", 1, 0, before=1.0, halfway=1.5, after=2.0)
+    command = [sys.executable, "bench/convergence.py", str(tmp_path / "composed")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "[10, 20] steps" in done.stderr
