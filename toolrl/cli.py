@@ -73,7 +73,7 @@ OPTIONS = {
     "env-server": f"env= option= {_OF_SERVER} data= --user-code task_option= idle_s= max_episodes=",
     "explain": "step= sample= --gradient --user-code",
     "export": f"{_OF_MODEL} format= out= base= dtype= results=",
-    "push": f"{_OF_MODEL} --private --adapter base= revision= results=",
+    "push": f"{_OF_MODEL} --private revision= --adapter base= results=",
     "replay": "step= --user-code",
     "report": "out= --serve host= port= token_file= --no-token allow_host= png= --user-code",
     "retrieval-server": f"corpus= {_OF_SERVER} topk=",

@@ -109,7 +109,7 @@ def base_of(path: str) -> str:
 
 def name_base(folder: Path, base: str) -> None:
     """Name another folder or hub name as the base of the adapter in a folder."""
-    config = json.loads((folder / _CONFIG).read_text())
+    config = json.loads(untrusted_files.read(folder, _CONFIG, _MOST_CONFIG))
     (folder / _CONFIG).write_text(json.dumps({**config, _BASE_NAME: base}, indent=2) + "\n")
 
 

@@ -67,7 +67,7 @@ def recorded(folder: Path, **settings: Any) -> Path:
     )
     made_by = {"device": "cpu", "total_steps": 1}
     known = flattened({"trainer": {"n_gpus_per_node": 1}})
-    Recorder(folder, {**known, **settings}, made_by).write(1, batch_of([sample]), None, {"actor/loss": 0.1})
+    Recorder(folder, {**known, **settings}, made_by).write(1, batch_of([sample]), {}, {"actor/loss": 0.1})
     return folder
 
 

@@ -19,12 +19,14 @@ from typing import Any, ClassVar
 from toolrl.reward_score.rubric import CHECK, Rubric, read_rubric
 from toolrl.servers.chat_endpoint import ChatEndpoint
 from verl.errors import ConfigError, DataError, ServiceDownError
+from verl.host import untrusted_files
 from verl.host.files import replacing
 from verl.types import GROUND_TRUTH, Message, Score, Task, Trajectory
 from verl.utils.reward_score.base import AtMostOne, Mutation, as_mutations
 from verl.utils.reward_score.functions import rounds
 
 _CHECK_S = 8.0  # limit for the check at start-up; below the limit for all services
+_MOST_VERDICT = 1 << 20  # bytes of one in the cache
 _SHOWN = 80  # characters of a bad verdict
 _CHECK_DIGITS = 8
 _INSTRUCTIONS = """\
@@ -114,11 +116,12 @@ class JudgeReward(AtMostOne):
             return self._ask(shown, self._timeout_s)[0]
         request = json.dumps([self._endpoint.model, _messages(self.rubric, shown)])
         digest = hashlib.sha256(request.encode()).hexdigest()
-        file = self._cache / digest[:2] / f"{digest}.json"
-        with suppress(OSError, ValueError):  # none, or a damaged one, which is replaced
-            return self.rubric.verdict(file.read_text("utf-8"), _check(shown))
+        name = f"{digest[:2]}/{digest}.json"
+        with suppress(OSError, ValueError, DataError):  # none, or a damaged one, which is replaced
+            text = untrusted_files.read(self._cache, name, _MOST_VERDICT).decode()
+            return self.rubric.verdict(text, _check(shown))
         verdict, text = self._ask(shown, self._timeout_s)
-        with replacing(file) as unfinished:
+        with replacing(self._cache / name) as unfinished:
             unfinished.write_text(text, "utf-8")
         return verdict
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import pi, sin, sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -452,9 +453,15 @@ def test_the_lab_on_published_problems() -> None:
     assert isinstance(reward, LabReward) and try_reward(reward, tasks).violations == []
 
 
-def test_every_known_reward_can_be_made() -> None:
+def test_every_known_reward_can_be_made(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.toml"
+    rubric.write_text('[criteria]\nright = "It gives the gold answer."\n')
+    options = {
+        "sum": {"terms": ["rlla"]},
+        "judge": {"rubric": str(rubric), "url": "http://127.0.0.1:9/v1", "model": "judge"},
+    }
     for name in REWARDS:
-        build_reward(name, {"terms": ["rlla"]} if name == "sum" else {})
+        build_reward(name, options.get(name, {}))
 
 
 def test_expressions_that_sympy_never_finishes_are_wrong_without_a_hang() -> None:

@@ -40,7 +40,7 @@ from verl.host.task_folders import read_instruction
 from verl.host.untrusted_files import UNPRIVILEGED_UID
 from verl.host.watcher import remove_tree
 from verl.pretrained import check_weights, read_model_config, read_tokenizer
-from verl.workers.export import _copy
+from verl.workers.export import copy_files
 
 pytestmark = pytest.mark.long
 TASK_TOML = "[environment]\n"
@@ -140,7 +140,7 @@ PLACES: dict[str, Place] = {
     "manifest of a checkpoint": (_checkpoint, "step-000001/manifest.json", _verify),
     "file of a checkpoint": (_checkpoint, "step-000001/model.pt", _verify),
     "tokenizer that is saved": (
-        _model, "tokenizer.json", lambda folder: _copy(str(folder), ["tokenizer.json"], folder.parent),
+        _model, "tokenizer.json", lambda folder: copy_files(str(folder), ["tokenizer.json"], folder.parent),
     ),
 }  # fmt: skip
 # what is no fault: links as text, folders among others, what is not there
