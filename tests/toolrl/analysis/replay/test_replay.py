@@ -135,7 +135,7 @@ def test_the_record_alone_counts(plain_run: Path, tmp_path: Path) -> None:
     rewards = record.batch.rewards
     assert rewards is not None
     rewards[record.batch.num_trained[0] - 1] = 9.0
-    Recorder(tmp_path, record.settings, record.made_by).write(1, record.batch, None, record.metrics)
+    Recorder(tmp_path, record.settings, record.made_by).write(1, record.batch, {}, record.metrics)
     assert {"actor/loss", "actor/grad_norm"} <= set(replay_step(tmp_path, 1).differing())
 
 
