@@ -1,9 +1,9 @@
 """Frozen linear layers in four bits: NF4 (https://arxiv.org/abs/2305.14314), by bitsandbytes.
 
 A model whose linear layers are rounded to NF4 is a model of its own, with weights that bfloat16 holds exactly. Engines
-load it from a folder in 16 bits (`WeightFiles.write_copy`). A training rank loads the same folder, keeps four bits of
-each weight and a scale per block, and computes the folder's weights from them when it needs them. Nothing is lost when
-a rounded weight is rounded again: the largest of a block is the scale, and the others are multiples of it.
+load it from a folder in 16 bits (`WeightFiles.write_rounded`). A training rank loads the same folder, keeps four bits
+of each weight and a scale per block, and computes the folder's weights from them when it needs them. Nothing is lost
+when a rounded weight is rounded again: the largest magnitude of a block is its scale, and all are multiples of that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BYTES = 0.5 + 4 / _BLOCK  # per weight, with its share of a float32 scale
 class Nf4Linear(nn.Linear):
     """A linear layer without `weight`. Every rank holds all of it: buffers are not sharded."""
 
-    packed: Tensor  # uint8, two weights each
-    scales: Tensor  # float32, one per block
+    packed: Tensor  # [out * in / 2, 1] uint8, two weights each
+    scales: Tensor  # [blocks] float32
 
     def forward(self, hidden: Tensor) -> Tensor:
         apply: Any = _Linear.apply
