@@ -7,9 +7,10 @@ prompt on the terminal.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ def read_model_config(path: str, key: str = "model.path") -> PretrainedConfig:
     """The configuration of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
     check_hub(path, key)
     with readable(path, key):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: PretrainedConfig = _of_texts(lambda at: AutoConfig.from_pretrained(at, trust_remote_code=False), path)
+    config.name_or_path = path
     return config
 
 
@@ -80,9 +82,10 @@ def read_tokenizer(path: str, key: str = "model.path") -> Any:
     """The tokenizer of a model. Raises ConfigError, naming the configuration key of `path`, if there is none."""
     check_hub(path, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = _of_texts(lambda at: AutoTokenizer.from_pretrained(at, trust_remote_code=False), path)
     except Exception as error:  # as in `readable`
         raise ConfigError(f"{key}: no tokenizer can be loaded from {path!r} ({in_short(error)})") from error
+    tokenizer.name_or_path = path
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise ConfigError(f"{key}: the tokenizer in {path!r} has no vocabulary; add its tokenizer.json")
     return tokenizer
@@ -103,7 +106,7 @@ def end_tokens(model: str) -> tuple[int, ...]:
     Raises ConfigError if a file is unreadable.
     """
     try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
+        found = _of_texts(GenerationConfig.from_pretrained, model).eos_token_id
     except Exception as error:  # a damaged file may raise anything
         if isinstance(error, OSError) and not (Path(model) / GENERATION_CONFIG_NAME).exists():
             if not (Path(model) / CONFIG_NAME).exists():
@@ -111,6 +114,19 @@ def end_tokens(model: str) -> tuple[int, ...]:
             return _as_tuple(GenerationConfig.from_model_config(read_model_config(model)).eos_token_id)
         raise ConfigError(f"model.path: {GENERATION_CONFIG_NAME} in {model!r} cannot be read ({error})") from error
     return _as_tuple(found)
+
+
+def _of_texts(load: Callable[[str], Any], path: str) -> Any:
+    """What is loaded from a model's texts: of a folder, from a copy that no other process changes meanwhile."""
+    if not Path(path).is_dir():
+        return load(path)
+    with TemporaryDirectory(prefix="toolrl-") as copy:
+        untrusted_files.copy_texts(Path(path), Path(copy))
+        try:
+            return load(copy)
+        except Exception as error:  # whose message names the folder
+            error.args = tuple(each.replace(copy, path) if isinstance(each, str) else each for each in error.args)
+            raise
 
 
 def _as_tuple(found: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ Links = Literal["inside", "kept", "none"]
 UNPRIVILEGED_UID = 65534  # the user of untrusted code if root starts it
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _TEXTS, _MOST_TEXT = (".json", ".txt", ".jinja", ".model"), 1 << 30  # files of a model
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_TEMPLATES = "additional_chat_templates"
 _SHOWN = 300  # characters of a path in a message
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -131,6 +133,23 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy one file of a folder that is handed on. Raises FileNotFoundError, DataError, and OSError of writing."""
     with opened(source.parent, source.name, shared=True) as file:
         _copy(file, target, source, time.monotonic() + DEFAULT.seconds)
+
+
+def copy_texts(model: Path, target: Path) -> None:
+    """Copy what a library reads of a model's folder besides its weights. Raises DataError, and OSError of writing.
+
+    Between a check and the library's own reading a file may become a device without end.
+    """
+    for part in ("", _TEMPLATES):
+        folder = model / part
+        if not folder.is_dir():
+            continue
+        (target / part).mkdir(exist_ok=True)
+        for each in sorted(folder.iterdir()):
+            if each.name.endswith(_WEIGHTS) or not each.is_file():  # nor the folders below it; refusals: `check_files`
+                continue
+            with suppress(FileNotFoundError):
+                copy_file(each, target / part / each.name)
 
 
 def check_files(folder: Path) -> None:
