@@ -216,21 +216,19 @@ def base_tensors(model: nn.Module, named: Iterable[tuple[str, Any]]) -> Iterator
             yield name.replace(".base_layer.", "."), tensor
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, peft's layer) of every module with an adapter."""
-    for name, module in model.named_modules():
-        if _ADAPTER in getattr(module, "lora_A", ()):
-            yield name, module
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """{name: peft's layer} of every module with an adapter."""
+    return {name: each for name, each in model.named_modules() if _ADAPTER in getattr(each, "lora_A", ())}
 
 
 def with_updates(
-    model: nn.Module, named: Iterable[tuple[str, Tensor | Nf4Linear]], export: Export
+    layers: Mapping[str, Any], named: Iterable[tuple[str, Tensor | Nf4Linear]], export: Export
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """(name, full base weight, what the adapter adds to it in float32, or None), one at a time.
 
     Collective, like `export`. The adapted weight is the sum of both.
+    layers: `adapted_layers` of the model
     """
-    layers = dict(_layers(model))
     for name, tensor in named:
         ((_, full),) = export([(name, tensor)])
         layer = layers.get(name.removesuffix(".weight"))
@@ -245,7 +243,7 @@ def with_updates(
 @contextmanager
 def base_alone(model: nn.Module) -> Iterator[None]:
     """Within the block the model computes what it does without its adapter, to the last bit."""
-    layers = [layer for _, layer in _layers(model)]
+    layers = [*adapted_layers(model).values()]
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     try:
         for layer in layers:

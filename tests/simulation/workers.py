@@ -286,10 +286,11 @@ class Ranks:
     world: World
     weights: int
     updates: int = 0
+    staged: tuple[Path, dict[str, Any]] = (Path(), {})  # of the checkpoint that is being written
     history: list[list[Trained]] = field(default_factory=list)  # of every update since the first
     waiting: dict[str, list[tuple[Rank, Answer]]] = field(default_factory=dict)
 
-    def meet(self, task: str, rank: Rank, answer: Answer, work: Callable[[], list[Any]]) -> None:
+    def meet(self, task: str, rank: Rank, answer: Answer, work: Callable[[], list[Any]], longest: float = 0.3) -> None:
         """The results of `work`, by rank, once all ranks have come and have computed."""
         came = self.waiting.setdefault(task, [])
         came.append((rank, answer))
@@ -297,7 +298,7 @@ class Ranks:
             del self.waiting[task]
             results = work()
             for each, resume in came:
-                each.process.later(self.world.delay(0.1, 0.3), partial(resume, results[each.rank]))
+                each.process.later(self.world.delay(0.1, longest), partial(resume, results[each.rank]))
 
 
 @dataclass(eq=False)
@@ -354,11 +355,18 @@ class Rank:
     def checkpointed_layers(self, answer: Answer) -> None:
         answer(0)
 
-    def save(self, answer: Answer, folder: Path) -> None:
+    def stage(self, answer: Answer, folder: Path) -> None:
         def work() -> list[Any]:
+            self.shared.staged = folder, {"weights": self.shared.weights, "updates": self.shared.updates}
+            return [None] * self.size
+
+        self._together("stage", answer, work)
+
+    def write(self, answer: Answer) -> None:
+        def work() -> list[Any]:
+            folder, state = self.shared.staged
             for name in ("actor", "hf"):
                 (folder / name).mkdir()
-            state = {"weights": self.shared.weights, "updates": self.shared.updates}
             (folder / "actor" / "state.json").write_text(json.dumps(state))
             (folder / "actor" / ".metadata").touch()
             (folder / "hf" / "config.json").write_text("{}")
@@ -368,12 +376,12 @@ class Rank:
             try:
                 return work()
             except OSError as error:
-                return [WorkerError(f"{self.process.name} failed in TrainingRank.save: {error}")] * self.size
+                return [WorkerError(f"{self.process.name} failed in TrainingRank.write: {error}")] * self.size
 
-        def saved(value: Any) -> None:
+        def written(value: Any) -> None:
             answer(None, value)
 
-        self._together("save", saved, failing)
+        self.shared.meet("write", self, written, failing, longest=30.0)  # as several steps
 
     def load(self, answer: Answer, folder: Path) -> None:
         def work() -> list[Any]:

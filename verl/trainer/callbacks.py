@@ -43,7 +43,10 @@ class Callback:
         """After every validation, also that before the first step. metrics: val/* and eval/*"""
 
     def on_checkpoint(self, step: int, folder: Path) -> str | None:
-        """After every checkpoint. folder: of the checkpoint; the exported model is in `hf`"""
+        """After every checkpoint, once it is on disk: training may be some steps ahead by then.
+
+        folder: of the checkpoint; the exported model is in `hf`
+        """
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint, as plain JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,9 @@ class Checkpointing:
         """Copy the state between two steps: the next step draws tasks before it is complete."""
         self.snapshot = json.loads(json.dumps(self.state(unlogged)))
 
-    def save(self, score: float | None, state: Mapping[str, Any]) -> Path:
-        """score: see `save_checkpoint`. Returns the checkpoint's folder."""
-        return save_checkpoint(self.store, self.trainer.step, score, self.workers, self.train_tasks, state)
+    def save(self, step: int, score: float | None, state: Mapping[str, Any], staged: Callable[[], object]) -> Path:
+        """See `save_checkpoint`. Returns the checkpoint's folder."""
+        return save_checkpoint(self.store, step, score, self.workers, self.train_tasks, state, staged)
 
     def resume(self) -> Path | None:
         """Load the saved checkpoint, if there is one."""
@@ -109,14 +109,18 @@ def save_checkpoint(
     workers: WorkerGroup,
     train_tasks: TrainTasks,
     state: Mapping[str, Any],
+    staged: Callable[[], object] = lambda: None,
 ) -> Path:
     """Write the ranks' files, the exported model's list of training tasks and the controller's state.
 
     workers: TrainingRanks; score: larger is better, None: not validated
+    staged: called once the ranks hold copies of what is to be written, so that training may go on
     Returns the checkpoint's folder. Raises DataError if the ranks' files are not visible on this node.
     """
     with store.writing(step, score) as unfinished:
-        workers.call(TrainingRank.save, unfinished.folder)
+        workers.call(TrainingRank.stage, unfinished.folder)
+        staged()
+        workers.call(TrainingRank.write)
         for part in ("actor/.metadata", "hf/config.json"):
             if not (unfinished.folder / part).is_file():
                 raise DataError(

@@ -1,16 +1,18 @@
 """The outer training loop: train, validate, checkpoint, log.
 
 Saving and recording run in threads: rollouts may be in flight, and a blocked event loop would eat up the timeouts of
-their tools.
+their tools. A checkpoint is written while training goes on, as soon as the ranks have copied what belongs to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +41,7 @@ from verl.workers.rank import TrainingRank
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Saving = tuple[int, asyncio.Task[Path]]  # a checkpoint's step, and its folder once it is written
 COMMAND = "main_ppo"
 
 
@@ -59,6 +62,8 @@ class TrainingRun:
     peaks: dict[str, float] = field(default_factory=dict)  # maximum of every memory metric
     stop: StopRequest = field(default_factory=StopRequest)
     loop: asyncio.AbstractEventLoop | None = None  # set by `run`
+    saving: _Saving | None = None  # a checkpoint that is being written
+    last: Path | None = None  # the newest checkpoint's folder
 
     @property
     def trainer(self) -> PPOTrainer:
@@ -86,7 +91,12 @@ class TrainingRun:
                 crash_reported(self.checkpointing.folder, self._describe_progress),
             ):
                 try:
-                    return await self._run()
+                    try:
+                        return await self._run()
+                    except Exception:
+                        if self.saving is not None:  # a checkpoint of a step before the failure is not lost
+                            await asyncio.gather(self.saving[1], return_exceptions=True)
+                        raise
                 except StopRequestedError:
                     number, note = await self._save_on_signal()
             start_shutdown_timer(exit_code(number), note)
@@ -109,12 +119,12 @@ class TrainingRun:
         return StallWatch(self.settings.stall_timeout_s, progress, self._moment, lambda: self.loop)
 
     async def _run(self) -> Path:
-        last, validated = self.checkpointing.resume(), self.checkpointing.validated
+        self.last, validated = self.checkpointing.resume(), self.checkpointing.validated
         if self._done and validated.unlogged is None:
-            assert last is not None
+            assert self.last is not None
             has = self.callbacks.stopped or f"all {self.total_steps} steps are trained"
-            _log.warning("%s is the last checkpoint, nothing is left to train: %s", last, has)
-            return last
+            _log.warning("%s is the last checkpoint, nothing is left to train: %s", self.last, has)
+            return self.last
         async with self.trainer.weight_sync.ranks:
             await self.trainer.sync_weights()
         self.display.started()
@@ -128,6 +138,8 @@ class TrainingRun:
             if metrics is None:
                 save_pending = False
                 continue
+            if self.saving is not None and self.saving[1].done():
+                await self._finish_saving()
             step = self.trainer.step
             is_validated = self._done or _due(step, self.settings.test_freq)
             if is_validated:
@@ -137,11 +149,13 @@ class TrainingRun:
             self.checkpointing.trackers.log(step, metrics)
             save_pending = save_pending or self._done or _due(step, self.settings.save_freq)
             if save_pending and (self._done or self.collapse.may_save):
-                last, save_pending = await self._save(is_validated), False
+                await self._save(is_validated)
+                save_pending = False
+        await self._finish_saving()
         if self.callbacks.stopped is not None:
             _log.warning("stopped after step %d of %d: %s", self.trainer.step, self.total_steps, self.callbacks.stopped)
-        assert last is not None
-        return last
+        assert self.last is not None
+        return self.last
 
     async def _train_step(self) -> dict[str, float] | None:
         """Train, record and watch one step. Returns its metrics; None: the run was rolled back.
@@ -161,6 +175,7 @@ class TrainingRun:
         alarms = self.collapse.watch.observe(step, metrics)
         metrics |= {"collapse/triggered_rules": float(len(self.collapse.watch.triggered)), **self._memory()}
         if alarms:
+            await self._finish_saving()
             try:
                 checkpoint = self.collapse.checkpoint_to_load(step, alarms, metrics)
             except CollapseError:
@@ -206,21 +221,35 @@ class TrainingRun:
         if self.settings.save_on_signal:
             self.checkpointing.take_snapshot(unlogged)
 
-    async def _save(self, is_validated: bool) -> Path:
-        """Returns the checkpoint's folder. is_validated: whether the last validation is of this step"""
-        state = self.checkpointing.state()
-        path = await self._write_checkpoint(self._score() if is_validated else None, state)
-        self.callbacks.on_checkpoint(self.trainer.step, path)
-        return path
+    async def _save(self, is_validated: bool) -> None:
+        """Begin a checkpoint. is_validated: whether the last validation is of this step"""
+        await self._finish_saving()
+        state = copy.deepcopy(self.checkpointing.state())  # training goes on while it is written
+        self.saving = await self._begin_saving(self._score() if is_validated else None, state)
 
-    async def _write_checkpoint(self, score: float | None, state: Mapping[str, Any]) -> Path:
+    async def _begin_saving(self, score: float | None, state: Mapping[str, Any]) -> _Saving:
+        """Returns once the ranks have copied what belongs to the checkpoint."""
+        step, loop, staged = self.trainer.step, asyncio.get_running_loop(), asyncio.Event()
         async with self.trainer.weight_sync.ranks:
             self.display.phase("saving")
-            return await run_in_daemon_thread(self.checkpointing.save, score, state)
+            save = partial(self.checkpointing.save, step, score, state, partial(loop.call_soon_threadsafe, staged.set))
+            saving, waiting = asyncio.create_task(run_in_daemon_thread(save)), asyncio.create_task(staged.wait())
+            await asyncio.wait((waiting, saving), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        return step, saving
+
+    async def _finish_saving(self) -> None:
+        """Wait until the begun checkpoint is on disk, if there is one. Raises what has prevented it."""
+        if self.saving is None:
+            return
+        (step, task), self.saving = self.saving, None
+        self.last = await task
+        self.callbacks.on_checkpoint(step, self.last)
 
     async def _save_on_signal(self) -> tuple[int, str]:
         """(the signal, the outcome for the user)"""
         assert self.stop.number is not None
+        await self._finish_saving()
         step, last = self.trainer.step, self.checkpointing.store.latest()
         if step == 0:
             note = "no step was trained, nothing to save"
@@ -229,7 +258,8 @@ class TrainingRun:
         elif not self.collapse.may_save:
             note = f"not saved, because a collapse rule is triggered; the newest checkpoint is {last}"
         else:
-            note = f"saved {await self._write_checkpoint(None, self.checkpointing.snapshot)}"
+            _, saving = await self._begin_saving(None, self.checkpointing.snapshot)
+            note = f"saved {await saving}"
         return self.stop.number, f"{note}. The same command resumes from there"
 
     def _describe_progress(self) -> str:

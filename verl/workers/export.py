@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -19,12 +20,13 @@ from transformers.utils.hub import cached_files
 from verl.errors import DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
-from verl.lora import Lora, adapter_tensors, base_tensors, save_adapter, with_updates
+from verl.lora import Lora, adapted_layers, adapter_tensors, base_tensors, save_adapter, with_updates
 from verl.nf4 import Nf4Linear, nf4_layers
 from verl.weight_files import Conversion, stored_conversions
 from verl.workers.fsdp_engine import FSDPEngine, raise_any
 from verl.workers.model import PackedPolicy
 
+FORMAT = {"format": "pt"}  # what transformers expects to be said in a file of weights
 _FILE_BYTES = 2 << 30
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
@@ -44,12 +46,30 @@ def export_hf(
 ) -> None:
     """Write the policy's weights, an adapter merged into them, its configurations and its tokenizer into `folder`.
 
-    Collective. Ranks share the files of weights, and each holds one of them at a time in CPU memory, in `dtype`.
+    Collective. Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
+    """
+    problem = None
+    for path, tensors in exported(engine, folder, model, tokenizer, dtype, file_bytes):
+        problem = problem or problem_of(folder, partial(save_file, tensors, path, FORMAT))  # the others still gather
+    raise_any(problem)
+
+
+def exported(
+    engine: FSDPEngine,
+    folder: Path,
+    model: str,
+    tokenizer: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    file_bytes: int = _FILE_BYTES,
+) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    """The files of weights that this rank has to write, after all others are in `folder`: see `export_hf`.
+
+    Collective, to the end. Ranks share the files, and each holds one of them at a time in CPU memory, in `dtype`.
     model: the folder or hub name that the policy was loaded from; its generation configuration is copied
     tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
         one version of transformers cannot always be read by another
     file_bytes: most of one file, unless a weight needs more
-    Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
+    Raises DataError, on all ranks, if there is no tokenizer or rank 0 cannot write.
     """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
@@ -60,21 +80,22 @@ def export_hf(
     if engine.rank == 0:
         problem = problem_of(folder, partial(_write_beside, policy.model, files, folder, model, tokenizer, dtype))
     raise_any(problem)  # also waits: transformers first removes files of weights from the folder
+    adapted = adapted_layers(policy.model)
+    if not adapted and engine.num_ranks > 1:  # half as much to gather
+        weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights.items()}
     for first in range(0, len(files), engine.num_ranks):
         own: dict[str, Tensor] = {}
         for writer, file in enumerate(files[first : first + engine.num_ranks]):
             for conversion in file.conversions:
                 named = [(name, weights[name]) for name, _ in conversion.sources]
                 gathered = {}
-                for name, full, update in with_updates(policy.model, named, engine.export_weights):
+                for name, full, update in with_updates(adapted, named, engine.export_weights):
                     if writer == engine.rank:
                         gathered[name] = _stored(full if update is None else full.float() + update, dtype)
                 if gathered:
                     own |= conversion.apply(policy.model, gathered.__getitem__)
-        if own and problem is None:  # after a problem the others still gather
-            path = folder / files[first + engine.rank].name
-            problem = problem_of(folder, partial(save_file, own, path, {"format": "pt"}))
-    raise_any(problem)
+        if own:
+            yield folder / files[first + engine.rank].name, own
 
 
 class WeightFile(NamedTuple):
@@ -103,7 +124,7 @@ def _planned(
 
 
 def _stored(full: Tensor, dtype: torch.dtype) -> Tensor:
-    return full.to("cpu", dtype if full.is_floating_point() else full.dtype)
+    return full.to("cpu", dtype if full.is_floating_point() else full.dtype, copy=True)  # training may go on
 
 
 def problem_of(folder: Path, write: Callable[[], None]) -> DataError | None:
@@ -164,6 +185,11 @@ def _write_beside(
     copy_files(tokenizer or source, TOKENIZER_FILES, folder)
     if not any((folder / name).exists() for name in _TOKENIZERS):
         raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZERS)}", file=tokenizer or source)
+
+
+def export_bytes(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Size of the weights that are exported, all ranks' together."""
+    return sum(math.prod(each.shape) for _, each in stored_weights(model)) * dtype.itemsize
 
 
 def copy_files(source: str, names: list[str], folder: Path) -> None:

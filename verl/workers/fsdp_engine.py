@@ -6,9 +6,11 @@ denominators (algorithms/aggregate.py), so gradients are summed over ranks, not 
 micro-batch: gradient accumulation is the loop over packs, before gradient clipping and the optimizer step.
 """
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -40,6 +42,7 @@ from verl.workers.optim import OptimizerSettings, build_optimizer
 _HOST = torch.device("cpu")
 _INDEX = ".metadata"  # torch's index of a checkpoint
 _LOSS = "loss"
+_PARTS = 3  # a weight and AdamW's two moments
 
 # One entry per parameter rather than one for the whole optimizer: needed for resharding.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -167,6 +170,8 @@ class FSDPEngine:
         if weights is not None:
             self._read(weights)
         self._settings = optimizer
+        self._copier = ThreadPoolExecutor(1, "copy")
+        self._copying: Future[dict[str, Any]] | None = None
         self._optimizer, self._scheduler = None, None
         if optimizer is not None:
             trained = (each for each in module.parameters() if each.requires_grad)
@@ -233,6 +238,7 @@ class FSDPEngine:
         values = {name: total.value() for name, total in _over_ranks(totals).items()}
         total_loss = values.pop(_LOSS).value
         if math.isfinite(grad_norm) and math.isfinite(total_loss):
+            self._await_copy()
             self._optimizer.step()
             self._scheduler.step()
         self._optimizer.zero_grad()
@@ -273,11 +279,13 @@ class FSDPEngine:
         self.offload_optimizer()
 
     def _move_params(self, device: torch.device) -> None:
+        self._await_copy()
         self.module.to(device, non_blocking=True)
         self._wait_for_host(device)
 
     def _move_states(self, device: torch.device) -> None:
         assert self._optimizer is not None
+        self._await_copy()
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if value.ndim > 0:  # not the number of steps
@@ -327,14 +335,37 @@ class FSDPEngine:
         model's own files.
         Raises DataError, on all ranks, if any of them cannot write.
         """
+        if (state := self._state()) is not None:
+            write_state(state, folder)
+
+    def copied_state(self) -> Future[dict[str, Any]] | None:
+        """What `save` would write now, in host memory: for `write_state` while training goes on. Collective.
+
+        It is copied in a thread, for whose end the next change of the state waits.
+        """
+        if (state := self._state()) is None:
+            return None
+        self._copying = self._copier.submit(_copied, state)
+        return self._copying
+
+    def _await_copy(self) -> None:
+        if self._copying is not None:
+            wait([self._copying])  # its error is for the one who writes
+            self._copying = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of this rank's part of what `save` writes."""
+        return 0 if self._optimizer is None else self.trained_bytes * _PARTS
+
+    def _state(self) -> dict[str, Any] | None:
+        """None of an engine that is not trained."""
         if self._optimizer is None or self._scheduler is None:
-            return
+            return None
         random_states: list[Any] = [None] * self._mesh.size()
         dist.all_gather_object(random_states, _random_state())
         host = (self._scheduler.state_dict(), random_states)  # a tuple is written as one object
-        state = {**self._sharded_state(), "host": host}
-        with _data_errors("cannot be written", "Free some space or choose another folder", folder):
-            save(state, checkpoint_id=folder)
+        return {**self._sharded_state(), "host": host}
 
     def load(self, folder: Path) -> None:
         """Resume from the checkpoint in `folder`, bit-exact on the same number of ranks.
@@ -347,6 +378,7 @@ class FSDPEngine:
         if self._optimizer is None or self._scheduler is None:
             return
         self._check_visible(folder)
+        self._await_copy()
         self._params.load()
         self._states.load()
         state = {**self._sharded_state(), "host": None}
@@ -395,10 +427,26 @@ class FSDPEngine:
         return {**state, **{name: state.get(first[parameter], parameter) for name, parameter in every}}
 
 
-def raise_any(problem: VerlError | None) -> None:
-    """Raise the first rank's problem on all ranks, so that none of them waits for another. Collective."""
+def write_state(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the result of `FSDPEngine.copied_state`. Collective of the group, default all ranks.
+
+    Raises DataError, on all ranks, if any of them cannot write.
+    """
+    with _data_errors("cannot be written", "Free some space or choose another folder", folder):
+        save({**state}, checkpoint_id=folder, process_group=group)
+
+
+def _copied(part: Any) -> Any:
+    """A part of the state that training does not change."""
+    if isinstance(part, dict):
+        return {name: _copied(each) for name, each in part.items()}
+    return part.detach().to(_HOST, copy=True) if isinstance(part, Tensor) else copy.deepcopy(part)
+
+
+def raise_any(problem: VerlError | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise the first rank's problem on all ranks, so that none of them waits for another. Collective of the group."""
     problems: list[VerlError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group)
     for each in problems:
         if each is not None:
             raise each

@@ -23,7 +23,7 @@ from verl.batch.packed import PackedBatch
 from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats, top_type
 from verl.batch.trace import LOSS, UNWEIGHTED, Trace, Tracer, TraceTokens
-from verl.lora import adapter_tensors, base_alone, with_updates
+from verl.lora import adapted_layers, adapter_tensors, base_alone, with_updates
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
@@ -119,7 +119,9 @@ class PolicyWorker:
     def send_bucket(self, number: int, version: int) -> BucketHandle | None:
         """Gather one bucket and send it as part of `version`. Collective."""
         layout = replace(self.layouts[number], version=version)
-        gathered = with_updates(self._policy.model, self._parameters(layout), self.engine.export_weights)
+        gathered = with_updates(
+            adapted_layers(self._policy.model), self._parameters(layout), self.engine.export_weights
+        )
         if self.sender is None:
             deque(gathered, maxlen=0)
             return None

@@ -4,19 +4,28 @@ import random
 import resource
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from verl.host.daemon import run_in_daemon_thread
+from verl.host.free_memory import free_memory
 from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.nf4 import num_in_four_bits
 from verl.pretrained import language_weights
@@ -25,8 +34,8 @@ from verl.units import GIB
 from verl.weight_files import WeightFiles
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.export import export_adapter, export_hf
-from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload
+from verl.workers.export import FORMAT, export_adapter, export_bytes, export_hf, exported, problem_of
+from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload, raise_any, write_state
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
 from verl.workers.model import (
@@ -99,16 +108,55 @@ class TrainingRank:
     reference: PolicyWorker | None
     critic: CriticWorker | None
     teacher: PolicyWorker | None = None
+    writing: dist.ProcessGroup | None = None  # for collectives of `write`, beside those of training; None: the default
+    staged: list[Callable[[], None]] = field(default_factory=list)  # what `write` has to do
 
     def save(self, folder: Path) -> None:
         """Everything needed to resume (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
-        self.policy.engine.save(folder / "actor")
-        if self.critic is not None:
-            self.critic.engine.save(folder / "critic")
+        for name, engine in self._saved.items():
+            engine.save(folder / name)
         export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
+        self._end_saving(folder)
+
+    def stage(self, folder: Path) -> None:
+        """Copy to host memory what `save` writes, so that training can go on while `write` writes it.
+
+        Without room for the copies it is written at once.
+        """
+        if not self._has_room():
+            self.save(folder)
+            return
+        files = [*exported(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)]
+        self._end_saving(folder)
+        states = {folder / name: engine.copied_state() for name, engine in self._saved.items()}
+        self.staged.append(partial(_write, states, files, self.writing))
+
+    async def write(self) -> None:
+        """Write what is staged. Collective; other calls of this rank run beside it."""
+        while self.staged:
+            await run_in_daemon_thread(self.staged.pop())
+
+    @property
+    def _saved(self) -> dict[str, FSDPEngine]:
+        """The engines of a checkpoint, by their folders."""
+        return dict(zip(("actor", "critic"), self.trained, strict=False))
+
+    def _end_saving(self, folder: Path) -> None:
         if self.spec.lora is not None:
             export_adapter(self.policy.engine, folder / "adapter", self.spec.lora, self.spec.model_path)
         self.policy.engine.offload_all()
+
+    def _has_room(self) -> bool:
+        """Whether the copies of all ranks of a node take at most half of its free memory, on every node. Collective."""
+        policy, size = self.policy.engine.module, self.policy.engine.num_ranks
+        assert isinstance(policy, PackedPolicy)
+        needed = sum(each.state_bytes for each in self.trained) + export_bytes(policy.model) / size
+        found: list[tuple[str, float, int]] = [("", 0.0, 0)] * size
+        dist.all_gather_object(found, (socket.gethostname(), needed, free_memory()))
+        total = Counter[str]()
+        for host, part, _ in found:
+            total[host] += ceil(part)
+        return all(total[host] <= free / 2 for host, _, free in found)
 
     def load(self, folder: Path) -> None:
         self.policy.engine.load(folder / "actor")
@@ -247,11 +295,24 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
         lora = spec.lora and replace(spec.lora, path=None)  # the path is that of the policy's
         engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload, lora)
         critic = CriticWorker(engine, spec.cliprange_value)
-    rank = TrainingRank(spec, policy, reference, critic, teacher)
+    rank = TrainingRank(spec, policy, reference, critic, teacher, dist.new_group(backend="gloo"))
     if number := rank.layers_to_checkpoint():
         for engine in rank.trained:
             checkpoint_layers(_wrapper(engine), number)
     return rank
+
+
+def _write(
+    states: Mapping[Path, Future[dict[str, Any]] | None],
+    files: Sequence[tuple[Path, dict[str, Tensor]]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raises DataError, on all ranks, if any of them cannot write."""
+    problems = [problem_of(path.parent, partial(save_file, tensors, path, FORMAT)) for path, tensors in files]
+    raise_any(next(filter(None, problems), None), group)
+    for folder, state in states.items():
+        if state is not None:
+            write_state(state.result(), folder, group)
 
 
 def _wrapper(engine: FSDPEngine) -> PackedPolicy | PackedCritic:

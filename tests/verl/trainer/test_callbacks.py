@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,26 @@ import pytest
 from tests.support.local_run import local_fit, local_trainer
 from tests.support.tiny import run_overrides, save_tiny_model
 from toolrl.analysis.collapse.collapse import CollapseWatch
+from toolrl.check.preflight.local_group import LocalGroup
 from verl.config.load import load_config
 from verl.errors import ConfigError
 from verl.tracking.jsonl import read_jsonl
 from verl.trainer.callbacks import Callback, CallbackError, Callbacks, EarlyStopping, build_callbacks
+from verl.workers.rank import TrainingRank
 
+FAILING = """
+from toolrl import Callback
+
+class Failing(Callback):
+    def __init__(self, method):
+        self._method = method
+
+    def on_step(self, step, metrics):
+        assert self._method != "on_step" or step < 2  # while that of step 1 is written
+
+    def on_checkpoint(self, step, folder):
+        assert self._method != "on_checkpoint"
+"""
 MINE = """
 from toolrl import Callback
 
@@ -126,8 +142,34 @@ def test_a_callback_sees_all_and_stops_the_run(tmp_path: Path) -> None:
         last = asyncio.run(fit.run())
     assert last.name == "step-000002"
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert [line.split(" [")[0] for line in lines] == [
-        "step 1", "checkpoint 1 step-000001 True", "step 2", "validation 2", "checkpoint 2 step-000002 True"
-    ]  # fmt: skip
+    seen = [line.split(" [")[0] for line in (tmp_path / "log").read_text().splitlines()]
+    written = [line for line in seen if line.startswith("checkpoint")]  # while the next step is trained
+    assert written == ["checkpoint 1 step-000001 True", "checkpoint 2 step-000002 True"]
+    assert [line for line in seen if line not in written] == ["step 1", "step 2", "validation 2"]
     assert json.loads((last / "state.json").read_text())["callbacks"]["stopped"] == "enough"
+
+
+class SlowDisk(LocalGroup):
+    """Writes longer than a step takes."""
+
+    def call(self, function: Any, *args: Any) -> list[Any]:
+        if function is TrainingRank.write:
+            time.sleep(3)
+        return super().call(function, *args)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("failing", ["on_step", "on_checkpoint"])
+def test_a_failure_while_a_checkpoint_is_written_does_not_cost_it(tmp_path: Path, failing: str) -> None:
+    (tmp_path / "mine.py").write_text(FAILING)
+    model = save_tiny_model(tmp_path / "model")
+    overrides = [*run_overrides(model, tmp_path, "hf", 3), "trainer.save_freq=1", "trainer.num_threads=1"]
+    config = load_config([*overrides, f"trainer.callbacks=[{{name: {tmp_path}/mine.py:Failing, method: {failing}}}]"])
+    with local_trainer(config) as trained:
+        fit = local_fit(trained, config, CollapseWatch())
+        fit.checkpointing.workers = SlowDisk(trained.learner.policy.workers.group._worker)  # type: ignore[attr-defined]
+        fit.checkpointing.callbacks = build_callbacks(config.trainer.callbacks, validates=False)
+        with pytest.raises(CallbackError, match="has failed") as caught:
+            asyncio.run(fit.run())
+    assert f"The same command resumes from {tmp_path}/run/checkpoints/step-000001" in str(caught.value.__notes__)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest.json", "step-000001"]

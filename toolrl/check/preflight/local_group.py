@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from verl.host.daemon import run_async
+
 
 class LocalGroup:
     finished_calls = 0  # the caller itself makes them
@@ -16,7 +18,8 @@ class LocalGroup:
         return 1
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return [function(self._worker, *args)]
+        result = function(self._worker, *args)
+        return [run_async(result) if inspect.iscoroutine(result) else result]
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         (shard,) = shards
