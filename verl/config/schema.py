@@ -493,6 +493,7 @@ class AlgorithmConfig:
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
     entropy_coefficient: float | None = None  # coefficient of the entropy bonus
     entropy_target: float | None = None  # entropy in nats toward which the coefficient adapts; default: fixed
+    observation_coefficient: float | None = None  # coefficient of the cross-entropy on observation tokens (ECHO)
     gamma: float | None = None  # discount factor of GAE and returns
     lam: float | None = None  # lambda of GAE
     options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's functions
@@ -511,6 +512,9 @@ class AlgorithmConfig:
         _at_least(1, self, "algorithm.", "max_resample_rounds")
         _at_least(0, self, "algorithm.", "overlong_buffer")
         _shares(self, "algorithm.", "gamma", "lam")
+        coefficient = self.observation_coefficient
+        number = coefficient is None or 0 <= coefficient < inf
+        _require(number, "algorithm.observation_coefficient", "a finite number from 0", coefficient)
 
     @property
     def advantage_of(self) -> str:
