@@ -208,8 +208,8 @@ def with_loss_weights(
 
 
 def with_nll_weights(minibatch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
-    """The mini-batch with the weights of its cross-entropy, if the loss has one. The denominators count the tokens of all
-    its samples."""
+    """The mini-batch with the weights of its cross-entropy, if the loss has one. The denominators count the tokens of
+    all its samples."""
     if algorithm.likelihood is None and not algorithm.observation_coefficient:
         return minibatch
     observed_N = torch.from_numpy(minibatch.observed)

@@ -28,8 +28,8 @@ class Segment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """The input of one forward pass: samples concatenated into one padding-free row, and the positions that predict the
-    trained tokens. From `advantages` on: the fields of the `TokenBatch` at the pack's trained tokens. Where the batch has
-    `nll_weights`, those that predict other tokens with a weight follow.
+    trained tokens. From `advantages` on: the fields of the `TokenBatch` at the pack's trained tokens. Where the batch
+    has `nll_weights`, the positions that predict other tokens with a weight follow.
     """
 
     token_ids: Tensor  # [T]

@@ -510,11 +510,8 @@ class AlgorithmConfig:
         _positive(self, "algorithm.", "aggregation_length", "overlong_factor")
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
         _at_least(1, self, "algorithm.", "max_resample_rounds")
-        _at_least(0, self, "algorithm.", "overlong_buffer")
+        _at_least(0, self, "algorithm.", "overlong_buffer", "observation_coefficient")
         _shares(self, "algorithm.", "gamma", "lam")
-        coefficient = self.observation_coefficient
-        number = coefficient is None or 0 <= coefficient < inf
-        _require(number, "algorithm.observation_coefficient", "a finite number from 0", coefficient)
 
     @property
     def advantage_of(self) -> str:

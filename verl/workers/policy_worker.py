@@ -213,9 +213,9 @@ def policy_loss(
                                                 - entropy coefficient * entropy + teacher weight * KL to the teacher)
            + sum over trained tokens and observations of nll weight * -log p
 
-    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus. The fourth one is over the teacher's
-    likeliest tokens, and 0 where the policy did not sample the token. The last one is the cross-entropy, whose weights
-    hold a mask and a denominator of its own.
+    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus. The fourth one is over the
+    teacher's likeliest tokens, and 0 where the policy did not sample the token. The last one is the cross-entropy: its
+    weights hold a mask and a denominator of its own.
 
     Without old log-probs the trainer's are the current ones, so a step's first update is corrected without an extra
     forward pass. estimate: of the advantages, where the pack has none
