@@ -264,8 +264,9 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
             offsets = shared_start, start - unit.prefix
             trained.add(low, trained_A, unit.prefix, *offsets)
             if batch.nll_weights is not None:
-                weighted = (batch.nll_weights[low:high] != 0.0) & ~batch.action_mask[low:high]
-                context.add(low, np.flatnonzero(weighted), unit.prefix, *offsets)
+                context_C = np.flatnonzero((batch.nll_weights[low:high] != 0.0) & ~batch.action_mask[low:high])
+                assert not len(context_C) or 0 < context_C[0] <= context_C[-1] < trained_A[-1], "nothing predicts it"
+                context.add(low, context_C, unit.prefix, *offsets)
             places.append(np.arange(trained_bounds[row], trained_bounds[row + 1]))
     if not tokens:
         add(np.zeros(1, dtype=np.int64), 0, None)  # an empty pack still participates in collectives

@@ -4,10 +4,10 @@
     loss = mean over tokens of clip(A, p / p_old), 0.2 below and 0.28 above, + 0.1 * mean over right tokens of -log p
 
 A reward at the end fades over a long response with a fixed lambda, and a critic that learns from its own values keeps
-their bias. Tokens of responses with a reward above `options.threshold`, 0 by default, are right. The authors sample
-several responses per prompt, without KL, and first train the critic alone (`trainer.critic_warmup`). `critic_lam` and
-`length_alpha` are options of `ppo`, too. The length of an episode is that of its trained tokens; up to 20 lambda is 0,
-so short responses need a larger `length_alpha`.
+their bias. Tokens of responses with a reward above `options.threshold`, 0 by default, are right; the mean is over those
+of the mini-batch, whatever the aggregation. The authors sample several responses per prompt, without KL, and first
+train the critic alone (`trainer.critic_warmup`). `critic_lam` and `length_alpha` are options of `ppo`, too. The length
+of an episode is that of its trained tokens; up to 20 lambda is 0, so short responses need a larger `length_alpha`.
 """
 
 from functools import partial
