@@ -14,6 +14,8 @@ from toolrl.analysis.replay.record import read_record, record_path
 from toolrl.analysis.report.loss import LOSSES, computed_loss, sum_check
 from toolrl.analysis.samples.sample_files import read_samples, samples_path
 from verl.build.algorithm import algorithm_of, check_algorithm
+from verl.checkpoint.state import resume_config
+from verl.config.commands import TRAIN
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.errors import ConfigError
@@ -91,6 +93,7 @@ def test_the_setting_reaches_any_algorithm() -> None:
         algorithm = algorithm_of(configured(*TOOL, f"algorithm.name={name}", f"{KEY}=0.05"))
         assert algorithm.observation_coefficient == 0.05
         check_algorithm(algorithm, configured(*TOOL))
+    assert resume_config(configured(*TOOL, f"{KEY}=0.05"), TRAIN)[KEY] == 0.05  # compared when a run is resumed
 
 
 @pytest.mark.parametrize(

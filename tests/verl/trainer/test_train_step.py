@@ -398,6 +398,9 @@ def test_mfu_by_hand() -> None:
     batch = batch_of(samples)
     assert meter.mfu(batch, PackSettings(100), seconds=7.0) == {"perf/mfu": pytest.approx(flops / (7 * 1000 * 2))}
     assert replace(meter, peak=None).mfu(batch, PackSettings(100), 7.0) == {}
+    asking = batch_of([sample((False, True, False, False, True), 0.0)])  # two observations, at the head if learned
+    plain, more = (replace(meter, observations=each).mfu(asking, PackSettings(100), 7.0) for each in (False, True))
+    assert more["perf/mfu"] - plain["perf/mfu"] == pytest.approx(3 * 2 * (5 + 3) * 2 / (7 * 1000 * 2))
 
 
 @pytest.mark.parametrize("old", OldLogprobs)
