@@ -32,6 +32,7 @@ def describe_extras(algorithm: Algorithm) -> str:
         "turn states": algorithm.needs_turns,
         f"entropy bonus {algorithm.entropy_coefficient:g}": algorithm.entropy_coefficient != 0.0,
         f"entropy target {algorithm.entropy_target or 0:g}": algorithm.entropy_target is not None,
+        f"cross-entropy on observations {algorithm.observation_coefficient:g}": algorithm.observation_coefficient > 0,
         "engine's old log-probs": algorithm.old_logprobs is OldLogprobs.ROLLOUT,
         "off-policy correction": algorithm.correction is not None,
         f"filter {', '.join(map(describe, algorithm.filters))}": bool(algorithm.filters),
@@ -40,6 +41,8 @@ def describe_extras(algorithm: Algorithm) -> str:
     }
     if algorithm.selection is not None:
         extras[f"token selection {describe(algorithm.selection)}"] = True
+    if algorithm.likelihood is not None:
+        extras[f"cross-entropy {describe(algorithm.likelihood)}"] = True
     return ", ".join(text for text, present in extras.items() if present)
 
 

@@ -181,8 +181,8 @@ MUTANTS = (
         "source_past_the_prefix",
         "The first token after a shared prefix is looked for in the prefix.",
         "packing.py",
-        "np.where(before_A < unit.prefix, ",
-        "np.where(before_A <= unit.prefix, ",
+        "np.where(before < prefix, ",
+        "np.where(before <= prefix, ",
     ),
     _of_batch(
         "exchanged_columns",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.correction import Correction
+from verl.algorithms.cross_entropy import Likelihood
 from verl.algorithms.estimators.advantage import AdvantageEstimator
 from verl.algorithms.filters import Filter
 from verl.algorithms.losses.policy_loss import PolicyLoss, SelectionInputs, clipped
@@ -51,6 +52,8 @@ class Algorithm:
     kl: KLTerm = KLTerm()
     teacher_weight: float = 0.0  # of a teacher's advantages or loss (distillation.py); 0: there is no teacher
     teacher_top_k: int = 0  # the teacher's likeliest tokens in its loss; 0: it has advantages
+    likelihood: Likelihood | None = None  # cross-entropy on trained tokens (cross_entropy.py)
+    observation_coefficient: float = 0.0  # of the cross-entropy on observation tokens; 0: there is none
     entropy_coefficient: float = 0.0
     entropy_target: float | None = None  # nats; toward it the coefficient adapts (entropy.py). None: it is fixed
     needs_critic: bool = False

@@ -13,10 +13,10 @@ arXiv 2110.00641), a token's policy loss is multiplied by a weight that carries 
     veto       weight 0 for all tokens of a sample if one of them has a catastrophically small ratio
 
 Sequence weights are unbiased, with a variance that grows with the length; token weights are biased, with bounded
-variance. The loss's own ratio and its clip stay at p / p_old. KL, entropy and the critic's loss are not weighted.
-Rejected tokens still count in the loss's denominators, as in those papers and in TRL; veRL removes them from the
-response mask, which gives the other tokens more weight. In GMPO each token holds the loss of its whole sample, so the
-sample gets the mean of its tokens' weights; veRL uses the geometric mean.
+variance. The loss's own ratio and its clip stay at p / p_old. KL, entropy, the cross-entropy and the critic's loss are
+not weighted. Rejected tokens still count in the loss's denominators, as in those papers and in TRL; veRL removes them
+from the response mask, which gives the other tokens more weight. In GMPO each token holds the loss of its whole sample,
+so the sample gets the mean of its tokens' weights; veRL uses the geometric mean.
 
 Shape legend: T trained tokens of a pack; samples are never split, so the split into packs changes nothing.
 """

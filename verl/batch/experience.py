@@ -27,6 +27,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import episode_weights
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.cross_entropy import mean_weights
 from verl.algorithms.distillation import teacher_advantages
 from verl.algorithms.estimators.advantage import AdvantageInputs, Turns
 from verl.algorithms.kl import apply_kl_penalty
@@ -140,7 +141,7 @@ def policy_minibatch(
 ) -> TokenBatch:
     """What the policy's update computes: samples with gradient, with the weights of loss and metrics.
 
-    Tokens are selected (clip_cov, high_entropy, vapo ..) among all trained ones, before samples without gradient are
+    Tokens are selected (clip_cov, high_entropy ..) among all trained ones, before samples without gradient are
     left out, and the denominators of the loss count all samples of the mini-batch. Metrics are means over the tokens of
     the computed samples: the trained ones, or those that the engine sampled. Others (observations) have NaN for its
     log-probs.
@@ -151,20 +152,27 @@ def policy_minibatch(
         from_engine = algorithm.old_logprobs is OldLogprobs.ROLLOUT
         logprobs = minibatch.rollout_logprobs if from_engine else minibatch.old_logprobs
         assert logprobs is not None and minibatch.advantages is not None and minibatch.rewards is not None
-        rewards = per_episode(torch.from_numpy(minibatch.rewards), minibatch)
         inputs = SelectionInputs(
             torch.from_numpy(logprobs),
             torch.from_numpy(minibatch.advantages),
-            torch.cat([each_L.sum().expand(len(each_L)) for each_L in rewards]),
+            _episode_rewards(minibatch),
             torch.Generator().manual_seed(seed),
             partial(_entropies, minibatch, entropies),
         )
         minibatch = replace(minibatch, selected=algorithm.selection(inputs).numpy())
     weighted = with_loss_weights(minibatch, algorithm.aggregation, algorithm.aggregation_length)
+    weighted = with_nll_weights(weighted, algorithm)
     computed = weighted.rows(nonzero_advantage_rows(weighted, algorithm))
     assert computed.rollout_logprobs is not None
     num_trained, num_observed = len(computed.rollout_logprobs), int(np.isnan(computed.rollout_logprobs).sum())
     return replace(computed, metric_weight=_weight(num_trained), sampled_weight=_weight(num_trained - num_observed))
+
+
+def _episode_rewards(minibatch: TokenBatch) -> Tensor:
+    """[A] the reward of the token's episode."""
+    assert minibatch.rewards is not None
+    rewards = per_episode(torch.from_numpy(minibatch.rewards), minibatch)
+    return torch.cat([each_L.sum().expand(len(each_L)) for each_L in rewards])
 
 
 def _entropies(minibatch: TokenBatch, entropies: Callable[[TokenBatch], Floats] | None) -> Tensor:
@@ -174,17 +182,20 @@ def _entropies(minibatch: TokenBatch, entropies: Callable[[TokenBatch], Floats] 
 
 def nonzero_advantage_rows(minibatch: TokenBatch, algorithm: Algorithm) -> Ints:
     """Rows of samples with gradient: without those with zero advantages, unless the loss has a term of KL, entropy or a
-    teacher.
+    teacher. Observations have one if their cross-entropy is in the loss.
 
     Groups of equal rewards have zero advantages and contribute exactly zero to the loss. All rows, if tokens are
     selected among them, or advantages are deferred.
     """
     in_loss = algorithm.kl.placement is KLPlacement.LOSS or algorithm.entropy_coefficient != 0.0
     in_loss = in_loss or algorithm.teacher_top_k > 0
-    if in_loss or algorithm.learns_without_advantage or algorithm.selection is not None or minibatch.advantages is None:
+    in_loss = in_loss or algorithm.learns_without_advantage or algorithm.likelihood is not None
+    if in_loss or algorithm.selection is not None or minibatch.advantages is None:
         return np.arange(len(minibatch))
     some = np.flatnonzero(minibatch.num_trained)  # the others take no room, so that each range ends at the next start
     nonzero: Bools = np.logical_or.reduceat(minibatch.advantages != 0.0, minibatch.bounds.trained[some])
+    if algorithm.observation_coefficient:
+        nonzero |= np.logical_or.reduceat(minibatch.observed, minibatch.bounds.tokens[some])
     return some[nonzero]
 
 
@@ -194,6 +205,18 @@ def with_loss_weights(
     """The mini-batch with loss weights, equal for all samples of an episode. constant_length: see `episode_weights`"""
     weights_E = episode_weights(aggregation, torch.from_numpy(_num_trained(minibatch)), constant_length)
     return replace(minibatch, loss_weights=weights_E.float().numpy().repeat(np.diff(minibatch.episode_bounds)))
+
+
+def with_nll_weights(minibatch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
+    """The mini-batch with the weights of its cross-entropy, if the loss has one. The denominators count the tokens of
+    all its samples."""
+    if algorithm.likelihood is None and not algorithm.observation_coefficient:
+        return minibatch
+    observed_N = torch.from_numpy(minibatch.observed)
+    weights_N = mean_weights(observed_N, algorithm.observation_coefficient)
+    if algorithm.likelihood is not None:
+        weights_N[torch.from_numpy(minibatch.action_mask)] = algorithm.likelihood(_episode_rewards(minibatch))
+    return replace(minibatch, nll_weights=weights_N.float().numpy())
 
 
 def _weight(count: int) -> float:

@@ -1,6 +1,7 @@
 """A pack: what a rank computes in one forward pass.
 
-Shape legend: A trained tokens of the pack ("A" for action), T packed tokens.
+Shape legend: A trained tokens of the pack ("A" for action), C context tokens whose log-probs are in the loss, T packed
+tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class Segment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """The input of one forward pass: samples concatenated into one padding-free row, and the positions that predict the
-    trained tokens. From `advantages` on: the fields of the `TokenBatch` at the pack's trained tokens.
+    trained tokens. From `advantages` on: the fields of the `TokenBatch` at the pack's trained tokens. Where the batch
+    has `nll_weights`, the positions that predict other tokens with a weight follow.
     """
 
     token_ids: Tensor  # [T]
     position_ids: Tensor  # [T] a segment's positions continue those of its prefix
     segments: tuple[Segment, ...]
-    source: Tensor  # [A] packed index of the token whose hidden state predicts the trained token
-    target: Tensor  # [A] the trained token
+    source: Tensor  # [A + C] packed index of the token whose hidden state predicts the trained token, or the context's
+    target: Tensor  # [A + C] the trained token, or the context's
     sample: Tensor  # [A] row of its sample in the batch
     advantages: Tensor | None = None
     rollout_logprobs: Tensor | None = None
@@ -46,6 +48,7 @@ class PackedBatch:
     returns: Tensor | None = None
     selected: Tensor | None = None  # 0 where not selected, else 1 or a weight
     loss_weights: Tensor | None = None
+    nll_weights: Tensor | None = None  # [A + C]
     metric_weight: float = 0.0
     sampled_weight: float = 0.0
 

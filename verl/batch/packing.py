@@ -237,8 +237,7 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
     tokens: list[Ints] = []
     positions: list[Ints] = []
     segments: list[Segment] = []
-    sources: list[Ints] = []
-    targets: list[Ints] = []
+    trained, context = _Predicted([], []), _Predicted([], [])
     places: list[Ints] = []
     length = 0
 
@@ -261,21 +260,25 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
             trained_A = np.flatnonzero(batch.action_mask[low:high])
             own = batch.token_ids[low + unit.prefix : low + (int(trained_A[-1]) if len(trained_A) else 0)]
             start = add(own, unit.prefix, shared) if len(own) else 0
-            before_A = trained_A - 1
-            assert not len(before_A) or before_A[0] >= 0, "the first token of a sample cannot be trained"
-            sources.append(np.where(before_A < unit.prefix, shared_start, start - unit.prefix) + before_A)
-            targets.append(batch.token_ids[low + trained_A])
+            assert not len(trained_A) or trained_A[0] > 0, "the first token of a sample cannot be trained"
+            offsets = shared_start, start - unit.prefix
+            trained.add(low, trained_A, unit.prefix, *offsets)
+            if batch.nll_weights is not None:
+                context_C = np.flatnonzero((batch.nll_weights[low:high] != 0.0) & ~batch.action_mask[low:high])
+                assert not len(context_C) or 0 < context_C[0] <= context_C[-1] < trained_A[-1], "nothing predicts it"
+                context.add(low, context_C, unit.prefix, *offsets)
             places.append(np.arange(trained_bounds[row], trained_bounds[row + 1]))
     if not tokens:
         add(np.zeros(1, dtype=np.int64), 0, None)  # an empty pack still participates in collectives
     place_A = _joined(places)
+    token_AC = _joined([*trained.tokens, *context.tokens])
     sample_A = np.repeat(_joined([np.array(unit.samples) for unit in units]), list(map(len, places)))
     return PackedBatch(
         token_ids=_tensor(np.concatenate(tokens)),
         position_ids=_tensor(np.concatenate(positions)),
         segments=tuple(segments),
-        source=_tensor(_joined(sources)),
-        target=_tensor(_joined(targets)),
+        source=_tensor(_joined([*trained.sources, *context.sources])),
+        target=_tensor(batch.token_ids[token_AC]),
         sample=_tensor(sample_A),
         advantages=_column(batch.advantages, place_A),
         rollout_logprobs=_column(batch.rollout_logprobs, place_A),
@@ -287,9 +290,24 @@ def pack(units: Sequence[Unit], batch: TokenBatch) -> PackedBatch:
         returns=_column(batch.returns, place_A),
         selected=_column(batch.selected, place_A),
         loss_weights=_column(batch.loss_weights, sample_A),
+        nll_weights=_column(batch.nll_weights, token_AC),
         metric_weight=batch.metric_weight,
         sampled_weight=batch.sampled_weight,
     )
+
+
+class _Predicted(NamedTuple):
+    """Of each sample: the packed places that predict tokens, and these tokens' places in the batch."""
+
+    sources: list[Ints]
+    tokens: list[Ints]
+
+    def add(self, first: int, places: Ints, prefix: int, shared: int, own: int) -> None:
+        """places: in the sample, whose first token is `first` in the batch; shared, own: from a place in the prefix or
+        behind it to a packed one"""
+        before = places - 1
+        self.sources.append(np.where(before < prefix, shared, own) + before)
+        self.tokens.append(first + places)
 
 
 def _joined(pieces: Sequence[Ints]) -> Ints:

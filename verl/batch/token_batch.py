@@ -66,6 +66,7 @@ class TokenBatch:
 
     # Weights in a mini-batch. The denominators count all its samples, wherever they are computed.
     loss_weights: Floats | None = None  # [B] weight of each trained token of a sample in the loss
+    nll_weights: Floats | None = None  # [N] weight of each token's -log p in the loss, trained or not; 0: not in it
     metric_weight: float = 0.0  # weight of a trained token in token means
     sampled_weight: float = 0.0  # weight of a token that the engine sampled, in means over those
 
@@ -83,6 +84,15 @@ class TokenBatch:
         bounds = self.bounds
         trained = np.append(np.flatnonzero(self.action_mask), 0)
         return np.where(self.num_trained > 0, trained[bounds.trained[1:] - 1] - bounds.tokens[:-1], 0)
+
+    @property
+    def observed(self) -> Bools:
+        """[N] True at observations: tokens that are not trained, between two trained ones of their sample. Neither the
+        context that a sample begins with nor what follows its last trained token is one."""
+        before_N, bounds = self.action_mask.cumsum(), self.bounds.trained
+        low_N, high_N = (each.repeat(self.num_tokens) for each in (bounds[:-1], bounds[1:]))
+        between: Bools = (before_N > low_N) & (before_N < high_N) & ~self.action_mask
+        return between
 
     @property
     def episode_bounds(self) -> Ints:
@@ -124,6 +134,7 @@ class TokenBatch:
             returns=_taken_if(self.returns, trained),
             selected=_taken_if(self.selected, trained),
             loss_weights=None if self.loss_weights is None else self.loss_weights[rows],
+            nll_weights=_taken_if(self.nll_weights, tokens),
         )
 
     def spread(self, parts: Iterable[tuple[Ints, Floats]], others: Floats | None = None) -> Floats:

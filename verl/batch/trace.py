@@ -25,7 +25,7 @@ TraceTokens = Callable[[PackedBatch, Mapping[str, Tensor]], None]
 class Trace:
     """Traced samples, by their number in the step (`TokenBatch.numbers`).
 
-    loss: the share of every computed sample in the loss; together they are the loss
+    loss: the share of every computed sample in the loss; together they are the loss, but for that of observations
     sums: the token losses of every computed sample added up without their weights, once per update with the sample
     tokens: the columns of the chosen samples: name -> [A]
     """

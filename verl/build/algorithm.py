@@ -22,6 +22,7 @@ from verl.registry import check_options, resolve
 from verl.utils.reward_score.base import GroupReward, Reward
 
 _SETTINGS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")  # hyperparameters with config keys
+_FUNCTIONS = ("advantage", "policy_loss", "selection", "likelihood")  # fields of `Algorithm` whose settings are options
 _SHARE = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE = (lambda value: value > 0, "positive")
 _AT_LEAST_ONE = (lambda value: value >= 1, "at least 1")
@@ -33,7 +34,7 @@ _DOMAINS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "largest.share": _SHARE,
     "highest_entropy.share": _SHARE,
     "right_tokens.threshold": _FINITE,
-    "clipped_with_nll.nll_weight": _NOT_NEGATIVE,
+    "right_tokens.nll_weight": _NOT_NEGATIVE,
     "gae.critic_lam": _SHARE,
     "gae.length_alpha": _POSITIVE,
     "penalty_where_selected.beta": _NOT_NEGATIVE,
@@ -90,6 +91,7 @@ def build_algorithm(config: AlgorithmConfig, max_response_length: int, max_stale
     filters = None if config.filters is None else tuple(_filter(entry) for entry in config.filters)
     overrides: dict[str, Any] = {"entropy_coefficient": config.entropy_coefficient, "filters": filters}
     overrides |= {"max_resample_rounds": config.max_resample_rounds, "entropy_target": config.entropy_target}
+    overrides["observation_coefficient"] = config.observation_coefficient
     changes |= {name: value for name, value in overrides.items() if value is not None}
     changes["overlong"] = _overlong(config, algorithm.overlong, max_response_length)
     changes["kl"] = _kl_term(config, algorithm.kl)
@@ -124,6 +126,12 @@ def check_algorithm(algorithm: Algorithm, config: Config) -> None:
     if algorithm.needs_group and config.rollout.n < 2:
         chosen = config.algorithm.adv_estimator or config.algorithm.name
         raise ConfigError(f"{chosen} needs rollout.n >= 2 (advantages are group-relative); got {config.rollout.n}")
+    if algorithm.observation_coefficient:
+        key = f"algorithm.observation_coefficient={algorithm.observation_coefficient:g}"
+        if not config.env.multi_turn:
+            raise ConfigError(f"{key} has no effect: without env.tool_call_format an episode has no observations")
+        if config.env.train_on_observations:
+            raise ConfigError(f"{key} and env.train_on_observations would train observations twice; set one of them")
     if algorithm.needs_turns and config.env.train_on_observations:
         raise ConfigError(
             f"algorithm.name={algorithm.name} distinguishes states by their observations, which "
@@ -155,7 +163,7 @@ def _bind_options(algorithm: Algorithm, config: AlgorithmConfig) -> dict[str, An
         if name in _SETTINGS:
             raise ConfigError(f"algorithm.options.{name}: use the key algorithm.{name}")
     keys |= {name: f"algorithm.options.{name}" for name in config.options}
-    functions = {name: getattr(algorithm, name) for name in ("advantage", "policy_loss", "selection")}
+    functions = {name: getattr(algorithm, name) for name in _FUNCTIONS}
     accepted = {name: _settings_of(function) for name, function in functions.items() if function is not None}
     for setting, key in keys.items():
         if not any(setting in names for names in accepted.values()):

@@ -246,7 +246,7 @@ def start_run(
                 workers,
                 processes.scorer,
                 PhaseTimer(display.phase),
-                build_meter(workers.trainer, device, config.lora.enabled),
+                build_meter(workers.trainer, device, config.lora.enabled, inputs.algorithm.observation_coefficient > 0),
             )
             if (build_keeper := hooks.SAMPLES.find()) is not None:
                 decode = inputs.episode_runner.chat.tokenizer.decode
@@ -453,14 +453,14 @@ def _check_batch(config: Config, num_tasks: int) -> None:
         )
 
 
-def build_meter(workers: WorkerGroup, device: str, adapter: bool = False) -> Meter | None:
+def build_meter(workers: WorkerGroup, device: str, adapter: bool = False, observations: bool = False) -> Meter | None:
     """The MFU meter; None on CPU, whose peak FLOP/s is unknown."""
     if device == "cpu":
         return None
     info: ModelInfo = workers.call(TrainingRank.model_info)[0]
     sizes = info.parameters, info.layers, info.attention_width, info.head_parameters, info.selecting_parameters
     shape = DecoderShape(*sizes, states=info.state_products)
-    return Meter(shape, peak_flops(info.device), workers.size, FROZEN if adapter else TRAINING)
+    return Meter(shape, peak_flops(info.device), workers.size, FROZEN if adapter else TRAINING, observations)
 
 
 def build_weight_sync(

@@ -493,6 +493,7 @@ class AlgorithmConfig:
     kl_target: float | None = None  # target of the KL coefficient, which adapts over 10,000 samples; default: fixed
     entropy_coefficient: float | None = None  # coefficient of the entropy bonus
     entropy_target: float | None = None  # entropy in nats toward which the coefficient adapts; default: fixed
+    observation_coefficient: float | None = None  # coefficient of the cross-entropy on observation tokens (ECHO)
     gamma: float | None = None  # discount factor of GAE and returns
     lam: float | None = None  # lambda of GAE
     options: dict[str, Any] = field(default_factory=dict)  # other settings of the preset's functions
@@ -509,7 +510,7 @@ class AlgorithmConfig:
         _positive(self, "algorithm.", "aggregation_length", "overlong_factor")
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "more than 1", self.dual_clip)
         _at_least(1, self, "algorithm.", "max_resample_rounds")
-        _at_least(0, self, "algorithm.", "overlong_buffer")
+        _at_least(0, self, "algorithm.", "overlong_buffer", "observation_coefficient")
         _shares(self, "algorithm.", "gamma", "lam")
 
     @property

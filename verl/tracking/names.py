@@ -77,6 +77,8 @@ METRICS = (
         "share",
         "tokens selected by the algorithm (Clip-Cov, KL-Cov, high entropy, VAPO)",
     ),
+    Metric("actor/observation_loss", "nats", "mean -log p of observation tokens (algorithm.observation_coefficient)"),
+    Metric("actor/observation_tokens", "count", "tokens in it per optimizer step: its denominator"),
     Metric("actor/off_policy_fraction", "share", "tokens of samples left out because the policy has left them (OPSM)"),
     Metric("actor/ppo_kl", "nats", "token mean of log p_old - log p: size of the step's policy change"),
     Metric("actor/kl", "nats", "token mean of the KL estimate to the reference, if KL is in the loss"),

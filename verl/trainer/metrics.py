@@ -155,6 +155,7 @@ class Meter:
     peak: float | None  # FLOP/s of one device; None if unknown: no metric
     num_devices: int
     cost: int = TRAINING  # of forward and backward, in forward passes
+    observations: bool = False  # whether the log-probs of observations are computed, too
 
     def mfu(self, batch: TokenBatch, packing: PackSettings, seconds: float) -> Metrics:
         """Forward and backward FLOPs of every unit: its prefix once, and the inputs of each sample behind it."""
@@ -164,5 +165,5 @@ class Meter:
         for unit in make_units(batch, packing.share_prefix, packing.max_tokens_per_pack):
             segments.append((unit.prefix, 0))
             segments += [(max(inputs[row] - unit.prefix, 0), unit.prefix) for row in unit.samples]
-        written = int(batch.num_trained.sum())
-        return mfu(self.cost * forward_flops(self.shape, segments, written), seconds, self.peak, self.num_devices)
+        predicted = int(batch.num_trained.sum()) + (int(batch.observed.sum()) if self.observations else 0)
+        return mfu(self.cost * forward_flops(self.shape, segments, predicted), seconds, self.peak, self.num_devices)

@@ -1,7 +1,7 @@
 """The trained models over packs: a policy that returns log-probs and a critic that returns values.
 
 Each is one module whose forward does everything, so that FSDP gathers all parameters in use, the output head included.
-Shape legend: A trained tokens.
+Shape legend: A trained tokens, C context tokens whose log-probs are in the loss.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from verl.workers.state import separate_states
 
 
 class PolicyOutput(NamedTuple):
-    logprobs: Tensor  # [A]
-    entropy: Tensor | None  # [A], if requested
+    logprobs: Tensor  # [A + C]
+    entropy: Tensor | None  # [A + C], if requested
     top: Tensor | None = None  # [A, K] log-probs of the pack's `top_ids`
 
 
@@ -90,7 +90,9 @@ class PackedPolicy(nn.Module):
         logprobs_A, entropy_A = token_logprobs(hidden_AE, head_VE, packed.target, *options)
         if packed.top_ids is None:
             return PolicyOutput(logprobs_A, entropy_A)
-        top_AK = logprobs_of(packed.top_ids, hidden_AE, head_VE, packed.target, logprobs_A, options[0])
+        trained = slice(len(packed.top_ids))
+        of_trained = hidden_AE[trained], head_VE, packed.target[trained], logprobs_A[trained]
+        top_AK = logprobs_of(packed.top_ids, *of_trained, options[0])
         return PolicyOutput(logprobs_A, entropy_A, top_AK)
 
 

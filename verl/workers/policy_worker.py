@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import UNBOUNDED, TokenWeights, effective_sample_size, engine_kl, token_weights
+from verl.algorithms.cross_entropy import cross_entropy
 from verl.algorithms.distillation import top_divergence
 from verl.algorithms.kl import loss_divergence
 from verl.algorithms.losses.policy_loss import LossInputs
@@ -196,7 +197,7 @@ def sft_loss(policy: Any, packed: PackedBatch) -> tuple[Tensor, dict[str, PackMe
     """The pack's share of the weighted negative log-likelihood of the trained tokens."""
     assert packed.loss_weights is not None
     logprobs_A = policy(packed, 1.0, False).logprobs
-    return -(logprobs_A * packed.loss_weights).sum(), {}
+    return cross_entropy(logprobs_A, packed.loss_weights).sum(), {}
 
 
 def policy_loss(
@@ -210,11 +211,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, PackMetric]]:
     """The pack's share of the loss, and of the metrics' token means.
 
-    loss = sum of weight * (importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
-                            + teacher weight * KL to the teacher)
+    loss = sum over trained tokens of weight * (importance weight * policy loss + KL coefficient * KL
+                                                - entropy coefficient * entropy + teacher weight * KL to the teacher)
+           + sum over trained tokens and observations of nll weight * -log p
 
-    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus. The last one is over the teacher's
-    likeliest tokens, and 0 where the policy did not sample the token.
+    The second term is the KL loss (veRL's use_kl_loss), the third the entropy bonus. The fourth one is over the
+    teacher's likeliest tokens, and 0 where the policy did not sample the token. The last one is the cross-entropy: its
+    weights hold a mask and a denominator of its own.
 
     Without old log-probs the trainer's are the current ones, so a step's first update is corrected without an extra
     forward pass. estimate: of the advantages, where the pack has none
@@ -222,20 +225,21 @@ def policy_loss(
     rollout_A, weight_A = packed.rollout_logprobs, packed.loss_weights
     assert rollout_A is not None and weight_A is not None
     output = policy(packed, temperature, True)
-    trainer_A = output.logprobs.detach() if packed.old_logprobs is None else packed.old_logprobs
+    logprobs_A, entropy_A = (each[: len(packed.sample)] for each in (output.logprobs, output.entropy))
+    trainer_A = logprobs_A.detach() if packed.old_logprobs is None else packed.old_logprobs
     advantages_A = packed.advantages if estimate is None else estimate(trainer_A)
     assert advantages_A is not None
     old_A = rollout_A if algorithm.old_logprobs is OldLogprobs.ROLLOUT else trainer_A
-    token = algorithm.policy_loss(LossInputs(output.logprobs, old_A, advantages_A, packed.sample, packed.selected))
+    token = algorithm.policy_loss(LossInputs(logprobs_A, old_A, advantages_A, packed.sample, packed.selected))
     correction = algorithm.correction
     weights = token_weights(correction or UNBOUNDED, trainer_A, rollout_A, packed.sample)
     loss_A = token.loss_T if correction is None else token.loss_T * weights.weight_T
     if algorithm.entropy_coefficient:  # a product with 0 would still backpropagate zeros through all logits
-        loss_A = loss_A - algorithm.entropy_coefficient * output.entropy
-    metrics_A = {**token.metrics_T, "entropy": output.entropy.detach()}
+        loss_A = loss_A - algorithm.entropy_coefficient * entropy_A
+    metrics_A = {**token.metrics_T, "entropy": entropy_A.detach()}
     if algorithm.kl.placement is KLPlacement.LOSS:
         assert packed.ref_logprobs is not None
-        divergence_A = loss_divergence(algorithm.kl.estimator, output.logprobs, packed.ref_logprobs, old_A)
+        divergence_A = loss_divergence(algorithm.kl.estimator, logprobs_A, packed.ref_logprobs, old_A)
         loss_A = loss_A + algorithm.kl.coefficient * divergence_A
         metrics_A["kl"] = divergence_A.detach()
     if algorithm.teacher_top_k:
@@ -243,13 +247,26 @@ def policy_loss(
         divergence_A = torch.where(rollout_A.isnan(), 0.0, top_divergence(output.top, packed.top_logprobs))
         loss_A = loss_A + algorithm.teacher_weight * divergence_A
         metrics_A["teacher_kl"] = divergence_A.detach()
+    weighted_A = loss_A * weight_A
+    if algorithm.likelihood is not None:
+        assert packed.nll_weights is not None
+        nll_weight_A = packed.nll_weights[: len(weight_A)]
+        nll_A = cross_entropy(logprobs_A, nll_weight_A)
+        weighted_A, loss_A = weighted_A + nll_A, loss_A + nll_A / weight_A
+        metrics_A["selected_fraction"] = (nll_weight_A > 0).to(loss_A.dtype)
     means = {name: (each_A * packed.metric_weight).sum() for name, each_A in metrics_A.items()}
     metrics = {f"actor/{name}": PackMetric((mean,)) for name, mean in means.items()}
     if compare_engine:
         metrics |= _engine_metrics(weights, rollout_A, trainer_A, packed.sampled_weight)
-    weighted_A = loss_A * weight_A
+    loss = weighted_A.sum()
+    if algorithm.observation_coefficient:
+        assert packed.nll_weights is not None
+        nll_C = cross_entropy(output.logprobs[len(weight_A) :], packed.nll_weights[len(weight_A) :])
+        loss = loss + nll_C.sum()
+        metrics["actor/observation_loss"] = PackMetric((nll_C.sum() / algorithm.observation_coefficient,))
+        metrics["actor/observation_tokens"] = PackMetric((nll_C.new_tensor(len(nll_C)),))
     if trace is not None:
-        values = {"logprobs": output.logprobs, "entropy": output.entropy, LOSS: weighted_A, UNWEIGHTED: loss_A}
+        values = {"logprobs": logprobs_A, "entropy": entropy_A, LOSS: weighted_A, UNWEIGHTED: loss_A}
         importance_A = None if correction is None else weights.weight_T
         some = {
             "old_logprobs": packed.old_logprobs,
@@ -259,7 +276,7 @@ def policy_loss(
             "teacher_kl": metrics_A.get("teacher_kl"),
         }
         trace(packed, {**values, **{name: each for name, each in some.items() if each is not None}})
-    return weighted_A.sum(), metrics
+    return loss, metrics
 
 
 def _engine_metrics(

@@ -32,7 +32,7 @@ from verl.algorithms.losses.ipo import penalized_within_bounds
 from verl.algorithms.losses.kpop import KPOP
 from verl.algorithms.losses.opsm import clipped_unless_off_policy
 from verl.algorithms.losses.policy_loss import LossInputs, SelectionInputs
-from verl.algorithms.losses.vapo import clipped_with_nll, right_tokens
+from verl.algorithms.losses.vapo import right_tokens
 from verl.algorithms.names import Aggregation, KLEstimate
 from verl.errors import ConfigError
 from verl.types import (
@@ -219,13 +219,11 @@ def test_high_entropy_by_hand() -> None:
 
 
 def test_vapo_by_hand() -> None:
-    # Two right tokens of four weigh 2 each: over all four their mean is the mean over the two.
-    given = replace(selection_of(torch.zeros(4), torch.zeros(4)), rewards_N=torch.tensor([1.0, 1.0, 0.0, -1.0]))
-    assert right_tokens(given).tolist() == [2.0, 2.0, 0.0, 0.0]
-    assert not right_tokens(given, threshold=1.0).any()
-    # clipped above at 1.28; the NLL adds 0.1 * 2 * -log p on the first, where the advantage is 0 too
-    got = learned(partial(clipped_with_nll, nll_weight=0.1), [1.0, 2.0], [0.0, 1.0], [0, 0], [2.0, 0.0], logprob=HALF)
-    close(got, [-0.2 * HALF, -1.28], [-0.2, 0.0])
+    # Two right tokens of four: the mean over them, times 0.1.
+    rewards = torch.tensor([1.0, 1.0, 0.0, -1.0])
+    assert right_tokens(rewards).tolist() == pytest.approx([0.05, 0.05, 0.0, 0.0])
+    assert right_tokens(rewards, threshold=-0.5, nll_weight=3.0).tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert not right_tokens(rewards, threshold=1.0).any()
 
 
 def test_gae_of_vapo_by_hand() -> None:

@@ -33,6 +33,7 @@ from verl.algorithms.overlong import Overlong
 from verl.batch.samples import to_batch
 from verl.build.algorithm import (
     _DOMAINS,
+    _FUNCTIONS,
     build_algorithm,
     build_entropy_control,
     build_kl_control,
@@ -672,7 +673,7 @@ def test_numbers_that_mean_nothing_are_refused(settings: AlgorithmConfig, messag
 
 def test_every_number_among_the_options_of_ours_has_a_domain() -> None:
     presets = [resolve("algorithm", name, ALGORITHMS) for name in ALGORITHMS]
-    functions = [each for made in presets for each in (made.advantage, made.policy_loss, made.selection) if each]
+    functions = [each for made in presets for name in _FUNCTIONS if (each := getattr(made, name)) is not None]
     checked_elsewhere = {"clip_low", "clip_high", "dual_clip", "gamma", "lam", "low", "high"}
     for function in (*functions, *FILTERS.values()):
         for name, parameter in signature(function).parameters.items():

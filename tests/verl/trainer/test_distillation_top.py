@@ -145,7 +145,14 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
         return logits
 
 
-@pytest.mark.parametrize("algorithm", [TOP, replace(BESIDE, teacher_top_k=3)], ids=["alone", "beside"])
+OBSERVING = replace(TOP, observation_coefficient=0.5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [TOP, replace(BESIDE, teacher_top_k=3), OBSERVING],
+    ids=["alone", "beside", "beside observations"],
+)
 def test_shared_segments_are_distilled_as_separate_ones(algorithm: Any) -> None:
     """Episodes of several turns and segments, in two mini-batches."""
     batch, found = to_batch([edited(), replace(edited(), rewards=(0.0, 2.0, 1.0))]), []

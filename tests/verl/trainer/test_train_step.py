@@ -210,7 +210,10 @@ def test_ppo_learns_and_so_does_its_critic() -> None:
     assert [name for name in history[0] if not known(name)] == []
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=lambda each: each.name)
+OBSERVING = [replace(each, name=f"{each.name} and ECHO", observation_coefficient=0.5) for each in (GRPO, TOOLRL_GRPO)]
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO, *OBSERVING], ids=lambda each: each.name)
 def test_shared_segments_train_as_separate_ones(algorithm: Algorithm) -> None:
     """Two mini-batches of episodes of several segments, with reference and critic where the algorithm has one."""
     batch = to_batch([edited(), replace(edited(), rewards=(0.0, 2.0, 1.0))])
@@ -395,6 +398,9 @@ def test_mfu_by_hand() -> None:
     batch = batch_of(samples)
     assert meter.mfu(batch, PackSettings(100), seconds=7.0) == {"perf/mfu": pytest.approx(flops / (7 * 1000 * 2))}
     assert replace(meter, peak=None).mfu(batch, PackSettings(100), 7.0) == {}
+    asking = batch_of([sample((False, True, False, False, True), 0.0)])  # two observations, at the head if learned
+    plain, more = (replace(meter, observations=each).mfu(asking, PackSettings(100), 7.0) for each in (False, True))
+    assert more["perf/mfu"] - plain["perf/mfu"] == pytest.approx(3 * 2 * (5 + 3) * 2 / (7 * 1000 * 2))
 
 
 @pytest.mark.parametrize("old", OldLogprobs)

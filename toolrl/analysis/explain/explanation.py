@@ -18,7 +18,7 @@ from toolrl.algorithms import describe
 from toolrl.analysis.explain.tokens import SHOWN, token_lines
 from toolrl.analysis.report import rows
 from toolrl.analysis.report.folder import RunFolder
-from toolrl.analysis.report.loss import ComputedLoss, computed_loss, share_of, sum_check, why_not_computed
+from toolrl.analysis.report.loss import LOSSES, ComputedLoss, computed_loss, share_of, sum_check, why_not_computed
 from toolrl.analysis.report.reasons import CallReader, Reasons, call_reader, reasons_of
 from toolrl.analysis.report.transcript import is_of, rollout_of, rollouts_at
 from toolrl.analysis.samples.sample_files import MAX_BYTES, KeptSample, StepSamples, read_samples, samples_path
@@ -150,13 +150,13 @@ class Explainer:
         """
         sample, failed = kept.samples[number], list[str]()
         row = self.logged.get(step, {})
-        logged, beta = (rows.number(row.get(name)) for name in ("actor/loss", "kl/coefficient"))
+        beta, *losses = (rows.number(row.get(name)) for name in ("kl/coefficient", *LOSSES))
         sections = [
             ("Texts", self._texts(rollout, sample)),
             ("Reward", _reward(rollout, sample, self.reasons)),
             ("Group and advantage", self._advantage(step, sample, kept, beta)),
             ("Tokens", self._tokens(step, sample, kept, computed, failed)),
-            ("Share of the loss", _loss(sample, kept, computed, logged, failed)),
+            ("Share of the loss", _loss(sample, kept, computed, losses, failed)),
             ("Share of the gradient norm", _gradient(self.run, step, kept, sample, gradient)),
         ]
         if unknown := _unknown(sample):
@@ -308,9 +308,13 @@ def _has_record(run: RunFolder, step: int) -> bool:
 
 
 def _loss(
-    sample: KeptSample, kept: StepSamples, computed: ComputedLoss | None, logged: float | None, failed: list[str]
+    sample: KeptSample,
+    kept: StepSamples,
+    computed: ComputedLoss | None,
+    losses: Sequence[float | None],
+    failed: list[str],
 ) -> list[str]:
-    share, total = share_of(kept, computed, sample.row), sum_check(kept, computed, logged)
+    share, total = share_of(kept, computed, sample.row), sum_check(kept, computed, *losses)
     failed += [name for name, check in (("share", share), ("sum of the shares", total)) if check.agrees is False]
     lines = [f"share of this sample: {share.text}"]
     absolute = math.fsum(map(abs, kept.loss.values()))

@@ -37,7 +37,7 @@ def token_lines(
     needed = {"logprobs", "rollout_logprobs", "entropy", "advantages"}
     if lacking := needed.union({"ref_logprobs"} if algorithm.kl.placement is KLPlacement.LOSS else ()) - columns.keys():
         return [f"not computed: the record of the sample lacks {', '.join(sorted(lacking))}"]
-    if algorithm.selection is not None:
+    if algorithm.selection is not None or algorithm.likelihood is not None:
         return [f"{algorithm.name} treats some tokens of a mini-batch differently; which ones is not kept."]
     importance_lines = _importance(columns, algorithm, failed)
     old_A = _old_logprobs(columns, algorithm)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from toolrl.analysis.samples.sample_files import LossScale, StepSamples
 from verl.text import counted
 
+LOSSES = ("actor/loss", "actor/observation_loss")  # metrics that `sum_check` compares
 TOLERANCE = 1e-5  # error of the loss; relative above 1
 _SHARE = 1e-4  # relative error of a sample's share: the trainer's weights have 32 bits
 _Array = npt.NDArray[Any]
@@ -143,8 +144,14 @@ def share_of(kept: StepSamples, computed: ComputedLoss | None, row: int) -> Chec
 _LACKS = "the step was recorded without the settings and token counts of its loss"
 
 
-def sum_check(kept: StepSamples, computed: ComputedLoss | None, logged: float | None) -> Check:
-    """Whether the computed shares add up to the logged loss."""
+def sum_check(
+    kept: StepSamples, computed: ComputedLoss | None, logged: float | None, observation_loss: float | None = None
+) -> Check:
+    """Whether the computed shares add up to the logged loss.
+
+    logged, observation_loss: actor/loss and actor/observation_loss. Shares are those of trained tokens, and the
+    cross-entropy on observations is added to them.
+    """
     if computed is None:
         total = f"the recorded shares add up to {math.fsum(kept.loss.values()):.8g}"
         return Check(f"not possible: {_LACKS}, so the scale cannot be known; {total}, actor/loss is {logged}", None)
@@ -153,6 +160,11 @@ def sum_check(kept: StepSamples, computed: ComputedLoss | None, logged: float | 
         return Check("none: no update computed a sample, and no loss is logged", None)
     if logged is None:
         return Check(f"not possible: {shares}, and no loss is logged", None)
-    off, limit = abs(computed.total - logged), TOLERANCE * max(1.0, abs(logged))
+    of_observations = 0.0
+    if kept.scale is not None and kept.scale.observation_coefficient:
+        coefficient, mean = kept.scale.observation_coefficient, observation_loss or 0.0
+        of_observations = coefficient * mean
+        shares += f", and {coefficient:g} * actor/observation_loss is {of_observations:.8g}"
+    off, limit = abs(computed.total + of_observations - logged), TOLERANCE * max(1.0, abs(logged))
     verdict = f"they agree within {limit:.2g}" if off <= limit else f"they differ by {off:.3g}, over {limit:.2g}"
     return Check(f"{shares}, actor/loss is {logged:.8g}: {verdict}", off <= limit)

@@ -15,7 +15,7 @@ from typing import Any
 
 from toolrl.analysis.report.chunks import Chunks, encoded, encoded_bound
 from toolrl.analysis.report.folder import RunFolder
-from toolrl.analysis.report.loss import Check, computed_loss, share_of, sum_check
+from toolrl.analysis.report.loss import LOSSES, Check, computed_loss, share_of, sum_check
 from toolrl.analysis.report.rows import number
 from toolrl.analysis.report.transcript import is_of, rollouts_at
 from toolrl.analysis.samples.sample_files import KeptSample, StepSamples
@@ -77,8 +77,8 @@ def _views(
 ) -> Iterator[tuple[int, tuple[int, dict[str, Any]]]]:
     """(number of the sample, (row of its rollout in the page, what is shown)) of a step's embedded rollouts."""
     computed = computed_loss(kept)
-    logged = next((number(row.get("actor/loss")) for row in run.rows if row["step"] == step), None)
-    total = sum_check(kept, computed, logged)
+    row_of_step = next((row for row in run.rows if row["step"] == step), {})
+    total = sum_check(kept, computed, *(number(row_of_step.get(name)) for name in LOSSES))
     rollouts, strange = rollouts_at(run, step, {sample.line for sample in kept.samples}), 0
     for rank, sample in enumerate(kept.samples):
         row = place.get((step, sample.line)) if sample.line is not None else _origin(sample, step, origins)

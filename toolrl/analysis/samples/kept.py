@@ -132,6 +132,7 @@ def loss_scale(batch: TokenBatch, algorithm: Algorithm, minibatches: int) -> Los
         num_trained=batch.num_trained,
         groups=batch.groups,
         episodes=np.arange(len(batch)) if batch.episodes is None else batch.episodes,
+        observation_coefficient=algorithm.observation_coefficient,
     )
 
 

@@ -45,7 +45,7 @@ COLUMNS = (  # per trained token
     "clipped",  # 1 where the clip is active
     "loss",  # share of the loss of its update
 )
-_SETTINGS = ("aggregation", "length", "minibatches")  # fields of `LossScale` in the header
+_SETTINGS = ("aggregation", "length", "minibatches", "observation_coefficient")  # fields of `LossScale` in the header
 _COUNTS = ("num_trained", "groups", "episodes")  # fields of `LossScale` stored as arrays
 _HEADER = "header"
 _TYPES: Mapping[str, Any] = {  # fields of a sample in the header
@@ -98,6 +98,7 @@ class LossScale:
     num_trained: _Array  # [B]
     groups: _Array  # [B]
     episodes: _Array  # [B] their segments are neighbors
+    observation_coefficient: float = 0.0  # of the cross-entropy on observations, which is in no sample's share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
