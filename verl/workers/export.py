@@ -82,7 +82,7 @@ def exported(
     raise_any(problem)  # also waits: transformers first removes files of weights from the folder
     adapted = adapted_layers(policy.model)
     if not adapted and engine.num_ranks > 1:  # half as much to gather
-        weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights.items()}
+        weights = {name: _rounded(each, dtype) for name, each in weights.items()}
     for first in range(0, len(files), engine.num_ranks):
         own: dict[str, Tensor] = {}
         for writer, file in enumerate(files[first : first + engine.num_ranks]):
@@ -121,6 +121,10 @@ def _planned(
     stem, suffix = SAFE_WEIGHTS_NAME.split(".")
     parts = [f"-{number:05d}-of-{len(found):05d}" for number in range(1, len(found) + 1)] if len(found) > 1 else [""]
     return [WeightFile(f"{stem}{part}.{suffix}", *each) for part, each in zip(parts, found, strict=True)]
+
+
+def _rounded(weight: Tensor | Nf4Linear, dtype: torch.dtype) -> Tensor | Nf4Linear:
+    return weight.to(dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else weight
 
 
 def _stored(full: Tensor, dtype: torch.dtype) -> Tensor:
