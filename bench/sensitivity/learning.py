@@ -41,25 +41,23 @@ _SHORT = (
     "trainer.val_before_train=false",
 )
 _BASE = ("recipe=composed_grpo", *_SHORT)
-_FIRST = (*_BASE, "trainer.total_training_steps=4", "trainer.test_freq=2", "actor.optim.schedule=constant")
-_FIRST_STEPS = "first steps"
+_FIRST = ("trainer.total_training_steps=4", "trainer.test_freq=2", "actor.optim.schedule=constant")
 _TOOL_LOOP = "tool loop"
 CONDITIONS: Mapping[str, tuple[str, ...]] = {
     _PLAIN: _BASE,
+    "first steps": (*_BASE, *_FIRST),
     "two ranks": (*_BASE, "trainer.n_gpus_per_node=2"),
     "KL loss": (*_BASE, "algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.02"),
-    _FIRST_STEPS: _FIRST,
-    "first steps with warm-up": (*_FIRST, "actor.optim.warmup_steps=8"),
-    "first steps with schedule": (*_FIRST, "reward.options={schedule_reward: true, schedule_steps: 4}"),
+    "warm-up": (*_BASE, "actor.optim.warmup_steps=8"),
+    "schedule": (*_BASE, "reward.options={schedule_reward: true, schedule_steps: 16}"),
     _TOOL_LOOP: ("recipe=tool_loop", *_SHORT),
 }
 NEEDED: Mapping[str, str] = {  # by the mistakes that do not act in plain runs, or whose delay these make up for
-    "flipped_advantages": _FIRST_STEPS,
-    "stale_weights": _FIRST_STEPS,
+    "stale_weights": "first steps",
     "doubled_rank": "two ranks",
     "tenfold_kl": "KL loss",
-    "no_warm_up": "first steps with warm-up",
-    "late_schedule": "first steps with schedule",
+    "no_warm_up": "warm-up",
+    "late_schedule": "schedule",
     "trained_observations": _TOOL_LOOP,
 }
 Row = tuple[str, str]  # validation set, id of the task

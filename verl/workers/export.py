@@ -26,7 +26,7 @@ from verl.weight_files import Conversion, stored_conversions
 from verl.workers.fsdp_engine import FSDPEngine, raise_any
 from verl.workers.model import PackedPolicy
 
-FORMAT = {"format": "pt"}  # what transformers expects to be said in a file of weights
+FORMAT = {"format": "pt"}  # transformers expects it in a file of weights
 _FILE_BYTES = 2 << 30
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
