@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, Generic
 
 import numpy as np
@@ -67,9 +70,13 @@ class SFTRun(Generic[Example]):
 
     def run(self) -> Path:
         """Train all remaining steps. Returns the last checkpoint's folder."""
-        settings = self.settings
+        with ThreadPoolExecutor(1, "checkpoint") as writer:  # a failure waits for what is being written
+            return self._run(writer)
+
+    def _run(self, writer: Executor) -> Path:
+        settings, saving = self.settings, Future[Path]()
         self.train, self.val = (self.objective.prepared(self.policy, each) for each in (self.train, self.val))
-        last = self._resume()
+        saving.set_result(self._resume() or self.store.folder)  # where the first will be
         if self.step == 0 and self.val:
             self.trackers.log(0, self._validated())
         for batch in self._batches():
@@ -90,14 +97,16 @@ class SFTRun(Generic[Example]):
             if self.val and (done or (settings.test_freq and self.step % settings.test_freq == 0)):
                 metrics |= self._validated()
             self.trackers.log(self.step, metrics)
+            if saving.done():
+                saving.result()  # raises what has prevented it
             if done or self.stop.number is not None or (settings.save_freq and self.step % settings.save_freq == 0):
-                last = self._save(metrics.get(f"val/{self.objective.name}/loss"))
+                saving.result()
+                saving = self._save(writer, metrics.get(f"val/{self.objective.name}/loss"))
             if self.stop.number is not None and not done:
-                note = f"saved {last}. The same command resumes from there"
+                note = f"saved {saving.result()}. The same command resumes from there"
                 start_shutdown_timer(exit_code(self.stop.number), note)
                 raise Ended(self.stop.number, note)
-        assert last is not None
-        return last
+        return saving.result()
 
     def listening(self, listens: bool, console: Console) -> AbstractContextManager[None]:
         """Context in which a signal requests a checkpoint and a shutdown; the current step is finished first."""
@@ -125,17 +134,22 @@ class SFTRun(Generic[Example]):
             measured = self.objective.measured(self.policy, self.val)
         return {f"val/{self.objective.name}/{name}": value for name, value in measured.items()}
 
-    def _save(self, loss: float | None) -> Path:
+    def _save(self, writer: Executor, loss: float | None) -> Future[Path]:
+        """Start a checkpoint. Returns once the ranks have copied what belongs to it."""
         state = {
             "command": COMMAND,
             "resume_config": dict(self.resume_config),
             "contents": dict(self.contents),
             "step": self.step,
-            "trackers": self.trackers.state(),
+            "trackers": copy.deepcopy(self.trackers.state()),
             "tool_call_format": self.tool_call_format,
         }
-        score = None if loss is None else -loss
-        return save_checkpoint(self.store, self.step, score, self.workers, self.train_tasks, state)
+        score, staged = None if loss is None else -loss, Event()
+        parts = self.store, self.step, score, self.workers, self.train_tasks, state, staged.set
+        saving = writer.submit(save_checkpoint, *parts)
+        saving.add_done_callback(lambda _: staged.set())
+        staged.wait()
+        return saving
 
     def _resume(self) -> Path | None:
         if self.saved is None:

@@ -109,7 +109,7 @@ def save_checkpoint(
     workers: WorkerGroup,
     train_tasks: TrainTasks,
     state: Mapping[str, Any],
-    staged: Callable[[], object] = lambda: None,
+    staged: Callable[[], object],
 ) -> Path:
     """Write the ranks' files, the exported model's list of training tasks and the controller's state.
 

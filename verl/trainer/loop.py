@@ -239,7 +239,7 @@ class TrainingRun:
         return step, saving
 
     async def _finish_saving(self) -> None:
-        """Wait until the begun checkpoint is on disk, if there is one. Raises what has prevented it."""
+        """Wait until the started checkpoint is on disk, if there is one. Raises what has prevented it."""
         if self.saving is None:
             return
         (step, task), self.saving = self.saving, None
