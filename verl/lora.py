@@ -221,6 +221,15 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: each for name, each in model.named_modules() if _ADAPTER in getattr(each, "lora_A", ())}
 
 
+def factors_of(layer: nn.Module) -> tuple[nn.Module, Tensor, Tensor, float] | None:
+    """(base layer, A [rank, inputs], B [outputs, rank], scale) of peft's layer; None for one without an adapter."""
+    if _ADAPTER not in getattr(layer, "lora_A", ()):
+        return None
+    adapted: Any = layer
+    down, up = (each[_ADAPTER].weight for each in (adapted.lora_A, adapted.lora_B))
+    return adapted.base_layer, down, up, adapted.scaling[_ADAPTER]
+
+
 def with_updates(
     layers: Mapping[str, Any], named: Iterable[tuple[str, Tensor | Nf4Linear]], export: Export
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:

@@ -38,7 +38,8 @@ from torch.func import functional_call
 from torch.nn.functional import linear, silu
 
 from verl.errors import ConfigError
-from verl.workers.joint_linear import joint_linear
+from verl.lora import factors_of
+from verl.workers.joint_linear import Part, joint_adapted, joint_linear
 from verl.workers.pre_norm import Branch, PreNormLayer, is_pre_norm_layer
 
 _TESTED = SpecifierSet(">=0.8.5,<0.9")  # some of the functions called are internal to liger-kernel
@@ -246,7 +247,21 @@ def _joint(module: nn.Module, names: Sequence[str], hidden: Tensor) -> Sequence[
     """The outputs of the module's parts."""
     parts = [module.get_submodule(name) for name in names]
     plain = [each for each in parts if type(each) is nn.Linear]
-    return joint_linear(hidden, plain) if len(plain) == len(parts) else [each(hidden) for each in parts]
+    if len(plain) == len(parts):
+        return joint_linear(hidden, plain)
+    frozen = [found for each in parts if (found := _frozen_part(each, hidden.dtype)) is not None]
+    return joint_adapted(hidden, frozen) if len(frozen) == len(parts) else [each(hidden) for each in parts]
+
+
+def _frozen_part(layer: nn.Module, dtype: torch.dtype) -> Part | None:
+    """None for a layer that is trained itself, is of another kind (in four bits), or computes in another dtype."""
+    found = factors_of(layer)
+    base = layer if found is None else found[0]
+    if type(base) is not nn.Linear or base.weight.requires_grad:
+        return None
+    part = Part(base.weight, base.bias) if found is None else Part(base.weight, base.bias, *found[1:])
+    tensors = [each for each in part[:-1] if each is not None]
+    return part if all(each.dtype == dtype for each in tensors) else None
 
 
 def _rotary(kernel: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
