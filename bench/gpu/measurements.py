@@ -117,6 +117,12 @@ SESSIONS: Sequence[Session] = (
         ("trl", "datasets", "vllm"),
         (Measurement("trl", "a step of TRL's trainer, with its own vLLM in the same process", 150, 240),),
     ),
+    Session(
+        "bench.gpu.runs:Runs",
+        15,
+        (*_RUN, "peft"),
+        (Measurement("adapter", "LoRA: engine and trainer compute the same after every sync", 70, 150),),
+    ),
 )
 
 

@@ -22,6 +22,8 @@ from verl.tracking.jsonl import read_jsonl
 
 PROMPTS, STEPS = 512, 3  # the first step warms up
 LEARNING_STEPS, LEARNT = 16, 2.0
+ADAPTER_STEPS, SAME = 4, 1e-3  # nats, in float32
+AFTER, CANARY = "validation after", "largest canary: nats"
 END_S = 15.0  # of a measurement's limit, to report the steps of a run that is not finished
 SHOWN = ("time/", "perf/", "memory/", "engine/", "response_length/mean")  # metrics of a step
 ROWS = ROOT / "dataset/mini"
@@ -37,8 +39,27 @@ class Runs:
 
     def learns(self) -> Figures:
         """The embedded default in float32. Raises UnexpectedError if its greedy validation does not reach LEARNT."""
-        place, steps = self.place, 1 if self.place.rehearse else LEARNING_STEPS
+        figures = self._embedded("learns", LEARNING_STEPS)
+        after = figures[AFTER]
+        if not self.place.rehearse and not float(after) >= LEARNT:
+            raise UnexpectedError(f"the validation reached {after:.3g}, not {LEARNT}", figures)
+        return figures
+
+    def adapter(self) -> Figures:
+        """The same with LoRA, whose adapter alone is synced: every step's canary compares engine and trainer.
+
+        Raises UnexpectedError if they differ.
+        """
+        figures = self._embedded("adapter", ADAPTER_STEPS, "lora.rank=16")
+        gap = float(figures[CANARY])
+        if not gap <= SAME:
+            raise UnexpectedError(f"engine and trainer differ by {gap:.3g} nats, bound {SAME}", figures)
+        return figures
+
+    def _embedded(self, name: str, steps: int, *more: str) -> Figures:
+        place, steps = self.place, 1 if self.place.rehearse else steps
         overrides = [
+            *more,
             "recipe=mini_grpo",
             f"trainer.total_training_steps={steps}",
             f"trainer.test_freq={steps}",
@@ -51,20 +72,17 @@ class Runs:
         else:
             overrides.append(f"data.val_files=[{ROWS / 'test.parquet'}]")
         started = time.perf_counter()
-        rows = self._run("learns", overrides)
-        name = f"val/{'few' if place.rehearse else 'test'}/total"
-        before, after = (row[name] for row in (rows[0], rows[-1]))
-        figures: Figures = {
-            "validation before": before,
-            f"validation after {rows[-1]['step']} steps": after,
+        rows = self._run(name, overrides)
+        total = f"val/{'few' if place.rehearse else 'test'}/total"
+        return {
+            "validation before": rows[0][total],
+            AFTER: rows[-1][total],
+            "steps": rows[-1]["step"],
             "log-probs of engine and trainer, float32: nats": _largest(rows, "engine/logprob_diff_mean"),
-            "largest canary: nats": _largest(rows, "engine/canary_logprob_diff"),
+            CANARY: _largest(rows, "engine/canary_logprob_diff"),
             "a step: s": statistics.median(row["time/step_s"] for row in rows[1:]),
             "the run: s": time.perf_counter() - started,
         }
-        if not place.rehearse and not after >= LEARNT:
-            raise UnexpectedError(f"the validation reached {after:.3g}, not {LEARNT}", figures)
-        return figures
 
     def step(self) -> Figures:
         """4 responses of 250 tokens to each of 512 prompts of about 900. No KL penalty, one optimizer step.
