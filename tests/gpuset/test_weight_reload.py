@@ -73,10 +73,10 @@ class Worker(WeightReceiver):
         return dict(self.model.named_parameters(remove_duplicate=False))
 
 
-def vllm_config(folder: Path) -> Any:
+def vllm_config(folder: Path, settings: VLLMSettings | None = None) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings = VLLMSettings(model_path=str(folder), max_model_len=64)
+    settings = settings or VLLMSettings(model_path=str(folder), max_model_len=64)
     config = AsyncEngineArgs(**engine_arguments(settings, on_cpu=False)).create_engine_config()
     config.device_config.device = torch.device("cpu")
     return config
