@@ -10,7 +10,6 @@ the rename, which are the controller's in the background too, belong to the writ
 from __future__ import annotations
 
 import argparse
-import asyncio
 import socket
 import sys
 import tempfile
@@ -65,7 +64,7 @@ def measure(number: int, world: int, port: int, model: str, folder: Path) -> Non
                 rank.stage(target)
                 barrier()
                 in_loop = time.perf_counter() - began
-                asyncio.run(rank.write())
+                rank.write()
             barrier()
             if store is not None:
                 with store.writing(repeat) as unfinished:

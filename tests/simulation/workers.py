@@ -227,6 +227,9 @@ class Group:
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._collected(task_name(function), [args] * self.size)
 
+    def call_beside(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.call(function, *args)
+
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         every = list(shards)
         return self._collected(task_name(function), [(every, rank, *args) for rank in range(self.size)])

@@ -46,6 +46,9 @@ class WorkerGroup(Protocol):
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on every rank; the results in rank order."""
 
+    def call_beside(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `call`, on a thread of its own on every rank: it runs beside other calls, even one that never ends."""
+
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         """`function(worker, shard, *args)`, a shard for each rank; the results in rank order."""
 
@@ -83,6 +86,9 @@ class WorkerView:
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self.group.call(_Member(self.name, function), *args)
+
+    def call_beside(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.group.call_beside(_Member(self.name, function), *args)
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         return self.group.scatter(_Member(self.name, function), shards, *args)

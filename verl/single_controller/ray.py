@@ -80,6 +80,7 @@ _LOGS = ("worker-*.err", "worker-*.out", "raylet.*", "gcs_server.*")
 _TAIL_BYTES = 20_000
 # Coroutines per worker. An engine may have more than Ray's default of 1000 requests in flight; a call to `interrupt`
 # would then be queued behind them.
+_BESIDE = "beside"  # Ray's concurrency group of calls beside others
 _MAX_CONCURRENCY = 1_000_000
 _POLL_S = 1.0  # interval of the checks for stopped workers
 _STATUS_TIMEOUT_S = 10.0  # for another node to report the status of its workers
@@ -165,7 +166,8 @@ class Cluster:
             strategy = PlacementGroupSchedulingStrategy(pool, placement_group_bundle_index=chosen[rank])
             resources = {"num_cpus": bundle.num_cpus, "num_gpus": bundle.num_gpus}
             options = {**resources, "max_concurrency": _MAX_CONCURRENCY, "scheduling_strategy": strategy}
-            return ray.remote(_Worker).options(**options).remote()
+            remote: Any = ray.remote  # whose types lack concurrency groups
+            return remote(concurrency_groups={_BESIDE: 1})(_Worker).options(**options).remote()
 
         size = len(chosen)
         group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s, self.guard)
@@ -300,6 +302,11 @@ class _Worker:
         result = function(self._object, *args)
         return None, await result if inspect.isawaitable(result) else result
 
+    @ray.method(num_returns=2, concurrency_group=_BESIDE)
+    async def run_beside(self, function: Callable[..., Any], *args: Any) -> tuple[None, Any]:
+        """`run` in an event loop, and so a thread, of its own."""
+        return None, function(self._object, *args)
+
     @ray.method(num_returns=2)
     async def run_on(self, shard: Any, call: bytes) -> tuple[None, Any]:
         """`run` of a call that was pickled once for all ranks. Ray pickles every argument of every task on its own."""
@@ -374,6 +381,11 @@ class RayGroup:
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return self._fetch(self.call_ref(function, *args), task_name(function))
+
+    def call_beside(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        task = task_name(function)
+        started = [actor.run_beside.remote(function, *args) for actor in self._actors]
+        return self._fetch(self._wait_all(started, task), task)
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         task = task_name(function)

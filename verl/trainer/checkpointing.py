@@ -120,7 +120,7 @@ def save_checkpoint(
     with store.writing(step, score) as unfinished:
         workers.call(TrainingRank.stage, unfinished.folder)
         staged()
-        workers.call(TrainingRank.write)
+        workers.call_beside(TrainingRank.write)
         for part in ("actor/.metadata", "hf/config.json"):
             if not (unfinished.folder / part).is_file():
                 raise DataError(

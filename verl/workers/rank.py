@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from verl.host.daemon import run_in_daemon_thread
 from verl.host.free_memory import free_memory
 from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.nf4 import num_in_four_bits
@@ -131,10 +130,10 @@ class TrainingRank:
         states = {folder / name: engine.copied_state() for name, engine in self._saved.items()}
         self.staged.append(partial(_write, states, files, self.writing))
 
-    async def write(self) -> None:
-        """Write what is staged. Collective; other calls of this rank run beside it."""
+    def write(self) -> None:
+        """Write what is staged. Collective; in a thread beside other calls, as its collectives have their own group."""
         while self.staged:
-            await run_in_daemon_thread(self.staged.pop())
+            self.staged.pop()()
 
     @property
     def _saved(self) -> dict[str, FSDPEngine]:

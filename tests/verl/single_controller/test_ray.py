@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -173,6 +174,27 @@ def check_verbs(group: WorkerGroup) -> None:
     assert group.call(total, refs[-1]) == [4.0 * ranks[-1] + 3.0] * group.size
     assert asyncio.run(awaited(group)) == 7 + ranks[-1]
     assert WorkerView(group, "inner").call(inner_rank, 1) == [rank + 1 for rank in ranks]
+
+
+def hold(worker: Worker, path: str) -> bool:
+    """Blocks the worker until there is a file."""
+    until = time.monotonic() + 60
+    while not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return Path(path).exists()
+
+
+def release(worker: Worker, path: str) -> int:
+    Path(path).touch()
+    return worker.seat.rank
+
+
+def test_a_call_beside_runs_while_another_one_blocks_the_worker(group: RayGroup, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(group.call, hold, str(tmp_path / "released"))
+        time.sleep(1)
+        assert group.call_beside(release, str(tmp_path / "released")) == [0, 1]
+        assert blocked.result() == [True, True]
 
 
 async def awaited(group: WorkerGroup) -> Any:

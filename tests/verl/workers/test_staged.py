@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from threading import Thread
@@ -61,7 +60,7 @@ def while_training_goes_on(number: int, world: int, folder: Path) -> None:
     rank.stage(folder / "staged")
     assert not (folder / "staged" / "actor" / ".metadata").exists()
     learn(rank, world)
-    writing = Thread(target=asyncio.run, args=(rank.write(),))
+    writing = Thread(target=rank.write)
     writing.start()
     learn(rank, world)  # with collectives of its own
     writing.join()
@@ -77,7 +76,7 @@ def without_room(number: int, world: int, folder: Path) -> None:
     rank.stage(folder / "staged")
     dist.barrier()
     assert not rank.staged and (folder / "staged" / "actor" / ".metadata").exists()
-    asyncio.run(rank.write())
+    rank.write()
     rank.save(folder / "at_once")
     assert equal(written(folder / "staged", world), written(folder / "at_once", world))
 
@@ -93,10 +92,10 @@ def without_a_place(number: int, world: int, folder: Path) -> None:
             (staged / part).touch()
         dist.barrier()
         with pytest.raises(DataError, match=problem):  # on every rank
-            asyncio.run(rank.write())
+            rank.write()
         assert not rank.staged
     rank.stage(folder / "again")
-    asyncio.run(rank.write())
+    rank.write()
     dist.barrier()
     assert (folder / "again" / "hf" / "model.safetensors").exists()
 

@@ -4,8 +4,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from verl.host.daemon import run_async
-
 
 class LocalGroup:
     finished_calls = 0  # the caller itself makes them
@@ -18,8 +16,10 @@ class LocalGroup:
         return 1
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        result = function(self._worker, *args)
-        return [run_async(result) if inspect.iscoroutine(result) else result]
+        return [function(self._worker, *args)]
+
+    def call_beside(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.call(function, *args)
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         (shard,) = shards
