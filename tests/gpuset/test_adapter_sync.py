@@ -120,7 +120,7 @@ def test_a_bucket_that_is_lost_and_a_module_that_is_not_there_are_told(tmp_path:
     assert buffers.lora_b_stacked[0].count_nonzero()
 
 
-def test_vllm_says_of_which_architectures_it_takes_adapters(tmp_path: Path) -> None:
+def test_vllm_takes_no_adapters_of_starcoder(tmp_path: Path) -> None:
     from vllm.model_executor.models.interfaces import supports_lora
 
     untrained(tiny_config(WITHOUT, **KINDS[WITHOUT]), tmp_path)
