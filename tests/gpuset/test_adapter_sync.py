@@ -107,7 +107,7 @@ def test_every_adapter_arrives_as_its_merged_weights_would(kind: str, tmp_path: 
             torch.testing.assert_close(update.bfloat16(), plain.parameters()[name], rtol=0.01, atol=0.02)
 
 
-def test_a_bucket_that_is_lost_and_a_module_that_is_not_there_are_told(tmp_path: Path) -> None:
+def test_modules_that_vllm_does_not_have_are_reported(tmp_path: Path) -> None:
     untrained(tiny_config("qwen2"), tmp_path)
     settings = VLLMSettings(model_path=str(tmp_path), max_model_len=64, dtype="float32", lora=LORA)
     named = [*adapter_tensors(trained(tmp_path, 1))]

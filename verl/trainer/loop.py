@@ -236,6 +236,8 @@ class TrainingRun:
             saving, waiting = asyncio.create_task(run_in_daemon_thread(save)), asyncio.create_task(staged.wait())
             await asyncio.wait((waiting, saving), return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
+        if saving.done():
+            saving.result()  # raises what has prevented the copies
         return step, saving
 
     async def _finish_saving(self) -> None:

@@ -148,13 +148,15 @@ def problem_of(folder: Path, write: Callable[[], None]) -> DataError | None:
 def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> None:
     """Write the policy's adapter into `folder` in peft's format, in float32. Collective; rank 0 writes.
 
-    model: the folder or hub name of the base. Raises DataError on rank 0 if the folder cannot be written.
+    model: the folder or hub name of the base. Raises DataError, on all ranks, if the folder cannot be written.
     """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
     tensors = {name: full.cpu() for name, full in engine.export_weights(adapter_tensors(policy.model))}
+    problem = None
     if engine.rank == 0:
-        save_adapter(lora, tensors, folder, model)
+        problem = problem_of(folder, partial(save_adapter, lora, tensors, folder, model))
+    raise_any(problem)
 
 
 def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Nf4Linear]]:

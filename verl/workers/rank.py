@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from verl.errors import DataError
 from verl.host.free_memory import free_memory
 from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.nf4 import num_in_four_bits
@@ -294,7 +295,8 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
         lora = spec.lora and replace(spec.lora, path=None)  # the path is that of the policy's
         engine = _engine(spec, spec.critic_path, PackedCritic, mesh, settings, offload, lora)
         critic = CriticWorker(engine, spec.cliprange_value)
-    rank = TrainingRank(spec, policy, reference, critic, teacher, dist.new_group(backend="gloo"))
+    writing = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout_s))
+    rank = TrainingRank(spec, policy, reference, critic, teacher, writing)
     if number := rank.layers_to_checkpoint():
         for engine in rank.trained:
             checkpoint_layers(_wrapper(engine), number)
@@ -307,7 +309,11 @@ def _write(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Raises DataError, on all ranks, if any of them cannot write."""
+    copies = [each for each in states.values() if each is not None]
     problems = [problem_of(path.parent, partial(save_file, tensors, path, FORMAT)) for path, tensors in files]
+    problems += [
+        DataError(f"cannot be copied to host memory ({each.exception()})") for each in copies if each.exception()
+    ]
     raise_any(next(filter(None, problems), None), group)
     for folder, state in states.items():
         if state is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -100,9 +102,22 @@ def without_a_place(number: int, world: int, folder: Path) -> None:
     assert (folder / "again" / "hf" / "model.safetensors").exists()
 
 
+def without_memory(number: int, world: int, folder: Path) -> None:
+    rank = trained_rank(world, folder / "model")
+    rank.stage(folder / "staged")
+    failed = Future[dict[str, Any]]()
+    failed.set_exception(MemoryError("no room"))
+    if number == world - 1:
+        write = rank.staged.pop()
+        states, *more = write.args  # type: ignore[attr-defined]
+        rank.staged.append(partial(write.func, {**states, folder / "staged" / "actor": failed}, *more))  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"cannot be copied to host memory \(no room\)"):  # on every rank
+        rank.write()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("case", [while_training_goes_on, without_room, without_a_place])
+@pytest.mark.parametrize("case", [while_training_goes_on, without_room, without_a_place, without_memory])
 def test_staged(case: Any, num_ranks: int, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     in_ranks(num_ranks, case, tmp_path)
