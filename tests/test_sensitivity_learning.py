@@ -26,8 +26,9 @@ def test_conditions_are_configurations_for_known_mistakes() -> None:
     names = [each.name for each in MISTAKES]
     assert set(NEEDED) <= set(names) and set(NEEDED.values()) < set(CONDITIONS)
     data = ("data.train_files=[train.jsonl]", "data.val_files=[test.jsonl]")
-    for overrides in CONDITIONS.values():
-        assert load_config([*overrides, *data]).trainer.total_training_steps == 16
+    for name, overrides in CONDITIONS.items():
+        trainer = load_config([*overrides, *data]).trainer
+        assert (trainer.total_training_steps, trainer.test_freq) == ((4, 2) if name == "first steps" else (16, 8))
 
 
 def test_every_row_counts_with_its_mean_over_validations(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ ALLOWED = {
     "verl/tracking/jsonl.py": RUN,
     "verl/build/base.py": RUN,
     "verl/build/threads.py": KERNEL,
+    "verl/host/free_memory.py": KERNEL,
     "toolrl/reward_score/rubric.py": NAMED,
 }
 
