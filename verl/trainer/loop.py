@@ -222,12 +222,12 @@ class TrainingRun:
             self.checkpointing.take_snapshot(unlogged)
 
     async def _save(self, is_validated: bool) -> None:
-        """Begin a checkpoint. is_validated: whether the last validation is of this step"""
+        """Start a checkpoint. is_validated: whether the last validation is of this step"""
         await self._finish_saving()
         state = copy.deepcopy(self.checkpointing.state())  # training goes on while it is written
-        self.saving = await self._begin_saving(self._score() if is_validated else None, state)
+        self.saving = await self._start_saving(self._score() if is_validated else None, state)
 
-    async def _begin_saving(self, score: float | None, state: Mapping[str, Any]) -> _Saving:
+    async def _start_saving(self, score: float | None, state: Mapping[str, Any]) -> _Saving:
         """Returns once the ranks have copied what belongs to the checkpoint."""
         step, loop, staged = self.trainer.step, asyncio.get_running_loop(), asyncio.Event()
         async with self.trainer.weight_sync.ranks:
@@ -260,7 +260,7 @@ class TrainingRun:
         elif not self.collapse.may_save:
             note = f"not saved, because a collapse rule is triggered; the newest checkpoint is {last}"
         else:
-            _, saving = await self._begin_saving(None, self.checkpointing.snapshot)
+            _, saving = await self._start_saving(None, self.checkpointing.snapshot)
             note = f"saved {await saving}"
         return self.stop.number, f"{note}. The same command resumes from there"
 

@@ -26,7 +26,6 @@ from verl.weight_files import Conversion, stored_conversions
 from verl.workers.fsdp_engine import FSDPEngine, raise_any
 from verl.workers.model import PackedPolicy
 
-FORMAT = {"format": "pt"}  # transformers expects it in a file of weights
 _FILE_BYTES = 2 << 30
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
 _FURTHER_FILES = ["tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"]
@@ -36,6 +35,11 @@ TOKENIZER_FILES = [*_TOKENIZERS, *_FURTHER_FILES, *_TEMPLATE_FILES]
 BESIDE_WEIGHTS = ["generation_config.json", *_PROCESSOR_FILES]
 
 
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one file of weights. Raises OSError and SafetensorError."""
+    save_file(tensors, path, {"format": "pt"})  # transformers expects this entry
+
+
 def export_hf(
     engine: FSDPEngine,
     folder: Path,
@@ -43,33 +47,17 @@ def export_hf(
     tokenizer: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = _FILE_BYTES,
+    write: Callable[[Path, dict[str, Tensor]], object] = write_weights,
 ) -> None:
     """Write the policy's weights, an adapter merged into them, its configurations and its tokenizer into `folder`.
 
-    Collective. Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
-    """
-    problem = None
-    for path, tensors in exported(engine, folder, model, tokenizer, dtype, file_bytes):
-        problem = problem or problem_of(folder, partial(save_file, tensors, path, FORMAT))  # the others still gather
-    raise_any(problem)
-
-
-def exported(
-    engine: FSDPEngine,
-    folder: Path,
-    model: str,
-    tokenizer: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    file_bytes: int = _FILE_BYTES,
-) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-    """The files of weights that this rank has to write, after all others are in `folder`: see `export_hf`.
-
-    Collective, to the end. Ranks share the files, and each holds one of them at a time in CPU memory, in `dtype`.
+    Collective. Ranks share the files of weights, and each gathers one of them at a time in CPU memory, in `dtype`.
     model: the folder or hub name that the policy was loaded from; its generation configuration is copied
     tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
         one version of transformers cannot always be read by another
     file_bytes: most of one file, unless a weight needs more
-    Raises DataError, on all ranks, if there is no tokenizer or rank 0 cannot write.
+    write: called with each file of this rank; it may keep the tensors, which are copies
+    Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
     """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
@@ -94,8 +82,9 @@ def exported(
                         gathered[name] = _stored(full if update is None else full.float() + update, dtype)
                 if gathered:
                     own |= conversion.apply(policy.model, gathered.__getitem__)
-        if own:
-            yield folder / files[first + engine.rank].name, own
+        if own and problem is None:  # after a problem the others still gather
+            problem = problem_of(folder, partial(write, folder / files[first + engine.rank].name, own))
+    raise_any(problem)
 
 
 class WeightFile(NamedTuple):
@@ -131,7 +120,7 @@ def _stored(full: Tensor, dtype: torch.dtype) -> Tensor:
     return full.to("cpu", dtype if full.is_floating_point() else full.dtype, copy=True)  # training may go on
 
 
-def problem_of(folder: Path, write: Callable[[], None]) -> DataError | None:
+def problem_of(folder: Path, write: Callable[[], object]) -> DataError | None:
     """What prevents the writing into a folder, which is made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +33,7 @@ from verl.units import GIB
 from verl.weight_files import WeightFiles
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.export import FORMAT, export_adapter, export_bytes, export_hf, exported, problem_of
+from verl.workers.export import export_adapter, export_bytes, export_hf, problem_of, write_weights
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload, raise_any, write_state
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
@@ -115,8 +114,7 @@ class TrainingRank:
         """Everything needed to resume (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
         for name, engine in self._saved.items():
             engine.save(folder / name)
-        export_hf(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)
-        self._end_saving(folder)
+        self._export(folder, write_weights)
 
     def stage(self, folder: Path) -> None:
         """Copy to host memory what `save` writes, so that training can go on while `write` writes it.
@@ -126,8 +124,8 @@ class TrainingRank:
         if not self._has_room():
             self.save(folder)
             return
-        files = [*exported(self.policy.engine, folder / "hf", self.spec.model_path, self.spec.tokenizer_path)]
-        self._end_saving(folder)
+        files: list[tuple[Path, dict[str, Tensor]]] = []
+        self._export(folder, lambda *file: files.append(file))
         states = {folder / name: engine.copied_state() for name, engine in self._saved.items()}
         self.staged.append(partial(_write, states, files, self.writing))
 
@@ -141,7 +139,10 @@ class TrainingRank:
         """The engines of a checkpoint, by their folders."""
         return dict(zip(("actor", "critic"), self.trained, strict=False))
 
-    def _end_saving(self, folder: Path) -> None:
+    def _export(self, folder: Path, write: Callable[[Path, dict[str, Tensor]], object]) -> None:
+        """write: see `export_hf`"""
+        spec = self.spec
+        export_hf(self.policy.engine, folder / "hf", spec.model_path, spec.tokenizer_path, write=write)
         if self.spec.lora is not None:
             export_adapter(self.policy.engine, folder / "adapter", self.spec.lora, self.spec.model_path)
         self.policy.engine.offload_all()
@@ -310,7 +311,7 @@ def _write(
 ) -> None:
     """Raises DataError, on all ranks, if any of them cannot write."""
     copies = [each for each in states.values() if each is not None]
-    problems = [problem_of(path.parent, partial(save_file, tensors, path, FORMAT)) for path, tensors in files]
+    problems = [problem_of(path.parent, partial(write_weights, path, tensors)) for path, tensors in files]
     problems += [
         DataError(f"cannot be copied to host memory ({each.exception()})") for each in copies if each.exception()
     ]
