@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -71,6 +72,24 @@ def while_training_goes_on(number: int, world: int, folder: Path) -> None:
     assert not equal(written(folder / "after", world), before)
 
 
+def while_the_copy_takes_long(number: int, world: int, folder: Path) -> None:
+    rank, released = trained_rank(world, folder / "model"), Event()
+    rank.save(folder / "at_once")
+    before = written(folder / "at_once", world)
+    for engine in rank.trained:
+        engine._copier.submit(released.wait)
+    rank.stage(folder / "staged")
+    learning = Thread(target=learn, args=(rank, world))
+    learning.start()
+    time.sleep(1)
+    waits = learning.is_alive()
+    released.set()
+    learning.join()
+    assert waits  # at its first optimizer step
+    rank.write()
+    assert equal(written(folder / "staged", world), before)
+
+
 def without_room(number: int, world: int, folder: Path) -> None:
     rank = trained_rank(world, folder / "model")
     if number == world - 1:
@@ -117,7 +136,9 @@ def without_memory(number: int, world: int, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("case", [while_training_goes_on, without_room, without_a_place, without_memory])
+@pytest.mark.parametrize(
+    "case", [while_training_goes_on, while_the_copy_takes_long, without_room, without_a_place, without_memory]
+)
 def test_staged(case: Any, num_ranks: int, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     in_ranks(num_ranks, case, tmp_path)
