@@ -241,12 +241,18 @@ def with_updates(
     for name, tensor in named:
         ((_, full),) = export([(name, tensor)])
         layer = layers.get(name.removesuffix(".weight"))
-        if layer is None:
+        factors = None if layer is None else factors_of(layer)
+        if factors is None:
             yield name, full, None
             continue
-        factors = [("B", layer.lora_B[_ADAPTER].weight), ("A", layer.lora_A[_ADAPTER].weight)]
-        left, right = (factor.float() for _, factor in export(factors))
-        yield name, full, layer.scaling[_ADAPTER] * (left @ right)
+        _, *tensors, scale = factors
+        (_, down), (_, up) = export(zip("AB", tensors, strict=True))
+        yield name, full, weight_update(down, up, scale)
+
+
+def weight_update(down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """What an adapter with these full factors adds to a weight, in float32."""
+    return scale * (up.float() @ down.float())
 
 
 @contextmanager

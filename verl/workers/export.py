@@ -1,18 +1,22 @@
 """Export of a policy to a folder that transformers and vLLM load directly."""
 
+from __future__ import annotations
+
 import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_files
@@ -20,11 +24,20 @@ from transformers.utils.hub import cached_files
 from verl.errors import DataError
 from verl.host import untrusted_files
 from verl.host.files import unwritable
-from verl.lora import Lora, adapted_layers, adapter_tensors, base_tensors, save_adapter, with_updates
+from verl.lora import (
+    Lora,
+    adapted_layers,
+    adapter_tensors,
+    base_tensors,
+    factors_of,
+    save_adapter,
+    weight_update,
+)
 from verl.nf4 import Nf4Linear, nf4_layers
 from verl.weight_files import Conversion, stored_conversions
 from verl.workers.fsdp_engine import FSDPEngine, raise_any
 from verl.workers.model import PackedPolicy
+from verl.workers.weight_shard import WeightShard
 
 _FILE_BYTES = 2 << 30
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"]  # one of these is enough
@@ -35,11 +48,6 @@ TOKENIZER_FILES = [*_TOKENIZERS, *_FURTHER_FILES, *_TEMPLATE_FILES]
 BESIDE_WEIGHTS = ["generation_config.json", *_PROCESSOR_FILES]
 
 
-def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one file of weights. Raises OSError and SafetensorError."""
-    save_file(tensors, path, {"format": "pt"})  # transformers expects this entry
-
-
 def export_hf(
     engine: FSDPEngine,
     folder: Path,
@@ -47,7 +55,6 @@ def export_hf(
     tokenizer: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = _FILE_BYTES,
-    write: Callable[[Path, dict[str, Tensor]], object] = write_weights,
 ) -> None:
     """Write the policy's weights, an adapter merged into them, its configurations and its tokenizer into `folder`.
 
@@ -56,8 +63,23 @@ def export_hf(
     tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
         one version of transformers cannot always be read by another
     file_bytes: most of one file, unless a weight needs more
-    write: called with each file of this rank; it may keep the tensors, which are copies
     Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
+    """
+    start_export(engine, folder, model, tokenizer, dtype, file_bytes).write()
+
+
+def start_export(
+    engine: FSDPEngine,
+    folder: Path,
+    model: str,
+    tokenizer: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    file_bytes: int = _FILE_BYTES,
+    copied: bool = False,
+) -> HfExport:
+    """`export_hf` without the weights, which are still to be written. Collective.
+
+    copied: whether the weights are copied to host memory, so that training may go on before they are written
     """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
@@ -68,23 +90,75 @@ def export_hf(
     if engine.rank == 0:
         problem = problem_of(folder, partial(_write_beside, policy.model, files, folder, model, tokenizer, dtype))
     raise_any(problem)  # also waits: transformers first removes files of weights from the folder
-    adapted = adapted_layers(policy.model)
-    if not adapted and engine.num_ranks > 1:  # half as much to gather
-        weights = {name: _rounded(each, dtype) for name, each in weights.items()}
-    for first in range(0, len(files), engine.num_ranks):
-        own: dict[str, Tensor] = {}
-        for writer, file in enumerate(files[first : first + engine.num_ranks]):
-            for conversion in file.conversions:
-                named = [(name, weights[name]) for name, _ in conversion.sources]
-                gathered = {}
-                for name, full, update in with_updates(adapted, named, engine.export_weights):
-                    if writer == engine.rank:
-                        gathered[name] = _stored(full if update is None else full.float() + update, dtype)
-                if gathered:
-                    own |= conversion.apply(policy.model, gathered.__getitem__)
-        if own and problem is None:  # after a problem the others still gather
-            problem = problem_of(folder, partial(write, folder / files[first + engine.rank].name, own))
-    raise_any(problem)
+    layers = {f"{name}.weight": each for name, each in adapted_layers(policy.model).items()}
+    found = {name: StoredWeight.of(each, layers.get(name), dtype) for name, each in weights.items()}
+    if copied:
+        writers = {name: number % engine.num_ranks for number, file in enumerate(files) for name in file.sources}
+        found = {name: each.copied(writers[name]) for name, each in found.items() if name in writers}
+    return HfExport(folder, policy.model, files, found)
+
+
+class StoredWeight(NamedTuple):
+    """A weight to store, with the factors of an adapter that is to be merged into it."""
+
+    base: WeightShard
+    factors: tuple[WeightShard, WeightShard, float] | None  # A, B, scale
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor | Nf4Linear, layer: nn.Module | None, dtype: torch.dtype) -> Self:
+        found = None if layer is None else factors_of(layer)
+        if found is None:
+            return cls(WeightShard.of(weight), None, dtype)
+        _, down, up, scale = found
+        return cls(WeightShard.of(weight), (WeightShard.of(down), WeightShard.of(up), scale), dtype)
+
+    def copied(self, writer: int) -> Self:
+        if self.factors is None:
+            return self._replace(base=self.base.copied(writer, self.dtype))
+        down, up, scale = self.factors
+        return self._replace(base=self.base.copied(writer), factors=(down.copied(writer), up.copied(writer), scale))
+
+    def gathered(self, writer: int, group: dist.ProcessGroup | None) -> Tensor:
+        """See `WeightShard.gathered`."""
+        if self.factors is None:
+            return self.base.gathered(writer, self.dtype, group)  # rounded before it is sent
+        *shards, scale = self.factors
+        full, down, up = (each.gathered(writer, None, group) for each in (self.base, *shards))
+        return (full.float() + weight_update(down, up, scale)).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HfExport:
+    """Files of weights that are to be written."""
+
+    folder: Path
+    model: PreTrainedModel
+    files: Sequence[WeightFile]
+    weights: Mapping[str, StoredWeight]
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Each rank gathers and writes one file at a time. Collective of a Gloo group, default the default one.
+
+        Raises DataError, on all ranks, if any of them cannot write.
+        """
+        problem, size = None, dist.get_world_size()
+        for first in range(0, len(self.files), size):
+            own: list[tuple[WeightFile, dict[str, Tensor]]] = []
+            for writer, file in enumerate(self.files[first : first + size]):
+                gathered = {name: self.weights[name].gathered(writer, group) for name in file.sources}
+                if writer == dist.get_rank():
+                    own.append((file, gathered))
+            for each in own:
+                if problem is None:  # after a problem the others still gather
+                    problem = problem_of(self.folder, partial(self._write, *each))
+        raise_any(problem, group)
+
+    def _write(self, file: WeightFile, weights: Mapping[str, Tensor]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for conversion in file.conversions:
+            tensors |= conversion.apply(self.model, weights.__getitem__)
+        save_file(tensors, self.folder / file.name, {"format": "pt"})  # transformers expects this entry
 
 
 class WeightFile(NamedTuple):
@@ -93,6 +167,11 @@ class WeightFile(NamedTuple):
     name: str
     conversions: list[Conversion]
     sizes: dict[str, int]
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the model's weights that it is made of."""
+        return [name for conversion in self.conversions for name, _ in conversion.sources]
 
 
 def _planned(
@@ -110,14 +189,6 @@ def _planned(
     stem, suffix = SAFE_WEIGHTS_NAME.split(".")
     parts = [f"-{number:05d}-of-{len(found):05d}" for number in range(1, len(found) + 1)] if len(found) > 1 else [""]
     return [WeightFile(f"{stem}{part}.{suffix}", *each) for part, each in zip(parts, found, strict=True)]
-
-
-def _rounded(weight: Tensor | Nf4Linear, dtype: torch.dtype) -> Tensor | Nf4Linear:
-    return weight.to(dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else weight
-
-
-def _stored(full: Tensor, dtype: torch.dtype) -> Tensor:
-    return full.to("cpu", dtype if full.is_floating_point() else full.dtype, copy=True)  # training may go on
 
 
 def problem_of(folder: Path, write: Callable[[], object]) -> DataError | None:
@@ -139,13 +210,37 @@ def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> 
 
     model: the folder or hub name of the base. Raises DataError, on all ranks, if the folder cannot be written.
     """
+    start_adapter_export(engine, folder, lora, model).write()
+
+
+def start_adapter_export(
+    engine: FSDPEngine, folder: Path, lora: Lora, model: str, copied: bool = False
+) -> AdapterExport:
+    """`export_adapter` that is still to be done. copied: see `start_export`"""
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
-    tensors = {name: full.cpu() for name, full in engine.export_weights(adapter_tensors(policy.model))}
-    problem = None
-    if engine.rank == 0:
-        problem = problem_of(folder, partial(save_adapter, lora, tensors, folder, model))
-    raise_any(problem)
+    tensors = {name: WeightShard.of(each) for name, each in adapter_tensors(policy.model)}
+    if copied:
+        tensors = {name: each.copied(0) for name, each in tensors.items()}
+    return AdapterExport(folder, lora, model, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterExport:
+    """An adapter that is to be written."""
+
+    folder: Path
+    lora: Lora
+    model: str
+    tensors: Mapping[str, WeightShard]
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """See `HfExport.write`."""
+        tensors = {name: each.gathered(0, None, group) for name, each in self.tensors.items()}
+        problem = None
+        if dist.get_rank() == 0:
+            problem = problem_of(self.folder, partial(save_adapter, self.lora, tensors, self.folder, self.model))
+        raise_any(problem, group)
 
 
 def stored_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | Nf4Linear]]:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -33,7 +32,7 @@ from verl.units import GIB
 from verl.weight_files import WeightFiles
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.export import export_adapter, export_bytes, export_hf, problem_of, write_weights
+from verl.workers.export import AdapterExport, HfExport, export_bytes, start_adapter_export, start_export
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload, raise_any, write_state
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
@@ -114,7 +113,8 @@ class TrainingRank:
         """Everything needed to resume (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
         for name, engine in self._saved.items():
             engine.save(folder / name)
-        self._export(folder, write_weights)
+        for export in self._exports(folder):
+            export.write()
 
     def stage(self, folder: Path) -> None:
         """Copy to host memory what `save` writes, so that training can go on while `write` writes it.
@@ -124,10 +124,9 @@ class TrainingRank:
         if not self._has_room():
             self.save(folder)
             return
-        files: list[tuple[Path, dict[str, Tensor]]] = []
-        self._export(folder, lambda *file: files.append(file))
+        exports = self._exports(folder, copied=True)
         states = {folder / name: engine.copied_state() for name, engine in self._saved.items()}
-        self.staged.append(partial(_write, states, files, self.writing))
+        self.staged.append(partial(_write, states, exports, self.writing))
 
     def write(self) -> None:
         """Write what is staged. Collective; in a thread beside other calls, as its collectives have their own group."""
@@ -139,13 +138,13 @@ class TrainingRank:
         """The engines of a checkpoint, by their folders."""
         return dict(zip(("actor", "critic"), self.trained, strict=False))
 
-    def _export(self, folder: Path, write: Callable[[Path, dict[str, Tensor]], object]) -> None:
-        """write: see `export_hf`"""
-        spec = self.spec
-        export_hf(self.policy.engine, folder / "hf", spec.model_path, spec.tokenizer_path, write=write)
-        if self.spec.lora is not None:
-            export_adapter(self.policy.engine, folder / "adapter", self.spec.lora, self.spec.model_path)
-        self.policy.engine.offload_all()
+    def _exports(self, folder: Path, copied: bool = False) -> list[HfExport | AdapterExport]:
+        """What is to be written for other programs. copied: see `start_export`"""
+        spec, engine = self.spec, self.policy.engine
+        hf = start_export(engine, folder / "hf", spec.model_path, spec.tokenizer_path, copied=copied)
+        if spec.lora is None:
+            return [hf]
+        return [hf, start_adapter_export(engine, folder / "adapter", spec.lora, spec.model_path, copied)]
 
     def _has_room(self) -> bool:
         """Whether the copies of all ranks of a node take at most half of its free memory, on every node. Collective."""
@@ -306,16 +305,15 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
 
 def _write(
     states: Mapping[Path, Future[dict[str, Any]] | None],
-    files: Sequence[tuple[Path, dict[str, Tensor]]],
+    exports: Sequence[HfExport | AdapterExport],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Raises DataError, on all ranks, if any of them cannot write."""
-    copies = [each for each in states.values() if each is not None]
-    problems = [problem_of(path.parent, partial(write_weights, path, tensors)) for path, tensors in files]
-    problems += [
-        DataError(f"cannot be copied to host memory ({each.exception()})") for each in copies if each.exception()
-    ]
-    raise_any(next(filter(None, problems), None), group)
+    for export in exports:
+        export.write(group)
+    errors = (each.exception() for each in states.values() if each is not None)
+    failed = next(filter(None, errors), None)
+    raise_any(None if failed is None else DataError(f"cannot be copied to host memory ({failed})"), group)
     for folder, state in states.items():
         if state is not None:
             write_state(state.result(), folder, group)

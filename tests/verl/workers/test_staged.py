@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import in_ranks
 from tests.support.tiny import save_tiny_model
+from tests.verl.batch.test_packing import tiny_model
 from tests.verl.checkpoint.test_checkpoint import SETTINGS, TOKENIZER, everything, make_engine, rank_packs, train
 from verl.errors import DataError
+from verl.lora import Lora, add_adapter
 from verl.workers import rank as ranks
 from verl.workers.critic_worker import CriticWorker
+from verl.workers.fsdp_engine import FSDPEngine
+from verl.workers.model import PackedPolicy, decoder_layers
 from verl.workers.policy_worker import PolicyWorker
 from verl.workers.rank import RankSpec, TrainingRank
 
@@ -70,6 +75,29 @@ def while_training_goes_on(number: int, world: int, folder: Path) -> None:
     assert equal(written(folder / "staged", world), before)
     rank.save(folder / "after")
     assert not equal(written(folder / "after", world), before)
+
+
+def while_an_adapter_is_trained(number: int, world: int, folder: Path) -> None:
+    lora, module = (
+        Lora(rank=4, alpha=8.0, targets=("all-linear",)),
+        PackedPolicy(tiny_model("qwen2", True, torch.float32)),
+    )
+    add_adapter(module.model, lora)
+    engine = FSDPEngine(module, decoder_layers(module), init_device_mesh("cpu", (world,)), SETTINGS)
+    spec = RankSpec(str(folder / "model"), torch.float32, 1.0, SETTINGS, tokenizer_path=TOKENIZER, lora=lora)
+    rank = TrainingRank(spec, PolicyWorker(engine, 1.0), None, None, None, dist.new_group(backend="gloo"))
+    train(engine, "policy", rank_packs(number, world), 2)
+    rank.save(folder / "at_once")
+    rank.stage(folder / "staged")
+    train(engine, "policy", rank_packs(number, world), 2)
+    writing = Thread(target=rank.write)
+    writing.start()
+    train(engine, "policy", rank_packs(number, world), 2)
+    writing.join()
+    rank.save(folder / "after")
+    for part in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        staged, before, after = ((folder / each / part).read_bytes() for each in ("staged", "at_once", "after"))
+        assert staged == before != after
 
 
 def while_the_copy_takes_long(number: int, world: int, folder: Path) -> None:
@@ -137,7 +165,15 @@ def without_memory(number: int, world: int, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
-    "case", [while_training_goes_on, while_the_copy_takes_long, without_room, without_a_place, without_memory]
+    "case",
+    [
+        while_training_goes_on,
+        while_an_adapter_is_trained,
+        while_the_copy_takes_long,
+        without_room,
+        without_a_place,
+        without_memory,
+    ],
 )
 def test_staged(case: Any, num_ranks: int, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
