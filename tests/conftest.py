@@ -7,8 +7,11 @@ import gc
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -101,6 +104,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     run = runner.run if isinstance(runner, asyncio.Runner) else asyncio.run
     run(asyncio.wait_for(pyfuncitem.obj(**fixtures), COROUTINE_S))
     return True
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: object, error: object | None) -> None:
+    """How a crashed worker ended, as a signal leaves nothing else, and whether memory has run out."""
+    if error is None:
+        return
+    popen = node.gateway._io.popen  # type: ignore[attr-defined]
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(10)
+    lines = [line for path in ("/proc/vmstat", "/proc/meminfo") for line in Path(path).read_text().splitlines()]
+    facts = [" ".join(line.split()) for line in lines if line.startswith(("oom_kill", "MemTotal", "MemAvailable"))]
+    sys.stderr.write(f"\nworker with process id {popen.pid}: exit code {popen.returncode}; {', '.join(facts)}\n")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
