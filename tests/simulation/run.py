@@ -6,6 +6,7 @@ python -m tests.simulation.run SEED [SEED ..]    # replay: prints the faults, th
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import logging
 import os
@@ -238,8 +239,7 @@ class Simulation:
         self.world.end()
         for loop in self.loops:
             for task in _tasks_of(loop):
-                with suppress(BaseException):
-                    task.get_coro().close()
+                _close(task.get_coro())
         kept = self.folder.with_name("kept")
         if kept.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -361,6 +361,14 @@ class Simulation:
 
 def _tasks_of(loop: WorldLoop) -> list[Any]:
     return list(asyncio.all_tasks(loop))
+
+
+def _close(coroutine: Any) -> None:
+    """With those that it awaits, and however often it awaits something in a `finally`: Python would report that."""
+    while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+        _close(coroutine.cr_await)
+        with suppress(BaseException):
+            coroutine.close()
 
 
 def _comparable(row: dict[str, Any]) -> dict[str, Any]:
