@@ -29,6 +29,7 @@ class Nf4Linear(nn.Linear):
 
     packed: Tensor  # [out * in / 2, 1] uint8, two weights each
     scales: Tensor  # [blocks] float32
+    dtype = torch.bfloat16  # of the weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         apply: Any = _Linear.apply

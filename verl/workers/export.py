@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -75,12 +74,8 @@ def start_export(
     tokenizer: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = _FILE_BYTES,
-    copied: bool = False,
 ) -> HfExport:
-    """`export_hf` without the weights, which are still to be written. Collective.
-
-    copied: whether the weights are copied to host memory, so that training may go on before they are written
-    """
+    """`export_hf` without the weights, which are still to be written. Collective."""
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
     ignored = policy.model._keys_to_ignore_on_save or ()
@@ -92,9 +87,6 @@ def start_export(
     raise_any(problem)  # also waits: transformers first removes files of weights from the folder
     layers = {f"{name}.weight": each for name, each in adapted_layers(policy.model).items()}
     found = {name: StoredWeight.of(each, layers.get(name), dtype) for name, each in weights.items()}
-    if copied:
-        writers = {name: number % engine.num_ranks for number, file in enumerate(files) for name in file.sources}
-        found = {name: each.copied(writers[name]) for name, each in found.items() if name in writers}
     return HfExport(folder, policy.model, files, found)
 
 
@@ -119,6 +111,13 @@ class StoredWeight(NamedTuple):
         down, up, scale = self.factors
         return self._replace(base=self.base.copied(writer), factors=(down.copied(writer), up.copied(writer), scale))
 
+    def copy_bytes(self, writer: int) -> int:
+        """Size of what `copied` copies."""
+        if self.factors is None:
+            return self.base.copy_bytes(writer, self.dtype)
+        down, up, _ = self.factors
+        return sum(each.copy_bytes(writer) for each in (self.base, down, up))
+
     def gathered(self, writer: int, group: dist.ProcessGroup | None) -> Tensor:
         """See `WeightShard.gathered`."""
         if self.factors is None:
@@ -135,10 +134,27 @@ class HfExport:
     folder: Path
     model: PreTrainedModel
     files: Sequence[WeightFile]
-    weights: Mapping[str, StoredWeight]
+    weights: dict[str, StoredWeight]  # that are not written yet
+
+    def copied(self) -> Self:
+        """With copies of the weights in host memory, so that training may go on before they are written."""
+        return replace(self, weights={name: self.weights[name].copied(writer) for name, writer in self._writers()})
+
+    @property
+    def copy_bytes(self) -> int:
+        """Most memory of this rank's for copies, and for a file that it gathers."""
+        copies = sum(self.weights[name].copy_bytes(writer) for name, writer in self._writers())
+        own = self.files[dist.get_rank() :: dist.get_world_size()]
+        return copies + max((sum(file.sizes.values()) for file in own), default=0)
+
+    def _writers(self) -> Iterator[tuple[str, int]]:
+        """(a weight's name, the rank that writes it)"""
+        for number, file in enumerate(self.files):
+            for name in file.sources:
+                yield name, number % dist.get_world_size()
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Each rank gathers and writes one file at a time. Collective of a Gloo group, default the default one.
+        """Each rank gathers and writes one file at a time. Once; collective of a Gloo group, default the default one.
 
         Raises DataError, on all ranks, if any of them cannot write.
         """
@@ -146,7 +162,7 @@ class HfExport:
         for first in range(0, len(self.files), size):
             own: list[tuple[WeightFile, dict[str, Tensor]]] = []
             for writer, file in enumerate(self.files[first : first + size]):
-                gathered = {name: self.weights[name].gathered(writer, group) for name in file.sources}
+                gathered = {name: self.weights.pop(name).gathered(writer, group) for name in file.sources}
                 if writer == dist.get_rank():
                     own.append((file, gathered))
             for each in own:
@@ -213,26 +229,34 @@ def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> 
     start_adapter_export(engine, folder, lora, model).write()
 
 
-def start_adapter_export(
-    engine: FSDPEngine, folder: Path, lora: Lora, model: str, copied: bool = False
-) -> AdapterExport:
-    """`export_adapter` that is still to be done. copied: see `start_export`"""
+def start_adapter_export(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> AdapterExport:
+    """`export_adapter` that is still to be done."""
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
-    tensors = {name: WeightShard.of(each) for name, each in adapter_tensors(policy.model)}
-    if copied:
-        tensors = {name: each.copied(0) for name, each in tensors.items()}
-    return AdapterExport(folder, lora, model, tensors)
+    return AdapterExport(
+        folder, lora, model, {name: WeightShard.of(each) for name, each in adapter_tensors(policy.model)}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterExport:
-    """An adapter that is to be written."""
+    """An adapter that is to be written by the first rank."""
 
     folder: Path
     lora: Lora
     model: str
     tensors: Mapping[str, WeightShard]
+
+    def copied(self) -> Self:
+        """See `HfExport.copied`."""
+        return replace(self, tensors={name: each.copied(0) for name, each in self.tensors.items()})
+
+    @property
+    def copy_bytes(self) -> int:
+        """See `HfExport.copy_bytes`."""
+        copies = sum(each.copy_bytes(0) for each in self.tensors.values())
+        whole = sum(each.shape.numel() * each.held.dtype.itemsize for each in self.tensors.values())
+        return copies + (whole if dist.get_rank() == 0 else 0)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """See `HfExport.write`."""
@@ -275,11 +299,6 @@ def _write_beside(
     copy_files(tokenizer or source, TOKENIZER_FILES, folder)
     if not any((folder / name).exists() for name in _TOKENIZERS):
         raise DataError("contains no tokenizer", f"one of {', '.join(_TOKENIZERS)}", file=tokenizer or source)
-
-
-def export_bytes(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Size of the weights that are exported, all ranks' together."""
-    return sum(math.prod(each.shape) for _, each in stored_weights(model)) * dtype.itemsize
 
 
 def copy_files(source: str, names: list[str], folder: Path) -> None:

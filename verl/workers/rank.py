@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from verl.units import GIB
 from verl.weight_files import WeightFiles
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.export import AdapterExport, HfExport, export_bytes, start_adapter_export, start_export
+from verl.workers.export import AdapterExport, HfExport, start_adapter_export, start_export
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload, raise_any, write_state
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import ModelShape, PackShape, RankSettings, layers_to_checkpoint, shape_of
@@ -111,22 +110,20 @@ class TrainingRank:
 
     def save(self, folder: Path) -> None:
         """Everything needed to resume (actor/, critic/), and the policy as transformers and vLLM load it (hf/)."""
-        for name, engine in self._saved.items():
-            engine.save(folder / name)
-        for export in self._exports(folder):
-            export.write()
+        self._save(folder, self._exports(folder))
 
     def stage(self, folder: Path) -> None:
         """Copy to host memory what `save` writes, so that training can go on while `write` writes it.
 
         Without room for the copies it is written at once.
         """
-        if not self._has_room():
-            self.save(folder)
+        exports = self._exports(folder)
+        if not self._has_room(exports):
+            self._save(folder, exports)
             return
-        exports = self._exports(folder, copied=True)
+        copies = [each.copied() for each in exports]
         states = {folder / name: engine.copied_state() for name, engine in self._saved.items()}
-        self.staged.append(partial(_write, states, exports, self.writing))
+        self.staged.append(partial(_write, states, copies, self.writing))
 
     def write(self) -> None:
         """Write what is staged. Collective; in a thread beside other calls, as its collectives have their own group."""
@@ -138,24 +135,28 @@ class TrainingRank:
         """The engines of a checkpoint, by their folders."""
         return dict(zip(("actor", "critic"), self.trained, strict=False))
 
-    def _exports(self, folder: Path, copied: bool = False) -> list[HfExport | AdapterExport]:
-        """What is to be written for other programs. copied: see `start_export`"""
+    def _save(self, folder: Path, exports: Sequence[HfExport | AdapterExport]) -> None:
+        for name, engine in self._saved.items():
+            engine.save(folder / name)
+        for export in exports:
+            export.write()
+
+    def _exports(self, folder: Path) -> list[HfExport | AdapterExport]:
+        """What is to be written for other programs."""
         spec, engine = self.spec, self.policy.engine
-        hf = start_export(engine, folder / "hf", spec.model_path, spec.tokenizer_path, copied=copied)
+        hf = start_export(engine, folder / "hf", spec.model_path, spec.tokenizer_path)
         if spec.lora is None:
             return [hf]
-        return [hf, start_adapter_export(engine, folder / "adapter", spec.lora, spec.model_path, copied)]
+        return [hf, start_adapter_export(engine, folder / "adapter", spec.lora, spec.model_path)]
 
-    def _has_room(self) -> bool:
+    def _has_room(self, exports: Sequence[HfExport | AdapterExport]) -> bool:
         """Whether the copies of all ranks of a node take at most half of its free memory, on every node. Collective."""
-        policy, size = self.policy.engine.module, self.policy.engine.num_ranks
-        assert isinstance(policy, PackedPolicy)
-        needed = sum(each.state_bytes for each in self.trained) + export_bytes(policy.model) / size
-        found: list[tuple[str, float, int]] = [("", 0.0, 0)] * size
+        needed = sum(each.state_bytes for each in self.trained) + sum(each.copy_bytes for each in exports)
+        found: list[tuple[str, int, int]] = [("", 0, 0)] * self.policy.engine.num_ranks
         dist.all_gather_object(found, (socket.gethostname(), needed, free_memory()))
         total = Counter[str]()
         for host, part, _ in found:
-            total[host] += ceil(part)
+            total[host] += part
         return all(total[host] <= free / 2 for host, _, free in found)
 
     def load(self, folder: Path) -> None:

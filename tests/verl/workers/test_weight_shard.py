@@ -14,7 +14,12 @@ from tests.support.ranks import in_ranks
 from verl.nf4 import Nf4Linear, hold_in_four_bits
 from verl.workers.weight_shard import WeightShard
 
-SHAPES = [(1,), (3, 2), (4, 1, 3), (7, 5), (8, 2)]  # rows for none, some or all of four ranks
+SHAPES = [(1,), (3, 2), (4, 0), (4, 1, 3), (7, 5), (8, 2)]  # rows for none, some or all of four ranks
+
+
+def check_size(shard: WeightShard, writer: int, dtype: torch.dtype | None, copy: WeightShard) -> None:
+    assert isinstance(copy.held, torch.Tensor)
+    assert shard.copy_bytes(writer, dtype) == (0 if copy.held.is_meta else copy.held.nbytes)
 
 
 def sharded(whole: torch.Tensor, mesh_shape: tuple[int, ...]) -> DTensor:
@@ -30,6 +35,8 @@ def gathers(number: int, world: int, folder: Path) -> None:
             shard = WeightShard.of(weight := sharded(whole, mesh_shape))
             for writer in range(world):
                 copies = shard.copied(writer), shard.copied(writer, torch.bfloat16)
+                check_size(shard, writer, None, copies[0])
+                check_size(shard, writer, torch.bfloat16, copies[1])
                 with torch.no_grad():
                     weight.to_local().add_(1)
                 now, exact, rounded = (each.gathered(writer, group=group) for each in (shard, *copies))
@@ -52,8 +59,26 @@ def of_a_whole_weight(number: int, world: int, folder: Path) -> None:
     for writer in range(world):
         for held, whole in ((layer, wanted), (numbers, numbers)):
             copy = WeightShard.of(held).copied(writer, torch.bfloat16)
+            check_size(WeightShard.of(held), writer, torch.bfloat16, copy)
             gathered = copy.gathered(writer, torch.bfloat16)
             assert gathered.is_meta if number != writer else torch.equal(gathered, whole)
+
+
+def of_a_frozen_weight(number: int, world: int, folder: Path) -> None:
+    whole = torch.randn(7, 3, generator=torch.Generator().manual_seed(2))
+    for is_trained in (False, True):
+        weight = torch.nn.Parameter(sharded(whole, (world,)), requires_grad=is_trained)
+        shard = WeightShard.of(weight)
+        copy = shard.copied(1, torch.bfloat16)
+        assert (copy.held is shard.held) == (not is_trained)
+        assert shard.copy_bytes(1, torch.bfloat16) == 2 * is_trained * shard.held.shape.numel()
+        gathered = copy.gathered(1, torch.bfloat16)
+        assert gathered.is_meta if number != 1 else torch.equal(gathered, whole.bfloat16())
+
+
+@pytest.mark.long
+def test_a_frozen_weight_in_host_memory_is_not_copied(tmp_path: Path) -> None:
+    in_ranks(2, of_a_frozen_weight, tmp_path)
 
 
 @pytest.mark.long
