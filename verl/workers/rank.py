@@ -1,5 +1,6 @@
 """One training rank: a process that holds its shards of policy, reference, teacher and critic."""
 
+import os
 import random
 import resource
 import socket
@@ -51,6 +52,9 @@ from verl.workers.state_cost import state_cost
 
 _MASTER = 4  # bytes of a float32 parameter
 _MOMENTS = 2  # AdamW's, per parameter
+# oneDNN keeps a kernel for every shape of a product, 1,024 of them unless told otherwise. Those of one pack suffice, as
+# the next pack has another length (bench/kernel_cache.py).
+_KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 
@@ -345,6 +349,7 @@ def join(spec: RankSpec, context: WorkerContext) -> DeviceMesh:
         seed(spec.seed + context.rank)
     if spec.device == "cpu":
         torch.set_num_threads(spec.num_threads)
+        os.environ.setdefault(*_KERNEL_CACHE)
     else:
         torch.cuda.set_device(0)  # Ray makes only its own device visible to each rank
     timeout = timedelta(seconds=spec.timeout_s)
