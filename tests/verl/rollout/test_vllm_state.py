@@ -139,7 +139,7 @@ def test_the_adapter_of_each_layer_arrives(kind: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 for name, tensor in tensors.items():
                     if f".{each}." in name:
-                        tensor += 0.2 * torch.randn_like(tensor)
+                        tensor.add_(0.2 * torch.randn_like(tensor))
             assert mean_gap(runner, policy, 1.0, version) > 1e-3, each
             runner(sync(runner.engine, version + 1, tensors.items()))
             assert mean_gap(runner, policy, 1.0, version + 1) < BOUND, each
