@@ -198,9 +198,10 @@ def not_bound(loras: Mapping[str, Any], modules: Mapping[str, Any], slot: int) -
 
 
 def _holds(module: Any, lora: Any, slot: int) -> bool:
+    lora_a, lora_b = _by_buffer(module, lora)
     for each, stacked, cut in (
-        (lora.lora_a, module.lora_a_stacked, module.slice_lora_a),
-        (lora.lora_b, module.lora_b_stacked, module.slice_lora_b),
+        (lora_a, module.lora_a_stacked, module.slice_lora_a),
+        (lora_b, module.lora_b_stacked, module.slice_lora_b),
     ):
         whole = cut(each) if module.tp_size > 1 else each
         parts = whole if isinstance(whole, list) else [whole]
@@ -211,6 +212,27 @@ def _holds(module: Any, lora: Any, slot: int) -> bool:
             if left or (part is not None and not torch.equal(own.cpu(), part.cpu())):
                 return False
     return True
+
+
+def _by_buffer(module: Any, lora: Any) -> tuple[Any, Any]:
+    """A and B of an adapter, a part per buffer of the layer.
+
+    vLLM divides some projections of layers with state into more outputs than their checkpoints have weights: B is
+    divided by its rows, and each part has the whole A.
+    """
+    lora_a, lora_b = ([each] if isinstance(each, torch.Tensor) else each for each in (lora.lora_a, lora.lora_b))
+    buffers = len(module.lora_b_stacked)
+    if len(lora_b) == buffers:
+        return lora.lora_a, lora.lora_b
+    pairs: list[tuple[Any, Any]] = []
+    for a, b in zip(lora_a, lora_b, strict=True):
+        left = [] if b is None else b
+        while len(left):
+            size = module.output_sizes[len(pairs)]
+            pairs.append((a, left[:size]))
+            left = left[size:]
+    pairs += [(None, None)] * (buffers - len(pairs))
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def not_loaded(tensors: Mapping[str, int], loaded: Iterable[str]) -> list[str]:

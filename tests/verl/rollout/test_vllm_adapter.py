@@ -160,3 +160,31 @@ def test_a_part_without_adapter_has_empty_buffers() -> None:
     assert not_bound(lora, {"qkv": packed}, 0) == []
     packed.lora_b_stacked[1][0, 0, 0, 0] = 1.0
     assert not_bound(lora, {"qkv": packed}, 0) == ["qkv"]
+
+
+def test_a_layer_in_more_parts_than_the_adapter_has() -> None:
+    """Of gated delta nets, query, key and value are one weight, which vLLM computes as three parts, and z a fourth."""
+    sizes, a, z = [2, 2, 3, 3], torch.randn(2, 3), torch.randn(2, 3)
+    b, b_z = torch.randn(7, 2), torch.randn(3, 2)
+    parts = [layer(a, each) for each in b.split(sizes[:3])]
+
+    def divided(last: Any) -> Any:
+        return SimpleNamespace(
+            tp_size=1,
+            output_sizes=sizes,
+            lora_a_stacked=[each.lora_a_stacked[0] for each in (*parts, last)],
+            lora_b_stacked=[each.lora_b_stacked[0] for each in (*parts, last)],
+            slice_lora_a=None,
+            slice_lora_b=None,
+        )
+
+    both = {"qkvz": SimpleNamespace(lora_a=[a, z], lora_b=[b, b_z])}
+    assert not_bound(both, {"qkvz": divided(layer(z, b_z))}, 0) == []
+    assert not_bound(both, {"qkvz": divided(layer(z, 0 * b_z))}, 0) == ["qkvz"]
+    assert not_bound(both, {"qkvz": divided(layer(a, b_z))}, 0) == ["qkvz"]
+    first = {"qkvz": SimpleNamespace(lora_a=[a, None], lora_b=[b, None])}
+    assert not_bound(first, {"qkvz": divided(layer(0 * z, 0 * b_z))}, 0) == []
+    assert not_bound(first, {"qkvz": divided(layer(z, b_z))}, 0) == ["qkvz"]
+    whole = {"in": SimpleNamespace(lora_a=a, lora_b=torch.cat([b, b_z]))}  # one weight, as in Mamba2
+    assert not_bound(whole, {"in": divided(layer(a, b_z))}, 0) == []
+    assert not_bound(whole, {"in": divided(layer(a, -b_z))}, 0) == ["in"]

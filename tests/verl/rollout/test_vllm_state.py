@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conftest import need_vllm
+from tests.support.weight_sync import sync
 from tests.verl.rollout.test_vllm_engine import VOCABULARY, Runner, mean_gap
+from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.rollout.vllm_engine import VLLMSettings
 from verl.workers.model import PackedPolicy, load_causal_lm
 
@@ -121,3 +123,26 @@ def test_an_engine_takes_all_weights(engine: tuple[Runner, PackedPolicy]) -> Non
     assert mean_gap(runner, policy, 1.0, 1) > 1e-2
     runner.sync(2, policy)
     assert mean_gap(runner, policy, 1.0, 2) < BOUND
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid"])
+def test_the_adapter_of_each_layer_arrives(kind: str, tmp_path: Path) -> None:
+    """Each kind of layer alone; vLLM computes the first projection of Mamba2 as five parts."""
+    lora, policy = Lora(rank=4, alpha=8.0, targets=("all-linear",)), saved(kind, tmp_path)
+    add_adapter(policy.model, lora)
+    tensors = dict(adapter_tensors(policy.model))
+    kinds = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    runner = Runner(VLLMSettings(str(tmp_path), 512, dtype="float32", kv_cache_gib=0.25, max_num_seqs=32, lora=lora))
+    try:
+        torch.manual_seed(1)
+        for version, each in enumerate(kinds):
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    if f".{each}." in name:
+                        tensor.add_(0.2 * torch.randn_like(tensor))
+            assert mean_gap(runner, policy, 1.0, version) > 1e-3, each
+            runner(sync(runner.engine, version + 1, tensors.items()))
+            assert mean_gap(runner, policy, 1.0, version + 1) < BOUND, each
+    finally:
+        runner.close()
+    assert kinds == ["in_proj", "input_linear", "k_proj", "o_proj", "out_proj", "output_linear", "q_proj", "v_proj"]
