@@ -440,7 +440,11 @@ def _copied(part: Any) -> Any:
     """A part of the state that training does not change."""
     if isinstance(part, dict):
         return {name: _copied(each) for name, each in part.items()}
-    return part.detach().to(_HOST, copy=True) if isinstance(part, Tensor) else copy.deepcopy(part)
+    if not isinstance(part, Tensor):
+        return copy.deepcopy(part)
+    copied = torch.empty_like(part.detach(), device=_HOST)
+    _local(copied).copy_(_local(part.detach()))  # an operation of a DTensor would let no other thread run
+    return copied
 
 
 def raise_any(problem: VerlError | None, group: dist.ProcessGroup | None = None) -> None:

@@ -52,7 +52,7 @@ from verl.workers.state_cost import state_cost
 
 _MASTER = 4  # bytes of a float32 parameter
 _MOMENTS = 2  # AdamW's, per parameter
-# oneDNN keeps a kernel for every shape of a product, 1,024 of them unless told otherwise. Those of one pack suffice, as
+# oneDNN keeps a kernel for every shape of a product, 1,024 of them by default. Those of one pack suffice, as
 # the next pack has another length (bench/kernel_cache.py).
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
