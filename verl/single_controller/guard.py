@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -27,6 +27,7 @@ class Guard:
         self._awaited: set[asyncio.Future[object]] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._at_exit: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
 
     def __enter__(self) -> Guard:
@@ -34,8 +35,14 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for function in self._at_exit:
+            function()
         self._closed.set()
         self._thread.join()
+
+    def call_at_exit(self, function: Callable[[], object]) -> None:
+        """Call it at the end of this context, before Ray's."""
+        self._at_exit.append(function)
 
     def check(self) -> str | None:
         """The problem, found now or earlier; None if there is none."""

@@ -189,7 +189,8 @@ def _joined(address: str, environment: Mapping[str, str]) -> Iterator[Guard]:
         except Exception as error:
             raise ConfigError(f"cannot join a Ray cluster ({error}); start one with `ray start --head`") from error
         try:
-            yield Guard({}, 0.0)
+            with Guard({}, 0.0) as guard:
+                yield guard
         finally:
             _shutdown()
 
@@ -347,7 +348,9 @@ class RayGroup:
         self._reasons: dict[int, str] = {}  # by process id: reason why a worker was killed
         self._closed = threading.Event()
         watch = StopWatch(health_timeout_s)
-        threading.Thread(target=self._watch, args=(watch,), name=f"health of {name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(watch,), name=f"health of {name}", daemon=True)
+        self._thread.start()
+        guard.call_at_exit(self._stop_watching)
 
     @property
     def size(self) -> int:
@@ -413,8 +416,13 @@ class RayGroup:
         self._infos[rank] = await self._await_result(rank, actor.info.remote(), "start", timeout_s)
         await self._await_result(rank, actor.make.remote(self._factory, self._contexts[rank]), "start")
 
-    def close(self) -> None:
+    def _stop_watching(self) -> None:
+        """A thread that frees the group after Ray's end would end the process: `GetCoreWorker` exits without one."""
         self._closed.set()
+        self._thread.join(_GRACE_S)
+
+    def close(self) -> None:
+        self._stop_watching()
         if self._guard.check() is not None:
             return  # Ray is down, and its workers end with it
         for actor in self._actors:
