@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from verl.units import MIB
 from verl.weight_files import WeightFiles
-from verl.workers.export import export_hf
+from verl.workers.export import start_export
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
 from verl.workers.optim import OptimizerSettings
@@ -81,7 +81,7 @@ def run_rank(rank: int, world: int, folder: Path, by_shards: bool) -> None:
             break
     before = start_peak()
     if by_shards:
-        export_hf(engine, folder / "exported", TOKENIZER)
+        start_export(engine, folder / "exported", TOKENIZER).write()
     exported = resident("VmHWM") - before
     sizes = [each.numel() * each.element_size() for each in engine.module.parameters()]
     figures = growth, engine.param_bytes, max(sizes), sum(sizes), exported

@@ -48,7 +48,7 @@ from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import NUM_SLOTS
 from verl.transfer.shared_memory import ByReference
 from verl.workers.checkpoint_reader import TensorReader
-from verl.workers.export import export_adapter, export_hf
+from verl.workers.export import start_adapter_export, start_export
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.fused import fuse
 from verl.workers.model import PackedPolicy, decoder_layers, load_causal_lm
@@ -146,8 +146,8 @@ def test_exports_compute_what_the_trainer_does(model_path: Path, tmp_path: Path,
     model = adapted(model_path)
     shake(model, 1)
     engine, ids = engine_of(model), torch.tensor([PROMPTS[1]])
-    export_hf(engine, tmp_path / "hf", str(model_path), str(MINI / "tokenizer"), torch.float32)
-    export_adapter(engine, tmp_path / "adapter", LORA, str(model_path))
+    start_export(engine, tmp_path / "hf", str(model_path), str(MINI / "tokenizer"), torch.float32).write()
+    start_adapter_export(engine, tmp_path / "adapter", LORA, str(model_path)).write()
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
         own = base(ids).logits

@@ -34,7 +34,7 @@ from verl.lora import adapter_tensors, linear_layers
 from verl.nf4 import Nf4Linear, hold_in_four_bits, nf4_layers, rounded
 from verl.single_controller.group import WorkerContext
 from verl.workers.checkpoint_reader import TensorReader
-from verl.workers.export import export_hf
+from verl.workers.export import start_export
 from verl.workers.memory import RankSettings, resident, shape_of
 from verl.workers.model import PackedPolicy, load_causal_lm
 from verl.workers.optim import OptimizerSettings
@@ -151,7 +151,7 @@ def test_training_is_that_of_an_adapter_on_the_copy(base: str, dtype: torch.dtyp
             assert isinstance(engine.module, PackedPolicy)
             trained = engine.export_weights(adapter_tensors(engine.module.model))
             adapter = {name: full.clone() for name, full in trained}
-            export_hf(engine, folder := tmp_path / str(nf4), base)
+            start_export(engine, folder := tmp_path / str(nf4), base).write()
             found.append((results, adapter, rank.reference.score(shard()), rank.model_info(), weights_of(folder)))
     (results, adapter, reference, info, merged), (expected, of_copy, its_reference, its_info, its_merged) = found
     assert [each.loss for each in results] == [each.loss for each in expected] and results[2].loss < results[0].loss

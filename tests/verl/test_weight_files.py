@@ -38,7 +38,7 @@ from verl.errors import ConfigError, DataError
 from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.pretrained import class_of, read_causal_lm, read_model_config
 from verl.weight_files import WeightFiles
-from verl.workers.export import export_hf
+from verl.workers.export import start_export
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.fused import fuse
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters, load_causal_lm
@@ -269,7 +269,7 @@ def names_in(folder: Path) -> list[str]:
 
 def check_export(engine: FSDPEngine, source: Path, to: Path) -> None:
     """Several files by several ranks, with the names that the model came with, are the model again."""
-    export_hf(engine, to, TOKENIZER, dtype=torch.float32, file_bytes=30_000)
+    start_export(engine, to, TOKENIZER, dtype=torch.float32, file_bytes=30_000).write()
     named = hf_named_parameters(engine.module)
     weights = {name: full.clone() for name, full in engine.export_weights(named)}
     assert names_in(to) == names_in(source) and len([*to.glob("*.safetensors")]) > 4
@@ -279,7 +279,7 @@ def check_export(engine: FSDPEngine, source: Path, to: Path) -> None:
     second = sorted(each.name for each in to.glob("*.safetensors"))[1]
     (to / "taken" / second).mkdir(parents=True, exist_ok=True)
     with pytest.raises(DataError, match=r"taken: cannot be written"):  # on all ranks
-        export_hf(engine, to / "taken", TOKENIZER, dtype=torch.float32, file_bytes=30_000)
+        start_export(engine, to / "taken", TOKENIZER, dtype=torch.float32, file_bytes=30_000).write()
 
 
 def check_growth(folder: Path, mesh: Any) -> None:

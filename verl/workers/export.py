@@ -47,26 +47,6 @@ TOKENIZER_FILES = [*_TOKENIZERS, *_FURTHER_FILES, *_TEMPLATE_FILES]
 BESIDE_WEIGHTS = ["generation_config.json", *_PROCESSOR_FILES]
 
 
-def export_hf(
-    engine: FSDPEngine,
-    folder: Path,
-    model: str,
-    tokenizer: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    file_bytes: int = _FILE_BYTES,
-) -> None:
-    """Write the policy's weights, an adapter merged into them, its configurations and its tokenizer into `folder`.
-
-    Collective. Ranks share the files of weights, and each gathers one of them at a time in CPU memory, in `dtype`.
-    model: the folder or hub name that the policy was loaded from; its generation configuration is copied
-    tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
-        one version of transformers cannot always be read by another
-    file_bytes: most of one file, unless a weight needs more
-    Raises DataError, on all ranks, if there is no tokenizer or any of them cannot write.
-    """
-    start_export(engine, folder, model, tokenizer, dtype, file_bytes).write()
-
-
 def start_export(
     engine: FSDPEngine,
     folder: Path,
@@ -75,7 +55,15 @@ def start_export(
     dtype: torch.dtype = torch.bfloat16,
     file_bytes: int = _FILE_BYTES,
 ) -> HfExport:
-    """`export_hf` without the weights, which are still to be written. Collective."""
+    """Write the policy's configurations and its tokenizer into `folder`. Collective; `write` adds its weights.
+
+    Weights are stored in `dtype`, with an adapter merged into them.
+    model: the folder or hub name that the policy was loaded from; its generation configuration is copied
+    tokenizer: folder or hub name of the tokenizer, default `model`; its files are copied, because a tokenizer saved by
+        one version of transformers cannot always be read by another
+    file_bytes: most of one file, unless a weight needs more
+    Raises DataError, on all ranks, if there is no tokenizer or the folder cannot be written.
+    """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
     ignored = policy.model._keys_to_ignore_on_save or ()
@@ -154,8 +142,9 @@ class HfExport:
                 yield name, number % dist.get_world_size()
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Each rank gathers and writes one file at a time. Once; collective of a Gloo group, default the default one.
+        """Each rank gathers one file at a time in CPU memory and writes it. To be called once.
 
+        Collective of a Gloo group, default the default one.
         Raises DataError, on all ranks, if any of them cannot write.
         """
         problem, size = None, dist.get_world_size()
@@ -221,16 +210,11 @@ def problem_of(folder: Path, write: Callable[[], object]) -> DataError | None:
     return None
 
 
-def export_adapter(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> None:
-    """Write the policy's adapter into `folder` in peft's format, in float32. Collective; rank 0 writes.
-
-    model: the folder or hub name of the base. Raises DataError, on all ranks, if the folder cannot be written.
-    """
-    start_adapter_export(engine, folder, lora, model).write()
-
-
 def start_adapter_export(engine: FSDPEngine, folder: Path, lora: Lora, model: str) -> AdapterExport:
-    """`export_adapter` that is still to be done."""
+    """The policy's adapter, to be written into `folder` in peft's format, in float32.
+
+    model: the folder or hub name of the base
+    """
     policy = engine.module
     assert isinstance(policy, PackedPolicy)
     return AdapterExport(

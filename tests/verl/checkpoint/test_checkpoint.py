@@ -37,7 +37,7 @@ from verl.batch.samples import batch_of
 from verl.checkpoint.checkpoint import CheckpointStore, kept, read_state
 from verl.checkpoint.manifest import Checkpoint, read_manifest, verify
 from verl.errors import ConfigError, DataError
-from verl.workers.export import export_hf
+from verl.workers.export import start_export
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters
 from verl.workers.optim import OptimizerSettings
@@ -201,11 +201,11 @@ def export(folder: Path, tied: bool) -> None:
     engine.score(packs, KINDS["policy"][2])
     assert {full.dtype for _, full in engine.export_weights(hf_named_parameters(module))} == {torch.float32}
     before = torch.get_rng_state()
-    export_hf(engine, folder / "default", TOKENIZER)
-    export_hf(engine, folder / "float32", str(folder), TOKENIZER, dtype=torch.float32)
+    start_export(engine, folder / "default", TOKENIZER).write()
+    start_export(engine, folder / "float32", str(folder), TOKENIZER, dtype=torch.float32).write()
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(DataError, match="contains no tokenizer"):
-        export_hf(engine, folder / "without", str(folder))
+        start_export(engine, folder / "without", str(folder)).write()
 
 
 @pytest.fixture(scope="module")
@@ -567,7 +567,7 @@ import torch, torch.distributed as dist
 from tests.verl.checkpoint.test_checkpoint import TOKENIZER, make_engine, rank_packs, train
 from verl.errors import DataError
 from verl.checkpoint.checkpoint import CheckpointStore
-from verl.workers.export import export_hf
+from verl.workers.export import start_export
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
@@ -578,7 +578,7 @@ for step in (10, 20, 30):
         with store.writing(step) as unfinished:
             if step == 30:
                 (unfinished.folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - 100_000))
-                export_hf(engine, unfinished.folder / "hf", TOKENIZER, dtype=torch.float64)
+                start_export(engine, unfinished.folder / "hf", TOKENIZER, dtype=torch.float64).write()
             engine.save(unfinished.folder / "policy")
             (unfinished.folder / "ballast").write_bytes(bytes(100_000))
     except DataError as error:

@@ -29,6 +29,7 @@ import pytest
 import torch
 
 import verl.single_controller.ray
+from tests.conftest import ROOT
 from tests.support.programs import need
 from toolrl.check.preflight.local_group import LocalGroup
 from verl.errors import ConfigError
@@ -359,6 +360,34 @@ def seat_of(worker: Worker) -> WorkerContext:
 def test_a_failing_worker_factory_is_an_error(cluster: Cluster, pool: PlacementGroup) -> None:
     with pytest.raises(WorkerError, match=r"failed in start: .*KeyError"):
         cluster.group("tester", broken_factory, pool, SEATED)
+
+
+FAILED_START = """
+import threading
+import verl.single_controller.ray as ours
+from tests.verl.single_controller.test_ray import BUNDLE, WorkerError, broken_factory
+
+def show():
+    print("health of tester" in [each.name for each in threading.enumerate()], flush=True)
+
+def shutdown(whole=ours.ray.shutdown):
+    show()
+    whole()
+
+ours.ray.shutdown = shutdown
+with ours.Cluster.start(1) as cluster:
+    try:
+        cluster.group("tester", broken_factory, cluster.pool([BUNDLE]), BUNDLE)
+    except WorkerError:
+        show()
+"""
+
+
+@pytest.mark.long
+def test_no_thread_of_a_group_is_there_when_ray_ends() -> None:
+    """Also of one whose start has failed. A thread that freed Ray's objects after its end would end this process."""
+    done = subprocess.run([sys.executable, "-c", FAILED_START], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:99999"])

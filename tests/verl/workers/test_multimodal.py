@@ -25,7 +25,7 @@ from verl.lora import Lora, check_targets, target_modules
 from verl.pretrained import check_weights, class_of, read_causal_lm
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine
-from verl.workers.export import export_hf
+from verl.workers.export import start_export
 from verl.workers.fsdp_engine import FSDPEngine
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, hf_named_parameters, load_causal_lm, towers
 from verl.workers.optim import OptimizerSettings
@@ -96,7 +96,7 @@ def test_an_export_is_the_same_folder_with_new_text_weights(folder: Path, tmp_pa
         hf_named_parameters(policy)
     ).keys()
     out = tmp_path / "out"
-    export_hf(engine, out, str(folder), dtype=torch.float32)
+    start_export(engine, out, str(folder), dtype=torch.float32).write()
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
