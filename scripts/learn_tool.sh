@@ -5,8 +5,11 @@
 #
 # The model (scripts/prepare_smollm2.py), the questions, a short SFT on 40 poor demonstrations, GRPO, and the same 100
 # unseen questions before and after it. An interrupted run goes on where it was; a finished one shows its result again.
-# OUT is the output folder (outputs/learn_tool_SEED), PLAIN the share of questions that need no
-# tool (0; no run with others has been made yet).
+# Further variables:
+#   OUT (outputs/learn_tool_SEED)   folder of all outputs
+#   PLAIN (0)                       share of questions that need no tool
+#   STEPS (1)                       2, 3: questions of two to that many operations; the calculator does one a call
+#   CALLS (1; 4 if STEPS > 1)       calls of an episode, at most
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,24 +30,28 @@ main() {
         cat "$out/result.md"
         return
     fi
+    local steps="${STEPS:-1}" room=120 tool=calculator
+    local calls="${CALLS:-$((steps > 1 ? 4 : 1))}"
+    if ((steps > 1)); then room=240 tool=scripts/learn_tool/one_operation.py:one_operation; fi
     source scripts/setup_env.sh
     stage "1/5 model"
     "$VERL_PYTHON" scripts/prepare_smollm2.py --out models/smollm2
     stage "2/5 questions in $out/data"
-    "$VERL_PYTHON" scripts/learn_tool/make_data.py --out "$out/data" --seed "$seed" --plain "${PLAIN:-0}"
+    "$VERL_PYTHON" scripts/learn_tool/make_data.py --out "$out/data" --seed "$seed" --plain "${PLAIN:-0}" --steps "$steps"
     stage "3/5 SFT on 40 demonstrations"
     local start="$out/sft/checkpoints/step-000016"
     if [[ ! -e "$start" ]]; then
         "$VERL_PYTHON" -m verl.trainer.main_sft \
             model.path=models/smollm2 data.prompt_template=hermes_tools env.tool_call_format=hermes \
             data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=10 \
-            data.max_prompt_length=400 data.max_response_length=120 \
+            data.max_prompt_length=400 data.max_response_length="$room" \
             actor.optim.lr=1e-4 actor.optim.warmup_steps=2 trainer.total_training_steps=16 trainer.seed="$seed" \
             trainer.default_local_dir="$out" trainer.experiment_name=sft
     fi
     stage "4/5 GRPO, reward 1 for the right number"
     "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=learn_tool model.path="$start/hf" \
         data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
+        data.max_response_length="$room" env.tools=["$tool"] env.max_tool_calls="$calls" \
         trainer.seed="$seed" trainer.default_local_dir="$out" "$@"
     stage "5/5 result in $out"
     "$VERL_PYTHON" scripts/learn_tool/report.py "$out"

@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.learn_tool.make_data import ARITHMETIC, CALLS_IN_TEN, COPIES, COUNTS, OPERANDS, PLAIN, datasets
+from scripts.learn_tool.one_operation import one_operation
 from scripts.learn_tool.report import main
 from tests.conftest import ROOT, smollm2
 from tests.support.tiny import MINI
@@ -24,6 +25,7 @@ from verl.build.env import build_episode_runner
 from verl.chat.template import ChatTemplate
 from verl.config.load import load_config
 from verl.data.tasks import TaskSet
+from verl.envs.tools.base import ToolError
 from verl.plugins import TOOLS
 from verl.registry import resolve
 from verl.rollout.engine import Sampling
@@ -44,16 +46,28 @@ def question(row: dict[str, Any]) -> str:
 
 def by_hand(text: str) -> int:
     """The answer, by the text of the question alone."""
-    a, b = numbers(text)
+    a, b, *more = numbers(text)
+    if more:
+        return first_result(text) + by_words(text, *more)
     if "minus" in text:
         return a - b
     return a + b if "plus" in text or "Add" in text else a * b
 
 
-@pytest.mark.parametrize("plain", [0.0, 0.3])
-def test_questions_repeat_by_seed_and_share_no_operand_between_files(plain: float) -> None:
-    found = datasets(0, plain)
-    assert found == datasets(0, plain) != datasets(1, plain)
+def first_result(text: str) -> int:
+    a, b, *_ = numbers(text)
+    return a + b if "buys" in text else a * b
+
+
+def by_words(text: str, c: int, d: int = 0) -> int:
+    """What changes the first result."""
+    return c - d if "plus" in text else d - c
+
+
+@pytest.mark.parametrize(("plain", "steps"), [(0.0, 1), (0.3, 1), (0.0, 3), (0.3, 2)])
+def test_questions_repeat_by_seed_and_share_no_operand_between_files(plain: float, steps: int) -> None:
+    found = datasets(0, plain, steps)
+    assert found == datasets(0, plain, steps) != datasets(1, plain, steps)
     for name, rows in found.items():
         assert len(rows) == len({question(row) for row in rows}) == COUNTS[name]
         assert all(number in OPERANDS[name] for row in rows for number in numbers(question(row)))
@@ -64,6 +78,37 @@ def test_answers_of_arithmetic_are_right() -> None:
     rows = datasets(3)["train"] + datasets(3)["test"]
     assert {row["data_source"] for row in rows} == {ARITHMETIC}
     assert all(int(row["reward_model"]["ground_truth"]) == by_hand(question(row)) for row in rows)
+
+
+@pytest.mark.parametrize(("steps", "kinds"), [(2, {"two_steps"}), (3, {"two_steps", "three_steps"})])
+def test_questions_of_several_steps(steps: int, kinds: set[str]) -> None:
+    rows = datasets(3, steps=steps)["train"]
+    assert {row["data_source"] for row in rows} == kinds
+    for row in rows:
+        answer = int(row["reward_model"]["ground_truth"])
+        assert answer == by_hand(question(row)) >= 0
+        assert len(numbers(question(row))) == (3 if row["data_source"] == "two_steps" else 4)
+
+
+def test_demonstrations_of_several_steps_call_once_for_each() -> None:
+    rows = datasets(0, steps=3)["demonstrations"]
+    calling = [row for row in rows if len(row["messages"]) > 2]
+    assert len(calling) == len(rows) * CALLS_IN_TEN / 10
+    for row in calling:
+        (_, *turns, last), before = row["messages"], ""
+        for call, result in zip(turns[::2], turns[1::2], strict=True):
+            expression = json.loads(call["tool_calls"][0]["function"]["arguments"])["expression"]
+            assert expression.startswith(f"{before} ".lstrip())
+            before = result["content"]
+            assert asyncio.run(one_operation.call({"expression": expression})) == before
+        assert len(turns) / 2 == len(numbers(question(row))) - 1
+        assert int(before) == by_hand(question(row)) == numbers(last["content"])[0]
+
+
+@pytest.mark.parametrize("expression", ["1 + 2 + 3", "2 * (3 + 4)", "7", "2 ** 3", "1.5 + 2", "9 / 3", ""])
+def test_the_calculator_of_several_steps_works_out_one_operation(expression: str) -> None:
+    with pytest.raises(ToolError, match="is not one operation of two whole numbers, such as 12"):
+        asyncio.run(one_operation.call({"expression": expression}))
 
 
 def test_a_share_of_questions_has_its_answer_in_it() -> None:
