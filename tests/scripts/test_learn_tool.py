@@ -48,7 +48,7 @@ def by_hand(text: str) -> int:
     """The answer, by the text of the question alone."""
     a, b, *more = numbers(text)
     if more:
-        return first_result(text) + by_words(text, *more)
+        return first_result(text) + later_change(text, *more)
     if "minus" in text:
         return a - b
     return a + b if "plus" in text or "Add" in text else a * b
@@ -59,7 +59,7 @@ def first_result(text: str) -> int:
     return a + b if "buys" in text else a * b
 
 
-def by_words(text: str, c: int, d: int = 0) -> int:
+def later_change(text: str, c: int, d: int = 0) -> int:
     """What changes the first result."""
     return c - d if "plus" in text else d - c
 
