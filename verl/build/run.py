@@ -38,7 +38,7 @@ from verl.checkpoint.crash import crash_reported
 from verl.checkpoint.deadline import start_shutdown_timer
 from verl.checkpoint.state import Saved, find_saved, resume_config
 from verl.config.commands import TRAIN
-from verl.config.schema import Config, ModelConfig, TrainerConfig
+from verl.config.schema import BEST_OF_GROUP, Config, ModelConfig, TrainerConfig
 from verl.data.lengths import PromptIds, read_tasks, split_rows
 from verl.data.overlap import TrainTasks, check_overlap
 from verl.data.report import RowReport
@@ -350,7 +350,8 @@ def build_trainer(
     rollouts = RolloutManager(config, algorithm, stream, rollout, inputs.rewards)
     weight_sync = build_weight_sync(config, learner.policy, engine, layouts, inputs, sampling)
     engine.restore = weight_sync.restore
-    demonstrate = demonstrations(inputs.episode_runner) if config.teacher.is_policy else None
+    best_of_group = config.teacher.path == BEST_OF_GROUP
+    demonstrate = demonstrations(inputs.episode_runner, best_of_group) if config.teacher.is_policy else None
     return PPOTrainer(rollouts=rollouts, learner=learner, weight_sync=weight_sync, meter=meter, demonstrate=demonstrate)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.build.engines import sequence_length
-from verl.config.schema import Config
+from verl.config.schema import BEST_OF_GROUP, Config
 from verl.errors import ConfigError
 from verl.host.daemon import run_async
 from verl.pretrained import read_model_config, read_tokenizer
@@ -24,9 +24,11 @@ def check_teacher(config: Config) -> None:
         _num_ids(config)
         if config.env.name not in ("single_turn", "tool"):
             raise ConfigError(
-                f"teacher.path=self shows the policy the row's gold response in its prompt, which env.name="
-                f"{config.env.name} writes; it needs env.name=single_turn or tool"
+                f"teacher.path={path} shows the policy a response in its prompt, which env.name={config.env.name} "
+                "writes; it needs env.name=single_turn or tool"
             )
+        if path == BEST_OF_GROUP and config.rollout.n == 1:
+            raise ConfigError(f"teacher.path={path} compares the responses to a prompt; set rollout.n=2 or more")
         return
     if config.teacher.url is not None:
         connect_teacher(config)

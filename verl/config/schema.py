@@ -187,11 +187,14 @@ class RefConfig:
     offload_params: bool = False  # GPU: reference and teacher to host memory except during scoring
 
 
+BEST_OF_GROUP = "best_of_group"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
     """On-policy distillation: a model scores the tokens that the policy sampled (docs/training.md)."""
 
-    # the teacher, with the policy's tokenizer: folder, hub name, http://.. or self (the policy, shown the row's gold)
+    # the teacher: folder, hub, http://.., or the policy, shown the gold (self) or the best response (best_of_group)
     path: str | None = None
     weight: float = 1.0  # of log p_teacher - log p in the advantages beside those of the reward, or of the loss
     top_k: int | None = None  # its likeliest tokens, over which the KL divergence is a loss; default: advantages
@@ -212,7 +215,7 @@ class TeacherConfig:
 
     @property
     def is_policy(self) -> bool:
-        return self.path == "self"
+        return self.path in ("self", BEST_OF_GROUP)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ METRICS = (
     Metric("rollout/accepted_tokens", "count", "of these, accepted: forward passes of one response that were saved"),
     Metric("collapse/triggered_rules", "count", "collapse rules triggered in this step (docs/collapse.md)"),
     Metric("kl/reference", "nats", "token mean of the KL estimate to the reference, if KL is in the reward"),
-    Metric("kl/demonstrated", "share", "samples with a demonstration in the teacher's prompt (teacher.path=self)"),
+    Metric("kl/demonstrated", "share", "samples with a demonstration in the prompt of a policy that teaches itself"),
     Metric("kl/teacher", "nats", "token mean of log p - log p_teacher: the reverse KL to the teacher, if there is one"),
     Metric("kl/coefficient", "1", "coefficient of the KL penalty"),
     Metric("val/<set>/total", "points", "mean reward of the responses to a validation set (rollout.val_kwargs)"),

@@ -1,8 +1,8 @@
-"""Self-distillation: the policy teaches itself, with the row's gold response in the prompt of the teacher.
+"""Self-distillation: the policy teaches itself, with a demonstration in the prompt of the teacher.
 
-SDFT (arXiv 2601.19897), OPSD: what a policy writes with a demonstration before its eyes, it learns to write without
-one. The teacher is the policy before the step's updates. It reads what was sampled after another prompt, so only the
-tokens before the first trained one differ.
+SDFT (arXiv 2601.19897), OPSD, SDPO (arXiv 2601.20802): what a policy writes with a demonstration before its eyes, it
+learns to write without one. The teacher is the policy before the step's updates. It reads what was sampled after
+another prompt, so only the tokens before the first trained one differ.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 from verl.batch.packing import Sharding
 from verl.batch.token_batch import Floats, Ints, TokenBatch
 from verl.trainer.policy import Policy
-from verl.types import Task, TrajectoryGroup
+from verl.types import TrajectoryGroup
 
-# Task -> (tokens of its prompt, tokens of its prompt with the demonstration); None if it has none
-Demonstrate = Callable[[Task], tuple[Sequence[int], Sequence[int]] | None]
+Demonstration = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt without and with it
+Demonstrate = Callable[[TrajectoryGroup], Sequence[Demonstration | None]]  # [G] None: a rollout without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,15 @@ def with_hints(batch: TokenBatch, groups: Sequence[TrajectoryGroup], demonstrate
 
     A sample has one if it begins with the prompt of its task, as the first segment of an episode does.
     """
-    found = [demonstrate(group.task) for group in groups]
+    found = [
+        both
+        for group in groups
+        for both, trajectory in zip(demonstrate(group), group.trajectories, strict=True)
+        for _ in trajectory.segments
+    ]
     hints: list[Ints] = []
-    for (low, high), group in zip(pairwise(batch.bounds.tokens.tolist()), batch.groups.tolist(), strict=True):
-        both, place = found[group], low + _first(batch.action_mask[low:high])
+    for (low, high), both in zip(pairwise(batch.bounds.tokens.tolist()), found, strict=True):
+        place = low + _first(batch.action_mask[low:high])
         fits = both is not None and np.array_equal(batch.token_ids[low:place], both[0])
         hints.append(np.array(both[1] if both is not None and fits else (), dtype=np.int32))
     num_hints = np.array(list(map(len, hints)), dtype=np.int64)
