@@ -132,7 +132,9 @@ class _Episode:
         self, runner: EpisodeRunner, engine: Generator, sampling: Sampling, task: Task, index: int, seed: int | None
     ) -> None:
         self._envs, self._observations, self._limits = runner.envs, runner.observations, runner.limits
-        self._engine, self._sampling = engine, sampling
+        # No other episode that runs has this number. Single turns have none, as those of a group are one request.
+        number = id(self) if self._limits.max_turns > 1 else None
+        self._engine, self._sampling = engine, replace(sampling, episode=number)
         self._task, self._index, self._seed = task, index, seed
         self._turns: list[Turn] = []
         self._ledger: list[int] = []  # all tokens of the turns

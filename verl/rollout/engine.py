@@ -29,6 +29,7 @@ class Sampling:
     top_p: float = 1.0  # nucleus sampling: smallest set of top tokens with this total probability
     top_k: int = -1  # number of most likely tokens to keep; -1: all
     repetition_penalty: float = 1.0  # divides positive logits of tokens already in the prompt or completion
+    episode: int | None = None  # shared by requests that continue each other, so that one engine's cache serves them
 
     def whole(self) -> Sampling:
         """The same parameters with the model's full distribution: no truncation and no repetition penalty."""

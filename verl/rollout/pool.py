@@ -1,5 +1,8 @@
 """Several engines in worker processes behind one interface: each request goes to the least loaded engine.
 
+A later turn of an episode goes to the engine of the turn before, whose cache holds its context, unless that engine has
+much more to do than another.
+
 In asynchronous (off-policy) training, responses are in flight when a weight sync starts; `OnWeightSync` selects what
 happens to them. No engine changes its weights within a request, so the weight version of every token is known.
 
@@ -30,6 +33,8 @@ from verl.types import Completion, FinishReason
 _SEEDS_BETWEEN_PIECES = 1_000_033  # seed offset: a continued response uses other random numbers than its first part
 _INTERRUPT_AGAIN_S = 0.2
 _ATTEMPTS = 2  # attempts per request
+_TIMES, _MORE = 1.5, 4  # the engine of an episode may have so many times the fewest requests in flight, and so many
+_MOST_KEPT = 100_000  # episodes of which the engine is known; weight syncs, which empty the caches, forget them, too
 _MAX_REMAKES = 3  # restarts of one engine between two weight syncs
 
 _log = logging.getLogger(__name__)
@@ -68,6 +73,7 @@ class EngineSubset:
         await pool._on(self.ranks, Method("end_weights"), version)
         if version != pool.version:
             pool._in_a_row = [0] * len(pool._in_a_row)
+            pool._rank_of.clear()
         pool.version = version
         pool._synced |= set(self.ranks) - pool._lost.keys()
         if not pool._paused:
@@ -100,6 +106,7 @@ class EnginePool(EngineSubset):
         self._decode = decode
         self._remake = remake
         self._in_flight = [0] * workers.size
+        self._rank_of: dict[int, int] = {}  # engine of an episode's latest request
         self._num_written = 0  # tokens of responses, or pieces of them, that engines have returned
         self._open = asyncio.Event()  # cleared during a weight sync
         self._open.set()
@@ -149,7 +156,7 @@ class EnginePool(EngineSubset):
 
     async def _request(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
         for _ in range(_ATTEMPTS):
-            rank = await self._choose()
+            rank = await self._choose(sampling.episode)
             self._in_flight[rank] += sampling.n
             try:
                 completions = tuple(await self._submit(rank, Method("generate"), prompt_ids, sampling))
@@ -163,14 +170,24 @@ class EnginePool(EngineSubset):
                 self._landed.set()
         raise LostRequestError(f"the engine was lost {_ATTEMPTS} times in a row; last cause: {cause}")
 
-    async def _choose(self) -> int:
-        """Wait for a ready engine and pick the least loaded one. Raises the error that prevents replacing lost ones."""
+    async def _choose(self, episode: int | None) -> int:
+        """Wait for a ready engine and pick the one of the episode, or the least loaded one. Raises the error that
+        prevents replacing lost ones."""
         while self._failure is None and not (self._open.is_set() and self._ready):
             await self._open.wait()
             await self._usable.wait()
         if self._failure is not None:
             raise self._failure
-        return min(sorted(self._ready), key=self._in_flight.__getitem__)
+        chosen = min(sorted(self._ready), key=self._in_flight.__getitem__)
+        if episode is None:
+            return chosen
+        known = self._rank_of.get(episode)
+        if known in self._ready and self._in_flight[known] <= _TIMES * self._in_flight[chosen] + _MORE:
+            chosen = known
+        if len(self._rank_of) >= _MOST_KEPT:
+            self._rank_of.clear()
+        self._rank_of[episode] = chosen
+        return chosen
 
     async def _submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """An engine's result. Raises _ReplacedError if the engine is lost and will be replaced."""

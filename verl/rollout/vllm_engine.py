@@ -17,6 +17,7 @@ import pickle
 import tempfile
 import threading
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,6 +110,7 @@ class VLLMEngine(SingleEngine):
         self._settings = settings
         self._folder = folder  # holds vLLM's log and sockets
         self._drafts = drafts
+        self._read: Counter[str] = Counter()  # tokens of prompts, since the last call of `metrics`
         self._on_cpu = _is_cpu()
         path = settings.tokenizer_path if settings.speculation else None
         self._decode = None if path is None else read_tokenizer(path).decode  # for stop strings within a draft
@@ -166,6 +168,8 @@ class VLLMEngine(SingleEngine):
         greedy = sampling.temperature == 0.0  # vLLM rejects n > 1 here; the completions would be identical
         params = self._sampling_params(replace(sampling, n=1) if greedy else sampling)
         output = await self._unless_dead(self._request([*prompt_ids], params))
+        self._read["rollout/prompt_tokens"] += len(prompt_ids)
+        self._read["rollout/cached_tokens"] += output.num_cached_tokens or 0
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         whole = (_completion(each, version) for each in completions)
         if self._decode is not None:
@@ -239,7 +243,8 @@ class VLLMEngine(SingleEngine):
         return sum(tokens) + sum(len(each.token_ids) for each in whole if each)
 
     async def metrics(self) -> dict[str, float]:
-        return self._drafts.take() if self._settings.speculation else {}
+        read, self._read = self._read, Counter()
+        return {**read, **(self._drafts.take() if self._settings.speculation else {})}
 
     async def close(self) -> None:
         """Shut down vLLM's processes, killing them if necessary, and remove the log and sockets."""

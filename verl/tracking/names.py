@@ -101,6 +101,8 @@ METRICS = (
     Metric("engine/merged_share", "share", "what rounding leaves of an adapter's update, with lora.sync=merged"),
     Metric("rollout/engine_restarts", "count", "lost engines replaced since the last step"),
     Metric("rollout/requests_retried", "count", "requests retried since then because their engine was lost"),
+    Metric("rollout/prompt_tokens", "count", "prompt tokens of all requests since then; each turn's are its context"),
+    Metric("rollout/cached_tokens", "count", "of these, those that the engine had in its prefix cache"),
     Metric("rollout/draft_tokens", "count", "tokens drafted since then, with rollout.speculation"),
     Metric("rollout/accepted_tokens", "count", "of these, accepted: forward passes of one response that were saved"),
     Metric("collapse/triggered_rules", "count", "collapse rules triggered in this step (docs/collapse.md)"),

@@ -678,3 +678,41 @@ def test_tokens_are_counted_while_vllm_writes_them(runner: Runner) -> None:
     runner(written())
     assert len({*looks}) > 9 and 0 < max(looks) <= 1500
     assert runner(engine.tokens_written()) == 0
+
+
+def test_a_later_turn_finds_its_context_in_the_cache_of_its_engine(runner: Runner, model_path: Path) -> None:
+    """Of 300 tokens, two blocks of 128 are kept. Without the episodes' numbers the second turns, which are asked in the
+    other order, go to the engines of one another."""
+
+    async def played(engines: Sequence[VLLMEngine], numbered: bool) -> dict[str, float]:
+        pool = EnginePool(SeveralHere(engines), [[0], [0]])  # type: ignore[arg-type]
+        await pool.metrics()
+        first = 10 + 2 * numbered
+        episodes = [[*range(first + place, 190), *range(5, 115 + first + place)] for place in (0, 1)]
+        for order in ((0, 1), (1, 0)):
+            samplings = [Sampling(4, episode=place if numbered else None) for place in order]
+            requests = [pool.generate(episodes[place], each) for place, each in zip(order, samplings, strict=True)]
+            for place, (answer,) in zip(order, await asyncio.gather(*requests), strict=True):
+                episodes[place] += [*answer.token_ids, *range(60)]
+        return await pool.metrics()
+
+    async def with_another() -> list[dict[str, float]]:
+        another = await VLLMEngine.start(settings(model_path))
+        try:
+            return [await played((runner.engine, another), numbered) for numbered in (True, False)]
+        finally:
+            await another.close()
+
+    for counts, cached in zip(runner(with_another()), (256, 0), strict=True):
+        assert counts["rollout/prompt_tokens"] == 2 * (300 + 364)
+        assert counts["rollout/cached_tokens"] == 2 * cached
+
+
+class SeveralHere:
+    """A worker group of engines in this process."""
+
+    def __init__(self, engines: Sequence[VLLMEngine]) -> None:
+        self._engines, self.size = engines, len(engines)
+
+    async def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        return await function(self._engines[rank], *args)
