@@ -59,6 +59,7 @@ CONDITIONS: Mapping[str, tuple[str, ...]] = {
     _TOOL_LOOP: ("recipe=tool_loop", *_SHORT),
 }
 NEEDED: Mapping[str, str] = {  # by the mistakes that do not act in plain runs, or whose delay these make up for
+    "late_mask": _TOOL_LOOP,  # there the first token decides between code and an answer
     "stale_weights": "first steps",
     "doubled_rank": "two ranks",
     "tenfold_kl": "KL loss",
