@@ -40,7 +40,15 @@ _SHORT = (
     "trainer.save_freq=0",
     "trainer.val_before_train=false",
 )
-_BASE = ("recipe=composed_grpo", *_SHORT)
+_BASE = (
+    "recipe=composed_grpo",
+    *_SHORT,
+    "actor.ppo_mini_batch_size=16",  # two updates a step
+    "actor.optim.lr=2e-4",
+    "actor.optim.warmup_steps=3",
+    "actor.optim.schedule=cosine",
+    "actor.optim.min_lr_ratio=0.1",
+)
 _FIRST = ("trainer.total_training_steps=4", "trainer.test_freq=2", "actor.optim.schedule=constant")
 _TOOL_LOOP = "tool loop"
 CONDITIONS: Mapping[str, tuple[str, ...]] = {
