@@ -130,6 +130,14 @@ def test_a_base_that_has_changed_or_gone_is_an_error_that_names_the_merged_copy(
         command_of(str(run))
 
 
+def test_an_adapter_with_a_part_that_vllm_cannot_place_names_the_merged_copy(tmp_path: Path, base: Path) -> None:
+    run = make_adapter_run(tmp_path / "run", base, 4)
+    config = run / "checkpoints" / "step-000048" / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "target_modules": ["in_proj_z", "q_proj"]}))
+    with pytest.raises(ConfigError, match=r"run: vLLM has no adapter of in_proj_z .*; serve the merged copy in hf/"):
+        command_of(str(run))
+
+
 @pytest.mark.parametrize("named", [None, ""])
 def test_an_adapter_that_names_no_base_is_not_served(named: str | None, tmp_path: Path, base: Path) -> None:
     run = make_adapter_run(tmp_path / "run", base, 4)
