@@ -64,10 +64,11 @@ def layer_options(config: PretrainedConfig, on_cpu: bool, given: Mapping[str, An
     The engine does not load the towers of a multimodal model, which no prompt of a run needs.
     """
     towers = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if is_multimodal(config) else {}
-    return {**towers, **_of_layers(config.model_type, on_cpu, given)}
+    return {**towers, **state_options(config.model_type, on_cpu, given)}
 
 
-def _of_layers(model_type: str, on_cpu: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+def state_options(model_type: str, on_cpu: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those without which layers with state are computed wrongly, or not at all. model_type: of config.json"""
     if on_cpu and model_type in _MAMBA2:
         # The CPU's scan returns a state per sequence, where the prefix cache reads one per chunk: an IndexError.
         return {"enable_prefix_caching": False}
