@@ -40,6 +40,7 @@ class Family:
     sync: str = NOT_RUN
     sft: str = NOT_RUN
     grpo: str = NOT_RUN
+    serve: str = NOT_RUN
     refused: str | None = None
     packs: str = "equal"
 
@@ -48,14 +49,22 @@ class Family:
         if self.refused is not None:
             return names, self.layers, self.packs, f"refused: {self.refused}", self.classes, *["refused"] * 4
         engine = "; ".join(filter(None, (self.needs, "" if self.needs.startswith("refused") else self.compared)))
-        return names, self.layers, self.packs, engine, self.classes, self.sync, self.sft, self.grpo, NOT_RUN
+        return names, self.layers, self.packs, engine, self.classes, self.sync, self.sft, self.grpo, self.serve
 
 
 _EXPERTS = "its experts are not loaded again as they are"
 _PREFIX = "without prefix cache"
 _VISION = "needs torchvision"
 FAMILIES: Sequence[Family] = (
-    Family(("granitemoehybrid",), "Mamba2, attention", _PREFIX, TESTED, sync=_EACH, sft=_UPDATE),
+    Family(
+        ("granitemoehybrid",),
+        "Mamba2, attention",
+        _PREFIX,
+        TESTED,
+        sync=_EACH,
+        sft=_UPDATE,
+        serve="answers of a base and of an adapter",
+    ),
     Family(("falcon_h1",), "Mamba2 beside attention", _PREFIX, TESTED, sync=_EACH),
     Family(("nemotron_h",), "Mamba2, attention", _PREFIX, TESTED, sync=_ALL),
     Family(("lfm2",), "short convolutions, attention", "without its own operators", TESTED, sync=_EACH, sft=_UPDATE),

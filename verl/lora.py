@@ -7,7 +7,7 @@ tensors are those of peft's files, which vLLM reads, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ _BASE_NAME = "base_model_name_or_path"
 _MOST_CONFIG = 1 << 20  # bytes
 _PREFIX = "base_model.model."  # of the names in peft's files
 _EXPERTS = "experts"
+# vLLM computes both as one layer, and finds the place of the second by the rows of the first.
+_FIRST, _SECOND = "in_proj_qkv", "in_proj_z"
 # peft adapts no such layer of these models: Mamba's kernels read its weight around the adapter.
 _UNADAPTED, _WITH_UNADAPTED = "out_proj", ("falcon_h1", "nemotron_h")
 # What an adapter may not have: vLLM or this trainer would ignore it.
@@ -113,12 +115,22 @@ def name_base(folder: Path, base: str) -> None:
     (folder / _CONFIG).write_text(json.dumps({**config, _BASE_NAME: base}, indent=2) + "\n")
 
 
-def check_targets(lora: Lora, model_path: str) -> None:
-    """Raises ConfigError, as `add_adapter` does, before the model is loaded."""
+def check_targets(lora: Lora, model_path: str) -> list[str]:
+    """`target_modules` before the model is loaded. Raises ConfigError, as `add_adapter` does."""
     config = read_model_config(model_path)
     with torch.device("meta"):
         model = class_of(config).from_config(config, trust_remote_code=False)
-    target_modules(model, lora)
+    return target_modules(model, lora)
+
+
+def check_parts(names: Collection[str], of: str, hint: str) -> None:
+    """Raises ConfigError for an adapter of layers with these names that vLLM cannot have.
+
+    of: where the names are from; hint: what to do
+    """
+    second = (name for name in names if f".{name}".endswith(f".{_SECOND}"))
+    if alone := [name for name in second if name.removesuffix(_SECOND) + _FIRST not in names]:
+        raise ConfigError(f"{of}: vLLM has no adapter of {alone[0]} without one of {_FIRST} beside it; {hint}")
 
 
 def target_modules(model: PreTrainedModel, lora: Lora) -> list[str]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.support.tiny import MINI
 
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -71,3 +78,71 @@ EXPERTS_OF_DENSE: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
     },
 }
+
+# Large enough for vLLM's kernels: heads of 32.
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+}
+_LARGE_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+ENGINE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        **_LARGE_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 64,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.18,
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    },
+    "falcon_h1": {**_LARGE_MAMBA, "mamba_d_ssm": 256, "lm_head_multiplier": 0.5},
+    "nemotron_h": {
+        "initializer_range": 0.02,  # the square in its MLPs lets larger weights round by more
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        # vLLM reads these of config.json, which published ones have
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 64,
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
+
+def engine_config(kind: str, vocabulary: int, **more: Any) -> PretrainedConfig:
+    """Of a model in ENGINE, with large weights."""
+    values = {**_SIZES, **ENGINE[kind], "vocab_size": vocabulary, **more}
+    if kind == "nemotron_h":
+        del values["num_hidden_layers"]  # which its list of layers has
+    config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
+    return config
+
+
+def save_stateful(kind: str, folder: Path) -> Path:
+    """An untrained model of ENGINE with the tokenizer of dataset/mini."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = engine_config(kind, len(tokenizer), max_position_embeddings=1024, **tokens)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

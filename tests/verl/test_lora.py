@@ -19,10 +19,12 @@ from peft import PeftModel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.every import every
 from tests.support.ranks import in_ranks
 from tests.support.service import free_port
+from tests.support.stateful import DENSE
 from tests.support.tiny import MINI, save_untrained
 from tests.support.weight_sync import sync
 from tests.verl.batch.test_packing import random_samples
@@ -39,7 +41,16 @@ from verl.config.commands import SFT, TRAIN, Command
 from verl.config.load import load_config
 from verl.config.schema import LoraConfig
 from verl.errors import ConfigError, EngineError
-from verl.lora import Lora, adapter_tensors, add_adapter, base_alone, lora_of, save_adapter, target_modules
+from verl.lora import (
+    Lora,
+    adapter_tensors,
+    add_adapter,
+    base_alone,
+    check_parts,
+    lora_of,
+    save_adapter,
+    target_modules,
+)
 from verl.rollout.engine import Sampling
 from verl.rollout.hf_engine import HFEngine, load_hf_engine
 from verl.single_controller.group import WorkerContext
@@ -424,6 +435,27 @@ def test_what_the_model_or_vllm_cannot_have_is_refused_before_the_start(
     assert "merged_share" not in caplog.text
     check_adapter(load_config([model, "lora.rank=513", "lora.sync=merged"]))
     assert "lora.sync=merged: weights in bfloat16 round small updates" in caplog.text
+
+
+def test_a_part_that_vllm_cannot_place_is_refused_before_the_start(tmp_path: Path) -> None:
+    """By the names of layers: of one target, in one layer, or in a file."""
+    layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    CONFIG_MAPPING["qwen3_5_text"](**{**DENSE["qwen3_5_text"], **layers}).save_pretrained(tmp_path)
+
+    def check(*written: str) -> None:
+        check_adapter(load_config([f"model.path={tmp_path}", "lora.rank=8", "rollout.name=vllm", *written]))
+
+    second, both = "lora.targets=[in_proj_z]", "lora.targets=[in_proj_z,in_proj_qkv]"
+    with pytest.raises(ConfigError, match=r"lora.targets: .* adapter of model.layers.0.linear_attn.in_proj_z without"):
+        check(second)
+    with pytest.raises(ConfigError, match=r"without one of in_proj_qkv beside it; add in_proj_qkv, or set lora.sync="):
+        check("lora.targets=[in_proj_z,layers.1.linear_attn.in_proj_qkv]")
+    for accepted in ([both], ["lora.targets=[in_proj_qkv]"], [second, "lora.sync=merged"], [second, "rollout.name=hf"]):
+        check(*accepted)
+    check()
+    check_parts(["in_proj_z", "in_proj_qkv"], "", "")
+    with pytest.raises(ConfigError, match=r"run: vLLM has no adapter of in_proj_z without"):
+        check_parts(["in_proj_z", "q_proj"], "run", "")
 
 
 def train_rank(rank: int, world: int, folder: Path, model_path: Path) -> None:

@@ -17,7 +17,7 @@ from verl.config.schema import Config, ModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.host.scratch import scratch_folder
 from verl.lora import lora_of
-from verl.pretrained import check_weights, is_multimodal, read_model_config, read_tokenizer
+from verl.pretrained import check_weights, read_model_config, read_tokenizer
 from verl.rollout.engine import TRUNCATION, RolloutEngine, Sampling
 from verl.rollout.gpu_share import ALONE, ENGINE_CONTEXT_GIB, MANY_SEQUENCES, MANY_TOKENS, engine_share, many_fit
 from verl.rollout.layer_options import check_layers
@@ -86,8 +86,8 @@ def check_engine_layers(config: Config) -> None:
     machine."""
     if config.rollout.name == "vllm" and not joins(config.trainer.nnodes > 1):
         assert config.model.path is not None
-        model, on_cpu = read_model_config(config.model.path), choose_device(config.trainer) == "cpu"
-        check_layers(model.model_type, engine_dtype(config), on_cpu, is_multimodal(model))
+        on_cpu = choose_device(config.trainer) == "cpu"
+        check_layers(read_model_config(config.model.path), engine_dtype(config), on_cpu)
 
 
 def engine_dtype(config: Config) -> str:

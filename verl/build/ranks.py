@@ -16,7 +16,7 @@ from verl.build.algorithm import needs_reference
 from verl.build.threads import threads_of
 from verl.config.schema import ActorConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 from verl.errors import ConfigError
-from verl.lora import RANKS, Lora, check_targets, lora_of
+from verl.lora import RANKS, Lora, check_parts, check_targets, lora_of
 from verl.single_controller.ray import Bundle, Cluster, PlacementGroup, RayGroup, joins
 from verl.workers.fsdp_engine import Offload
 from verl.workers.memory import PackShape, pack_tokens
@@ -62,10 +62,12 @@ def check_adapter(config: Config) -> None:
     if (lora := lora_of(config.lora)) is None:
         return
     assert config.model.path is not None
-    check_targets(lora, config.model.path)
+    names = check_targets(lora, config.model.path)
     check_four_bits(lora)
     if config.rollout.name == "vllm" and not lora.merged and lora.rank > RANKS[-1]:
         raise ConfigError(f"lora.rank={lora.rank}: vLLM has adapters of at most rank {RANKS[-1]}; set lora.sync=merged")
+    if config.rollout.name == "vllm" and not lora.merged:
+        check_parts(names, "lora.targets", "add in_proj_qkv, or set lora.sync=merged or rollout.name=hf")
     if lora.merged and "bfloat16" in (config.rollout.dtype, config.model.compute_dtype):
         _log.warning(
             "lora.sync=merged: weights in bfloat16 round small updates of the adapter away; engine/merged_share is the "

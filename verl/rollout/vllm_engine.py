@@ -29,7 +29,7 @@ from verl.errors import ConfigError, DataError, EngineError, EngineLostError
 from verl.host.packages import SET_UP
 from verl.host.scratch import variables
 from verl.lora import RANKS, Lora
-from verl.pretrained import is_multimodal, read_model_config, read_tokenizer
+from verl.pretrained import read_model_config, read_tokenizer
 from verl.rollout.engine import Sampling, SingleEngine
 from verl.rollout.engine_options import check_engine_options
 from verl.rollout.gpu_share import ALONE
@@ -428,8 +428,8 @@ def _start_vllm(settings: VLLMSettings, folder: Path, drafts: DraftCounter) -> A
             config = read_model_config(settings.model_path)
         except ConfigError as error:
             raise EngineError(f"vLLM did not start: {error}") from error
-        check_layers(config.model_type, settings.dtype, on_cpu, is_multimodal(config))
-        own = layer_options(config.model_type, on_cpu, settings.options, is_multimodal(config))
+        check_layers(config, settings.dtype, on_cpu)
+        own = layer_options(config, on_cpu, settings.options)
         try:
             arguments = AsyncEngineArgs(**{**engine_arguments(settings, on_cpu), **own})
             if not on_cpu and not is_eager(settings, on_cpu):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.conftest import need_vllm
+from tests.support.stateful import engine_config
 from tests.support.weight_sync import sync
 from tests.verl.rollout.test_vllm_engine import VOCABULARY, Runner, mean_gap
 from verl.lora import Lora, adapter_tensors, add_adapter
@@ -21,60 +20,12 @@ from verl.workers.model import PackedPolicy, load_causal_lm
 need_vllm()
 pytestmark = pytest.mark.long  # an engine takes 10 s to start
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 3,
-}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
-MODELS: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {
-        **_MAMBA,
-        "layer_types": ["linear_attention", "full_attention"],
-        "shared_intermediate_size": 64,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "logits_scaling": 2.0,
-        "attention_multiplier": 0.18,
-        "position_embedding_type": "rope",
-        "tie_word_embeddings": True,
-    },
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 256, "lm_head_multiplier": 0.5},
-    "nemotron_h": {
-        "initializer_range": 0.02,  # the square in its MLPs lets larger weights round by more
-        "head_dim": 32,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "ssm_state_size": 16,
-        "n_groups": 1,
-        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
-    },
-    "lfm2": {
-        "layer_types": ["conv", "full_attention"],
-        # vLLM reads these of config.json, which published ones have
-        "conv_dim": 128,
-        "block_dim": 128,
-        "block_ff_dim": 64,
-        "block_multiple_of": 1,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-    },
-}
 BOUND = 1e-4  # nats, in float32
 
 
 def saved(kind: str, folder: Path) -> PackedPolicy:
     torch.manual_seed(0)
-    sizes = {name: each for name, each in _SIZES.items() if name != "num_hidden_layers" or kind != "nemotron_h"}
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **MODELS[kind]})).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(engine_config(kind, VOCABULARY)).save_pretrained(folder)
     return PackedPolicy(load_causal_lm(str(folder)))
 
 

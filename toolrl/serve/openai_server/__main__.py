@@ -38,7 +38,8 @@ from verl.host import untrusted_files
 from verl.host.arguments import Arguments
 from verl.host.exits import write_error
 from verl.host.packages import SET_UP
-from verl.pretrained import read_tokenizer
+from verl.pretrained import read_model_config, read_tokenizer
+from verl.rollout.layer_options import state_options
 
 _GENERATION_CONFIG = "generation_config.json"
 _MOST_BYTES = 1 << 22  # of a chat template or a tool parser
@@ -119,10 +120,18 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *("--middleware", f"{CheckedRequests.__module__}.{CheckedRequests.__name__}"),
         *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
         *([] if on_gpu else ["--enforce-eager"]),
+        *_state_arguments(model, on_gpu),
         *further,
     ]
     environment = {**({} if on_gpu else _CPU_DEFAULTS), **_QUIET, **os.environ}
     return command, {**environment, "VLLM_API_KEY": token} if token else environment
+
+
+def _state_arguments(model: str, on_gpu: bool) -> list[str]:
+    """Those of layers with state, as engines have them in training."""
+    options = state_options(read_model_config(model).model_type, not on_gpu, {})
+    spelled = ((name.replace("_", "-"), value) for name, value in options.items())
+    return [f"--no-{name}" if value is False else f"--{name}={json.dumps(value)}" for name, value in spelled]
 
 
 # Without them vLLM takes half of the memory, and binds threads to cores that other processes use.

@@ -12,8 +12,10 @@ from verl.config.load import named_model
 from verl.config.schema import LoraConfig
 from verl.embedded import embedded_path
 from verl.errors import ConfigError
-from verl.lora import RANKS, base_of, lora_of
+from verl.lora import RANKS, base_of, check_parts, lora_of
 from verl.pretrained import check_hub
+
+_MERGED = "serve the merged copy in hf/"
 
 
 def common_base(models: Mapping[str, TrainedModel]) -> str:
@@ -31,10 +33,13 @@ def common_base(models: Mapping[str, TrainedModel]) -> str:
 
 def adapter_arguments(models: Mapping[str, TrainedModel], base: str) -> list[str]:
     """vLLM's arguments for a base with these adapters; requests name one of them, or the base."""
-    loras = [lora_of(LoraConfig(path=str(model.adapter))) for model in models.values()]
-    largest = max(each.rank for each in loras if each is not None)
+    found = {name: lora_of(LoraConfig(path=str(model.adapter))) for name, model in models.items()}
+    loras = {name: each for name, each in found.items() if each is not None}
+    largest = max(each.rank for each in loras.values())
     if largest > RANKS[-1]:
-        raise ConfigError(f"vLLM serves adapters up to rank {RANKS[-1]}, not {largest}; serve the merged copy in hf/")
+        raise ConfigError(f"vLLM serves adapters up to rank {RANKS[-1]}, not {largest}; {_MERGED}")
+    for name, each in loras.items():
+        check_parts(each.targets, name, _MERGED)
     served = Path(base).name if Path(base).name not in models else f"{Path(base).name}-base"
     paths = {name: str(model.adapter) for name, model in models.items()}
     listed = [json.dumps({"name": name, "path": path, "base_model_name": served}) for name, path in paths.items()]

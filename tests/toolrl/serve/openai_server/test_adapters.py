@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import need_vllm
+from tests.support.stateful import save_stateful
 from tests.toolrl.serve.openai_server.test_serve import SETTINGS, make_run, serving
 from toolrl.serve.openai_server.__main__ import arguments, serving_command
 from toolrl.serve.openai_server.adapters import common_base
@@ -130,6 +131,14 @@ def test_a_base_that_has_changed_or_gone_is_an_error_that_names_the_merged_copy(
         command_of(str(run))
 
 
+def test_an_adapter_with_a_part_that_vllm_cannot_place_names_the_merged_copy(tmp_path: Path, base: Path) -> None:
+    run = make_adapter_run(tmp_path / "run", base, 4)
+    config = run / "checkpoints" / "step-000048" / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "target_modules": ["in_proj_z", "q_proj"]}))
+    with pytest.raises(ConfigError, match=r"run: vLLM has no adapter of in_proj_z .*; serve the merged copy in hf/"):
+        command_of(str(run))
+
+
 @pytest.mark.parametrize("named", [None, ""])
 def test_an_adapter_that_names_no_base_is_not_served(named: str | None, tmp_path: Path, base: Path) -> None:
     run = make_adapter_run(tmp_path / "run", base, 4)
@@ -149,6 +158,38 @@ def greedy(base: Path, run: Path | None, prompt: Sequence[int]) -> list[int]:
         for _ in range(TOKENS):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [("granitemoehybrid", "--no-enable-prefix-caching"), ("lfm2", '--compilation-config={"custom_ops": ["none"]}')],
+)
+def test_layers_with_state_are_computed_as_in_training(kind: str, argument: str, tmp_path: Path, base: Path) -> None:
+    """On a CPU; by the configuration of what vLLM loads, which is the base of an adapter."""
+    model = save_stateful(kind, tmp_path / "model")
+    whole = make_run(tmp_path / "whole", model=str(model))
+    adapter = make_adapter_run(tmp_path / "adapter", model, 4)
+    for run, loaded in ((whole, whole / "checkpoints" / "step-000048" / "hf"), (adapter, model)):
+        command = command_of(str(run))
+        assert value(command, "--model") == str(loaded) and argument in command
+    assert argument not in command_of(str(make_run(tmp_path / "other")))
+
+
+@pytest.mark.long
+def test_a_model_with_states_and_its_adapter_answer_as_by_peft(tmp_path: Path) -> None:
+    """Granite, whose layers vLLM's CPU build computes without a prefix cache alone."""
+    import httpx2
+
+    need_vllm()
+    model = save_stateful("granitemoehybrid", tmp_path / "model")
+    run = make_adapter_run(tmp_path / "run", model, 4)
+    with serving(run, tmp_path / "log") as address:
+        for name, adapter in (("model", None), ("run", run)):
+            asked = {"model": name, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            for prompt in PROMPTS:
+                body = {**asked, "prompt": prompt, "return_token_ids": True}
+                answer = httpx2.post(f"{address}/completions", json=body, timeout=60)
+                assert answer.json()["choices"][0]["token_ids"] == greedy(model, adapter, prompt)
 
 
 @pytest.mark.long
