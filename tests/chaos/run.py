@@ -140,7 +140,7 @@ def wrap(stop: Stop) -> None:
     during(stop, FunctionLauncher, "run", "tool call", 0.15)
     during(stop, ScoringPool, "score", "score", 0.02)
     before(stop, Learner, "learn", "update")
-    before(stop, EnginePool, "load_bucket", "weight sync")
+    before(stop, EnginePool, "load_weights", "weight sync")
     before(stop, WeightSync, "_canary", "canary")
     before(stop, checkpoint.Unfinished, "write_state", "checkpoint write", next_step=False)
     before(stop, checkpoint, "_swap_in", "manifest rename", next_step=False)

@@ -28,7 +28,7 @@ from verl.rollout.engine import Sampling, each_of
 from verl.single_controller.group import WorkerError, WorkerLostError, task_name
 from verl.single_controller.process_watch import StopWatch
 from verl.tracking.metric import Mean
-from verl.transfer.bucket import BucketLayout, TensorSlice
+from verl.transfer.bucket import NUM_SLOTS, BucketLayout, TensorSlice
 from verl.types import Completion, FinishReason
 from verl.workers.fsdp_engine import UpdateResult
 
@@ -38,7 +38,7 @@ DRAWS, INDICES, TEXTS = 2048, 1024, 64  # first token of each kind, all of which
 SEEDS_BETWEEN_PIECES = 1_000_033
 SEEDS_BETWEEN_TURNS = 1_000_003_007
 TOKEN_S = 0.1
-NUM_BUCKETS = 2
+NUM_BUCKETS = NUM_SLOTS + 1  # one waits for a slot
 
 
 def digest(*parts: object) -> int:
@@ -305,6 +305,29 @@ class Ranks:
 
 
 @dataclass(eq=False)
+class Connection:
+    """Between the first rank and an engine, for one weight sync. sent: weights that wait; ended: the engine's call"""
+
+    rank: Process
+    engine: Engine
+    sent: list[int] = field(default_factory=list)
+    loaded: int = 0
+    is_open: bool = True
+    ended: Callable[[], object] = lambda: None
+
+    def hang_up(self) -> None:
+        self.is_open = False
+        self.ended()
+
+    def watch(self) -> None:
+        """The engine notices a dead rank."""
+        if self.is_open and self.rank.alive:
+            self.engine.process.later(1.0, self.watch)
+        elif self.is_open:
+            self.hang_up()
+
+
+@dataclass(eq=False)
 class Rank:
     """A trainer rank, by the names of the methods of `PolicyWorker` and `TrainingRank`."""
 
@@ -342,12 +365,29 @@ class Rank:
         slices = [TensorSlice((f"w{number}",), (1,), 0) for number in range(NUM_BUCKETS)]
         answer([BucketLayout(number, torch.float32, (each,), 64) for number, each in enumerate(slices)])
 
-    def send_bucket(self, answer: Answer, number: int, version: int) -> None:
-        shared = self.shared
-        self._together(f"bucket {number}", answer, lambda: [(number, shared.weights)] * self.size)
-
     def begin_weight_sync(self, answer: Answer) -> None:
-        answer(None)
+        answer(None if self.rank else self.process)
+
+    def send_weights(self, answer: Answer, connections: Sequence[Sequence[Connection]], rank: int, _: int) -> None:
+        self._send_from(0, connections[rank], answer)
+
+    def _send_from(self, number: int, connections: Sequence[Connection], answer: Answer) -> None:
+        """The buckets from this one on. Before each, and at the end, all engines that live have loaded others."""
+        needed = number if number == NUM_BUCKETS else number - NUM_SLOTS + 1
+        if any(each.engine.process.alive and each.loaded < needed for each in connections):
+            self.process.later(0.01, lambda: self._send_from(number, connections, answer))
+        elif number == NUM_BUCKETS:
+            for each in connections:
+                each.hang_up()
+            answer(None)
+        else:
+
+            def gathered(weights: int) -> None:
+                for each in connections:
+                    each.engine.receive(each, weights)
+                self._send_from(number + 1, connections, answer)
+
+            self._together(f"bucket {number}", gathered, lambda: [self.shared.weights] * self.size)
 
     def end_weight_sync(self, answer: Answer) -> None:
         answer(None)
@@ -427,6 +467,7 @@ class Engine:
     asked: list[tuple[int, int]]  # (draw, index) of every request that any engine has got
     weights: int = -1
     version: int = -1
+    connection: Connection | None = None
     incoming: dict[int, int] | None = None
     running: list[_Request] = field(default_factory=list)
     written: int = 0
@@ -483,15 +524,36 @@ class Engine:
             self._answer(request, [_whole_head(each) for each in cut], FinishReason.ABORT)
         answer(None)
 
+    def connect(self, answer: Answer, addresses: dict[int, Process]) -> None:
+        self.connection = Connection(addresses[0], self)
+        self.connection.watch()
+        answer({0: [self.connection]})
+
     def begin_weights(self, answer: Answer, layouts: Sequence[BucketLayout]) -> None:
         self.incoming = {}
         answer(None)
 
-    def load_bucket(self, answer: Answer, layout: BucketLayout, *handles: tuple[int, int]) -> None:
-        assert self.incoming is not None
-        number, weights = handles[0]
-        self.incoming[number] = weights
-        self.process.later(self.world.delay(0.01, 0.05), lambda: answer(None))
+    def load_weights(self, answer: Answer) -> None:
+        connection = self.connection
+        assert connection is not None
+        connection.ended = lambda: self.process.later(self.world.delay(0.0005, 0.002), lambda: answer(None))
+        if not connection.is_open:
+            connection.ended()
+
+    def receive(self, connection: Connection, weights: int) -> None:
+        connection.sent.append(weights)
+        if len(connection.sent) == 1:
+            self._load_from(connection)
+
+    def _load_from(self, connection: Connection) -> None:
+        def loaded() -> None:
+            assert self.incoming is not None
+            self.incoming[connection.loaded] = connection.sent.pop(0)
+            connection.loaded += 1
+            if connection.sent:
+                self._load_from(connection)
+
+        self.process.later(self.world.delay(0.01, 0.05), loaded)
 
     def end_weights(self, answer: Answer, version: int) -> None:
         assert self.incoming is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from verl.rollout.engine import RolloutEngine
+from verl.rollout.engine import SingleEngine
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, plan
 from verl.transfer.shared_memory import SharedMemory
 
@@ -21,7 +21,7 @@ def filled(layout: BucketLayout, sender: BucketSender, tensors: Mapping[str, Ten
 
 
 async def sync(
-    engine: RolloutEngine,
+    engine: SingleEngine,
     version: int,
     weights: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype = torch.float32,

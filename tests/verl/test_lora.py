@@ -57,7 +57,7 @@ from verl.single_controller.group import WorkerContext
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import NUM_SLOTS
-from verl.transfer.shared_memory import ByReference
+from verl.transfer.shared_memory import ByValue
 from verl.workers.checkpoint_reader import TensorReader
 from verl.workers.export import start_adapter_export, start_export
 from verl.workers.fsdp_engine import FSDPEngine
@@ -208,7 +208,7 @@ def test_the_transformers_engine_follows_the_adapter(model_path: Path) -> None:
         asyncio.run(sync(whole, 1, adapter_tensors(model)))
 
 
-class Flipping(ByReference):
+class Flipping(ByValue):
     """A transport that loses a sign."""
 
     def send(self, layout: Any, flat: Tensor) -> Any:
@@ -244,7 +244,7 @@ def test_a_merged_sync_measures_what_rounding_leaves(
     shake(model, 1, size)
     base = AutoModelForCausalLM.from_pretrained(model_path)
     worker = PolicyWorker(engine_of(model), 1.0)
-    layouts = worker.connect(ByReference, getattr(torch, dtype), 2**14)
+    layouts = worker.connect(ByValue, getattr(torch, dtype), 2**14)
     names = {name for layout in layouts for each in layout.slices for name in each.names}
     assert names == {name for name, _ in base.named_parameters(remove_duplicate=False)} and len(layouts) > NUM_SLOTS
     sent = {}
@@ -264,7 +264,7 @@ def test_a_merged_sync_measures_what_rounding_leaves(
 def test_an_adapter_sync_sends_nothing_else(model_path: Path, group: None) -> None:  # noqa: F811
     model = adapted(model_path)
     worker = PolicyWorker(engine_of(model), 1.0, sends_adapter=True)
-    layouts = worker.connect(ByReference, torch.float32, 2**30)
+    layouts = worker.connect(ByValue, torch.float32, 2**30)
     assert [name for each in layouts[0].slices for name in each.names] == [name for name, _ in adapter_tensors(model)]
     worker.send_bucket(0, 0)
     assert worker.end_weight_sync() is None
@@ -283,7 +283,7 @@ def test_the_canary_notices_an_old_adapter(kind: type[HFEngine], model_path: Pat
     policy = Policy(LocalGroup(PolicyWorker(engine_of(model), 1.0, sends_adapter=True)), PackSettings())
     engine = load_hf_engine(str(model_path), torch.float32, "cpu", 8, lora=LORA)
     engine.__class__ = kind
-    layouts = policy.connect([ByReference], torch.float32, 2**30)
+    layouts = policy.connect([ByValue], torch.float32, 2**30)
     sampling, probes = Sampling(8, seed=0), [tuple(each) for each in PROMPTS]
     made = WeightSync(policy=policy, engine=engine, layouts=layouts, probes=probes, sampling=sampling, tolerance=1e-3)
     assert asyncio.run(made.sync(0)) < 1e-4  # B = 0, as in the engine

@@ -16,7 +16,7 @@ from verl.single_controller.ray import RayGroup
 from verl.trainer.policy import Policy
 from verl.transfer.bucket import BUCKET_BYTES, BucketLayout, OpenSender
 from verl.transfer.gpu import CudaIpc, NcclBroadcast, Rendezvous
-from verl.transfer.shared_memory import ByReference, SharedMemory
+from verl.transfer.shared_memory import ByValue, SharedMemory
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class WeightTransport:
 
 
 def cpu_transport(rank_nodes: Sequence[str], engine_nodes: Sequence[str]) -> WeightTransport:
-    """Shared memory, written by the first rank of each node, if every engine has a rank on its node; else Ray's
-    object store, written by rank 0. Both arguments are node names."""
+    """Shared memory, written by the first rank of each node, if every engine has a rank on its node; else whole buckets
+    from rank 0. Both arguments are node names."""
     if not set(engine_nodes) <= set(rank_nodes):
-        return WeightTransport([ByReference, *[None] * (len(rank_nodes) - 1)], [[0]] * len(engine_nodes))
+        return WeightTransport([ByValue, *[None] * (len(rank_nodes) - 1)], [[0]] * len(engine_nodes))
     sources = [rank_nodes.index(node) for node in engine_nodes]
     senders: list[OpenSender] = [SharedMemory if rank in sources else None for rank in range(len(rank_nodes))]
     return WeightTransport(senders, [[rank] for rank in sources])

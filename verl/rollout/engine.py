@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from verl.transfer.stream import Address, Inlet
 from verl.types import Completion
 
 if TYPE_CHECKING:  # some engines do not need torch
@@ -46,13 +47,17 @@ def each_of(sampling: Sampling) -> list[Sampling]:
 class WeightTarget(Protocol):
     """Engines as a weight sync sees them: one, all of a pool, or some of it."""
 
+    async def connect(self, addresses: Mapping[int, Address]) -> Mapping[int, Sequence[bytes]]:
+        """Connect to the trainer ranks with these addresses, for one weight sync. Returns by rank the keys by which it
+        knows its engines."""
+
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Prepare to receive all weights in buckets. Requests wait until `end_weights`. Raises EngineError, and keeps
         the old weights, unless the names match the model's parameters exactly."""
 
-    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Load one bucket of weights from one of the handles, whose memory may be reused afterwards. Raises EngineError
-        on a checksum mismatch; the engine is then unusable."""
+    async def load_weights(self) -> None:
+        """Load the buckets that come from the ranks, until one of these hangs up. Raises EngineError on a checksum
+        mismatch; the engine is then unusable."""
 
     async def end_weights(self, version: int) -> None:
         """All buckets were sent: completions carry `version` from now on. Raises EngineError if one has not arrived;
@@ -98,6 +103,26 @@ class RolloutEngine(Generator, WeightTarget, Protocol):
 
 class SingleEngine(RolloutEngine, Protocol):
     """An engine that is its own pool: it holds nothing back, and its loss is an error."""
+
+    _inlet: Inlet | None = None  # of the weight sync
+
+    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
+        """Load one bucket of weights from one of the handles, whose memory may be reused afterwards. Raises EngineError
+        on a checksum mismatch; the engine is then unusable."""
+
+    async def connect(self, addresses: Mapping[int, Address]) -> Mapping[int, Sequence[bytes]]:
+        if self._inlet is not None:  # of a weight sync that was given up
+            self._inlet.close()
+        self._inlet = await Inlet.connect(addresses.values())
+        return {rank: [self._inlet.key] for rank in addresses}
+
+    async def load_weights(self) -> None:
+        assert self._inlet is not None, "`connect` comes first"
+        with closing(self._inlet) as inlet:
+            while (bucket := await inlet.receive()) is not None:
+                layout, handles = bucket
+                await self.load_bucket(layout, *handles)
+                await inlet.loaded()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -27,7 +27,8 @@ from verl.errors import EngineError, EngineLostError, LostRequestError
 from verl.rollout.engine import Sampling, each_of
 from verl.rollout.stopping import Decode, tokens_to_stop
 from verl.single_controller.group import Method, WorkerGroup, WorkerLostError
-from verl.transfer.bucket import BucketHandle, BucketLayout
+from verl.transfer.bucket import BucketLayout
+from verl.transfer.stream import Address
 from verl.types import Completion, FinishReason
 
 _SEEDS_BETWEEN_PIECES = 1_000_033  # seed offset: a continued response uses other random numbers than its first part
@@ -59,14 +60,20 @@ class EngineSubset:
     pool: EnginePool
     ranks: Sequence[int]
 
+    async def connect(self, addresses: Mapping[int, Address]) -> dict[int, list[bytes]]:
+        sources = self.pool._sources
+        calls = {rank: ({place: addresses[place] for place in sources[rank]},) for rank in self.ranks}
+        keys: dict[int, list[bytes]] = defaultdict(list)
+        for engine in await self.pool._each(calls, Method("connect")):
+            for place, its_own in engine.items():
+                keys[place] += its_own
+        return keys
+
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         await self.pool._on(self.ranks, Method("begin_weights"), layouts)
 
-    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        """Handles may be references (`WorkerGroup.call_ref`), so that they go directly to the engines."""
-        sources = self.pool._sources
-        calls = {rank: (layout, *(handles[place] for place in sources[rank])) for rank in self.ranks}
-        await self.pool._each(calls, Method("load_bucket"))
+    async def load_weights(self) -> None:
+        await self.pool._on(self.ranks, Method("load_weights"))
 
     async def end_weights(self, version: int) -> None:
         pool = self.pool
@@ -94,7 +101,7 @@ class EnginePool(EngineSubset):
         decode: Decode | None = None,
         remake: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """sources: per engine, the indices of the bucket handles that are meant for it
+        """sources: per engine, the trainer ranks that send to it
         on_weight_sync: None if no response is ever in flight during a weight sync
         decode: tokens to text; needed for stop strings of responses that continue with new weights
         remake: restarts a lost engine; None: losing an engine is an error

@@ -26,6 +26,7 @@ class WorkerContext:
     host: str = "127.0.0.1"  # rank 0's
     port: int = 0  # a free port of rank 0's machine
     devices: tuple[str, ...] = ()  # accelerators that this worker may use
+    own_host: str = "127.0.0.1"  # where other workers reach this one
 
 
 class WorkerGroup(Protocol):

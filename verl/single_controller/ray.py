@@ -171,8 +171,11 @@ class Cluster:
 
         size = len(chosen)
         group = RayGroup(name, spawn, size, self.call_timeout_s, self.health_timeout_s, self.guard)
-        host, port = group.addresses()[0]
-        contexts = [WorkerContext(rank, size, host, port, devices[rank] if devices else ()) for rank in range(size)]
+        hosts, ports = zip(*group.addresses(), strict=True)
+        contexts = [
+            WorkerContext(rank, size, hosts[0], ports[0], devices[rank] if devices else (), hosts[rank])
+            for rank in range(size)
+        ]
         group.make(factory, contexts)
         if wait:
             group.started()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from verl.batch.trace import Trace, joined_ranks, joined_updates
 from verl.single_controller.group import WorkerGroup
 from verl.tracking.metric import Metric
 from verl.transfer.bucket import BucketLayout, OpenSender
+from verl.transfer.stream import Address
 from verl.workers.critic_worker import CriticWorker
 from verl.workers.fsdp_engine import UpdateResult
 from verl.workers.policy_worker import PolicyWorker
@@ -116,13 +117,18 @@ class Policy(ShardedModel):
         layouts: list[BucketLayout] = self.workers.scatter(PolicyWorker.connect, senders, dtype, bucket_bytes)[0]
         return layouts
 
-    def send_bucket(self, number: int, version: int) -> list[Any]:
-        """Every rank's handle of a bucket, or a reference to it where the workers are remote."""
-        return self.workers.call_ref(PolicyWorker.send_bucket, number, version)
+    def begin_weight_sync(self) -> dict[int, Address]:
+        """Offload the optimizer state: updates are over and the engines need the memory.
 
-    def begin_weight_sync(self) -> None:
-        """Offload the optimizer state: updates are over and the engines need the memory."""
-        self.workers.call(PolicyWorker.begin_weight_sync)
+        Returns where engines connect, by the rank that sends.
+        """
+        addresses: list[Address | None] = self.workers.call(PolicyWorker.begin_weight_sync)
+        return {rank: each for rank, each in enumerate(addresses) if each is not None}
+
+    def send_weights(self, keys: Mapping[int, Collection[bytes]], version: int) -> None:
+        """Send all buckets to the engines, and wait until they are loaded. keys: of the connected engines, by rank"""
+        by_rank = [keys.get(rank, ()) for rank in range(self.workers.size)]
+        self.workers.scatter(PolicyWorker.send_weights, by_rank, version)
 
     def end_weight_sync(self) -> float | None:
         """All engines have all weights: offload the policy until it is used again.

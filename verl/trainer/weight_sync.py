@@ -83,10 +83,15 @@ class WeightSync:
         return diffs
 
     async def _push_to(self, engines: WeightTarget, version: int) -> None:
-        await run_in_daemon_thread(self.policy.begin_weight_sync)
-        layouts = [replace(each, version=version) for each in self.layouts]
-        await engines.begin_weights(layouts)
-        await self._load(engines, layouts)
+        keys = await engines.connect(await run_in_daemon_thread(self.policy.begin_weight_sync))
+        await engines.begin_weights([replace(each, version=version) for each in self.layouts])
+        send = partial(self.policy.send_weights, keys, version)
+        both = [asyncio.create_task(each) for each in (engines.load_weights(), run_in_daemon_thread(send))]
+        try:
+            await asyncio.gather(*both)  # raises either's failure without waiting for the other
+        finally:
+            for each in both:
+                each.cancel()
         await engines.end_weights(version)
 
     def _checked(self, diffs: Sequence[Tensor], version: int) -> float:
@@ -98,23 +103,6 @@ class WeightSync:
                 f"{self.tolerance:.3g} nats; the engine has stale weights or different numerics"
             )
         return diff
-
-    async def _load(self, engines: WeightTarget, layouts: Sequence[BucketLayout]) -> None:
-        """Send every bucket; one is gathered while the engines load the previous one."""
-        loading = asyncio.create_task(asyncio.sleep(0))
-        try:
-            for layout in layouts:
-                send = partial(self.policy.send_bucket, layout.number, layout.version)
-                gathering = asyncio.create_task(run_in_daemon_thread(send))
-                await asyncio.wait((loading, gathering), return_when=asyncio.FIRST_EXCEPTION)
-                if loading.done():
-                    loading.result()  # raise an engine's failure without waiting for the ranks
-                handles = await gathering
-                await loading
-                loading = asyncio.create_task(engines.load_bucket(layout, *handles))
-            await loading
-        finally:
-            loading.cancel()
 
     async def _canary(self, engines: WeightTarget, version: int) -> list[Tensor]:
         """[A] each, abs(logp_engine - logp_trainer) of the sampled tokens; [] if all engines were lost meanwhile.

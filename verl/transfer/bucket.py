@@ -157,7 +157,7 @@ def _described(layout: BucketLayout) -> str:
 
 
 class BucketHandle(Protocol):
-    """A bucket in transit to an engine. Small and picklable, unless the transport carries the tensors themselves."""
+    """A bucket in transit to an engine. Small and picklable, unless it holds the tensors themselves."""
 
     @property
     def digest(self) -> str:

@@ -1,9 +1,12 @@
-"""Transports through CPU memory: shared between processes of one machine, or carried by the worker group."""
+"""Transports through CPU memory: shared between processes of one machine, or sent to others."""
 
 import os
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,13 +21,20 @@ class InMemory:
     flat: Tensor
     digest: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Through an array, which pickle can leave where it is."""
+        return _in_memory, (self.flat.view(torch.uint8).numpy(), self.flat.dtype, self.digest)
+
     def take(self, layout: BucketLayout, receiver: Receiver) -> Tensor | None:
         return self.flat
 
 
-class ByReference:
-    """Buckets as plain tensors, each with its own memory: the worker group carries them to the engines, and the sender
-    does not learn when they have arrived."""
+def _in_memory(content: npt.NDArray[np.uint8], dtype: torch.dtype, sent_digest: str) -> InMemory:
+    return InMemory(torch.from_numpy(content).view(dtype), sent_digest)
+
+
+class ByValue:
+    """Buckets that their handles bring along, to engines on any node."""
 
     def buffer(self, layout: BucketLayout) -> Tensor:
         return torch.empty(layout.numel, dtype=layout.dtype)

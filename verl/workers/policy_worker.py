@@ -1,7 +1,7 @@
 """The policy on one training rank: score a shard, update on it, send weights."""
 
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,8 @@ from verl.batch.packing import Shard
 from verl.batch.token_batch import Floats, top_type
 from verl.batch.trace import LOSS, UNWEIGHTED, Trace, Tracer, TraceTokens
 from verl.lora import adapted_layers, adapter_tensors, base_alone, with_updates
-from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, OpenSender, plan
+from verl.transfer.bucket import NUM_SLOTS, BucketHandle, BucketLayout, BucketSender, OpenSender, plan
+from verl.transfer.stream import Address, Outlet
 from verl.workers.fsdp_engine import FSDPEngine, PackMetric, UpdateResult
 from verl.workers.model import PackedPolicy, hf_named_parameters
 
@@ -44,9 +45,11 @@ class PolicyWorker:
     temperature: float
     sends_adapter: bool = False
     without_adapter: bool = False
+    host: str = "127.0.0.1"  # of this rank, where engines reach it
     num_ids: int | None = None  # of a teacher: token ids that the policy has, the first of its own; None: all
     layouts: Sequence[BucketLayout] = ()  # buckets of the weight sync; set by `connect`, like the next
     sender: BucketSender | None = None  # this rank's end of the transport
+    outlet: Outlet | None = None  # its connections to engines, from `begin_weight_sync` to `send_weights`
     traced: Container[int] | None = None  # samples whose tokens are traced; None: no update is traced
     traces: list[Trace] = field(default_factory=list)
     merged: Tensor | None = None  # [2] of this weight sync: what arrives of the adapter's updates, and all of them
@@ -135,9 +138,24 @@ class PolicyWorker:
                 self.merged = kept if self.merged is None else self.merged + kept
         return self.sender.send(layout, flat)
 
-    def begin_weight_sync(self) -> None:
-        """Offload the optimizer state: updates are over and the engines need the memory."""
+    def begin_weight_sync(self) -> Address | None:
+        """Offload the optimizer state: updates are over and the engines need the memory.
+
+        Returns where engines connect for the weights; None if this rank does not send.
+        """
         self.engine.offload_optimizer()
+        if self.outlet is not None:  # of a weight sync that was given up
+            self.outlet.close()
+        self.outlet = None if self.sender is None else Outlet(self.host, NUM_SLOTS)
+        return None if self.outlet is None else self.outlet.address
+
+    def send_weights(self, keys: Collection[bytes], version: int) -> None:
+        """Gather all buckets and send them as `version`. Collective. keys: of the engines that this rank sends to"""
+        buckets = ((replace(each, version=version), self.send_bucket(each.number, version)) for each in self.layouts)
+        if self.outlet is None:
+            deque(buckets, maxlen=0)
+        else:
+            self.outlet.send(keys, buckets)
 
     def end_weight_sync(self) -> float | None:
         """All engines have all weights: free the buffers and offload until the next scores.

@@ -285,7 +285,8 @@ def build_rank(spec: RankSpec, context: WorkerContext) -> TrainingRank:
     """Join the process group and load the models. Raises ConfigError if there is no model at the path."""
     mesh = join(spec, context)
     engine = _engine(spec, spec.model_path, PackedPolicy, mesh, spec.optimizer, spec.policy_offload, spec.lora)
-    policy = PolicyWorker(engine, spec.temperature, sends_adapter=spec.lora is not None and not spec.lora.merged)
+    sends_adapter = spec.lora is not None and not spec.lora.merged
+    policy = PolicyWorker(engine, spec.temperature, sends_adapter, host=context.own_host)
     reference = teacher = critic = None
     if spec.with_reference and spec.lora is not None:
         reference = PolicyWorker(engine, spec.temperature, without_adapter=True)

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +44,8 @@ from verl.trainer.loop import TrainingRun
 from verl.trainer.policy import Policy, PolicyUpdate
 from verl.trainer.ppo import PPOTrainer, TrainStepResult
 from verl.trainer.weight_sync import WeightSync
+from verl.transfer.bucket import NUM_SLOTS
+from verl.transfer.stream import Address, Outlet
 from verl.types import Message, Task, TrajectoryGroup
 
 TASKS = [Task(f"t{number}", (Message("user", "w" * (number % 5 + 1)),), "a", "s") for number in range(7)]
@@ -364,19 +366,29 @@ class AsksTheLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop, self.asked = loop, 0
 
-    def begin_weight_sync(self) -> None:
+    def _answer(self) -> None:
         turned = threading.Event()
         self.loop.call_soon_threadsafe(turned.set)
         assert turned.wait(10), "the event loop stands still"
         self.asked += 1
 
-    end_weight_sync = begin_weight_sync
+    def begin_weight_sync(self) -> dict[int, Address]:
+        self._answer()
+        self.outlet = Outlet("127.0.0.1", NUM_SLOTS)
+        return {0: self.outlet.address}
+
+    def send_weights(self, keys: Mapping[int, Sequence[bytes]], version: int) -> None:
+        self._answer()
+        self.outlet.send(keys[0], [])
+
+    def end_weight_sync(self) -> None:
+        self._answer()
 
     def shard_for_scoring(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
     def score(self, batch: TokenBatch) -> Floats:
-        self.begin_weight_sync()
+        self._answer()
         return np.zeros(int(batch.num_trained.sum()), dtype=np.float32)
 
 
@@ -385,7 +397,7 @@ async def test_episodes_are_answered_during_weight_sync() -> None:
     weight_sync = WeightSync(
         policy=policy, engine=engine, layouts=[], probes=[(1,)], sampling=Sampling(4), tolerance=0.0
     )  # type: ignore[arg-type]
-    assert await weight_sync.sync(1) == 0.0 and policy.asked == 3
+    assert await weight_sync.sync(1) == 0.0 and policy.asked == 4
 
 
 async def test_faults_are_judged_beside_groups_that_are_used_again() -> None:

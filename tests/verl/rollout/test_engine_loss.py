@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from verl.scoring.pool import DirectScorer
 from verl.single_controller.group import WorkerLostError
 from verl.trainer.weight_sync import StaleEngineError, WeightSync
 from verl.transfer.bucket import plan
+from verl.transfer.stream import Address
 from verl.types import Completion, FinishReason, Message, Score, Task, Trajectory
 
 TEN = Sampling(max_tokens=10, seed=5)
@@ -59,10 +60,14 @@ class Engine:
     async def metrics(self) -> dict[str, float]:
         return {}
 
+    async def connect(self, addresses: Mapping[int, Address]) -> dict[int, list[bytes]]:
+        await self._live("connect")
+        return {rank: [b"key"] for rank in addresses}
+
     async def begin_weights(self, layouts: object) -> None:
         await self._live("begin")
 
-    async def load_bucket(self, layout: object, *handles: object) -> None:
+    async def load_weights(self) -> None:
         await self._live("load")
 
     async def end_weights(self, version: int) -> None:
@@ -99,11 +104,12 @@ class Policy:
     def __init__(self) -> None:
         self.published = 0
 
-    def begin_weight_sync(self) -> None:
+    def begin_weight_sync(self) -> dict[int, Address]:
         self.published += 1
+        return {0: ("127.0.0.1", 1)}
 
-    def send_bucket(self, number: int, version: int) -> list[str]:
-        return ["bucket"]
+    def send_weights(self, keys: Mapping[int, Sequence[bytes]], version: int) -> None:
+        assert set(keys) <= {0}
 
     def end_weight_sync(self) -> None:
         """Nothing."""
@@ -171,7 +177,7 @@ async def test_requests_of_a_lost_engine_are_repeated_with_seed_and_weight_versi
     assert all(each.versions == (7,) * 10 for each in await answered(pool, 6))
 
 
-@pytest.mark.parametrize("call", ["begin", "load", "end", "generate"])
+@pytest.mark.parametrize("call", ["connect", "begin", "load", "end", "generate"])
 @pytest.mark.parametrize("size", [1, 2])
 async def test_an_engine_lost_during_weight_sync_gets_the_weights_when_it_is_replaced(size: int, call: str) -> None:
     engines = Engines([Engine([call]), *(Engine() for _ in range(size - 1))], [Engine([call])])

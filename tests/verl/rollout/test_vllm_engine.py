@@ -37,7 +37,7 @@ from verl.rollout.speculation import DraftCounter
 from verl.rollout.vllm_engine import VLLMEngine, VLLMSettings
 from verl.rollout.vllm_extension import _end_with, refusals
 from verl.transfer.bucket import BucketLayout, BucketSender
-from verl.transfer.shared_memory import ByReference, SharedFile, SharedMemory
+from verl.transfer.shared_memory import ByValue, SharedFile, SharedMemory
 from verl.types import Completion, FinishReason
 from verl.workers.model import PackedPolicy, hf_named_parameters, load_causal_lm
 
@@ -327,7 +327,7 @@ def test_an_unknown_weight_is_refused(runner: Runner, policy: PackedPolicy) -> N
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**13, 2**30])
-@pytest.mark.parametrize("sender", [SharedMemory, ByReference])
+@pytest.mark.parametrize("sender", [SharedMemory, ByValue])
 def test_weights_arrive_in_buckets_of_any_size_which_cut_layers_in_two(
     runner: Runner, policy: PackedPolicy, bucket_bytes: int, sender: Callable[[], BucketSender]
 ) -> None:

@@ -182,7 +182,8 @@ def weights(trained: PPOTrainer) -> dict[str, Tensor]:
     receiver, found, layouts = Receiver(torch.device("cpu")), {}, trained.weight_sync.layouts
     receiver.begin(layouts)
     for layout in layouts:
-        flat = receiver.receive(layout, trained.learner.policy.send_bucket(layout.number, layout.version))
+        handles = trained.learner.policy.workers.call(PolicyWorker.send_bucket, layout.number, layout.version)
+        flat = receiver.receive(layout, handles)
         found |= {name: view.clone() for name, view in layout.named(flat)}
     return found
 

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.transfer_faults import FAULTS, Campaign, Received, Weights
+from verl.host.daemon import run_in_daemon_thread
 from verl.lora import Lora, adapter_tensors, add_adapter
 from verl.rollout.hf_engine import HFEngine
-from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender
-from verl.transfer.shared_memory import ByReference, SharedMemory
+from verl.transfer.bucket import NUM_SLOTS, BucketHandle, BucketLayout, BucketSender
+from verl.transfer.shared_memory import ByValue, SharedMemory
+from verl.transfer.stream import Inlet, Outlet
 
 LORA = Lora(rank=2, alpha=8.0, targets=("all-linear",))
-SENDERS = [SharedMemory, ByReference]
+SENDERS = [SharedMemory, ByValue]
 Choose = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 
 
@@ -67,7 +69,7 @@ def test_no_fault_of_hundreds_goes_unnoticed(
 ) -> None:
     outcome = Campaign(open_sender, Received(), versions(choose), dtype, BUCKET_BYTES[choose]).run(170)
     assert not outcome.unnoticed
-    assert set(outcome.noticed) == {*FAULTS} - ({"a bucket twice"} if open_sender is ByReference else set())  # the same
+    assert set(outcome.noticed) == {*FAULTS} - ({"a bucket twice"} if open_sender is ByValue else set())  # the same
 
 
 @pytest.mark.slow
@@ -105,6 +107,31 @@ class InEngine:
 def test_the_transformers_engine_refuses_every_fault(choose: Choose) -> None:
     outcome = Campaign(SharedMemory, InEngine(choose), versions(choose), torch.float32, BUCKET_BYTES[choose]).run(85)
     assert not outcome.unnoticed and set(outcome.noticed) == set(FAULTS)
+
+
+class OverAConnection(Received):
+    """What a rank's connection brings, faults and all."""
+
+    def load(self, layout: BucketLayout, handle: BucketHandle) -> None:
+        asyncio.run(self._load(layout, handle))
+
+    async def _load(self, layout: BucketLayout, handle: BucketHandle) -> None:
+        outlet = Outlet("127.0.0.1", NUM_SLOTS)
+        inlet = await Inlet.connect([outlet.address])
+        sending = asyncio.create_task(run_in_daemon_thread(outlet.send, [inlet.key], [(layout, handle)]))
+        try:
+            bucket = await inlet.receive()
+            assert bucket is not None
+            super().load(bucket[0], *bucket[1])
+        finally:
+            inlet.close()
+            await sending
+
+
+@pytest.mark.parametrize("open_sender", SENDERS)
+def test_a_connection_hides_no_fault(open_sender: Callable[[], BucketSender]) -> None:
+    outcome = Campaign(open_sender, OverAConnection(), versions(whole), torch.bfloat16, BUCKET_BYTES[whole]).run(51)
+    assert not outcome.unnoticed and outcome.count == 51
 
 
 class Trusting(Received):

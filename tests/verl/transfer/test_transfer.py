@@ -32,7 +32,7 @@ from verl.transfer.bucket import (
     plan,
 )
 from verl.transfer.gpu import Rendezvous
-from verl.transfer.shared_memory import ByReference, SharedMemory
+from verl.transfer.shared_memory import ByValue, SharedMemory
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_every_weight_is_in_one_bucket_and_a_tied_one_travels_once(dtype: torch.
     assert len(layouts) == {1: 5, 600: 2 if dtype is torch.bfloat16 else 4, 10**9: 1}[bucket_bytes]
     for layout in layouts:
         assert len(layout.slices) == 1 or layout.num_bytes <= bucket_bytes + 512
-        received = received_by(Receiver(CPU), layout, sent_bucket(layout, ByReference()))
+        received = received_by(Receiver(CPU), layout, sent_bucket(layout, ByValue()))
         for name, view in layout.named(received):
             torch.testing.assert_close(view, dict(weights())[name].detach().to(dtype), rtol=0, atol=0)
 
@@ -115,7 +115,7 @@ def test_an_altered_bucket_is_refused_by_its_number_and_names() -> None:
 
 def test_a_bucket_that_is_not_due_or_missing_is_an_error() -> None:
     """One that comes twice, one of an earlier version, one that never comes."""
-    layouts, sender, receiver = plan(weights(), torch.float32, 600), ByReference(), Receiver(CPU)
+    layouts, sender, receiver = plan(weights(), torch.float32, 600), ByValue(), Receiver(CPU)
     receiver.begin(layouts)
     for layout in (layouts[1], replace(layouts[2], version=-1)):
         handle = sent_bucket(layout, sender)
@@ -186,7 +186,7 @@ def test_each_node_with_engines_has_one_writer() -> None:
 
 def test_engines_on_nodes_without_a_rank_are_sent_references() -> None:
     transport = cpu_transport(["a", "b"], ["b", "c"])
-    assert list(transport.senders) == [ByReference, None]
+    assert list(transport.senders) == [ByValue, None]
     assert [list(places) for places in transport.sources] == [[0], [0]]
 
 
