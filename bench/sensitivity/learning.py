@@ -50,7 +50,7 @@ CONDITIONS: Mapping[str, tuple[str, ...]] = {
     "two ranks": (*_BASE, "trainer.n_gpus_per_node=2"),
     "KL loss": (*_BASE, "algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.02"),
     "high rate": (*_BASE, "actor.optim.lr=3e-3", "actor.optim.warmup_steps=16"),
-    "few prompts": (*_BASE, "data.train_batch_size=4", "rollout.n=32"),
+    "few prompts": (*_BASE, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=32"),
     "rejection": (
         *_BASE,
         "algorithm.correction.rejection_level=geometric",
