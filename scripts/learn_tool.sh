@@ -6,7 +6,7 @@
 # The model (scripts/prepare_smollm2.py), the questions, a short SFT on 40 poor demonstrations, GRPO, and the same 100
 # unseen questions before and after it. An interrupted run goes on where it was; a finished one shows its result again.
 # Further variables:
-#   OUT (outputs/learn_tool_SEED)   folder of all outputs
+#   OUT                             folder of all outputs (outputs/learn_tool_SEED, with those of the others that are set)
 #   PLAIN (0)                       share of questions that need no tool
 #   STEPS (1)                       2, 3: questions of two to that many operations; the calculator does one a call
 #   CALLS (1; 4 if STEPS > 1)       calls of an episode, at most
@@ -24,14 +24,18 @@ main() {
         echo "learn_tool: expected a seed (a whole number) or key=value, got '$1'" >&2
         exit 2
     fi
-    local out="${OUT:-outputs/learn_tool_$seed}"
+    local steps="${STEPS:-1}" calls="${CALLS:-}" room=120 tool=calculator
+    if [[ ! "$steps" =~ ^[123]$ || ! "$calls" =~ ^[0-9]*$ ]]; then
+        echo "learn_tool: expected STEPS of 1 to 3 and a whole number of CALLS, got '$steps' and '$calls'" >&2
+        exit 2
+    fi
+    local out="${OUT:-outputs/learn_tool_$seed${PLAIN:+_plain_$PLAIN}${STEPS:+_steps_$STEPS}${CALLS:+_calls_$CALLS}}"
     if [[ -e "$out/result.json" && $# -eq 0 ]]; then
         stage "seed $seed is done; to repeat it, remove $out"
         cat "$out/result.md"
         return
     fi
-    local steps="${STEPS:-1}" room=120 tool=calculator
-    local calls="${CALLS:-$((steps > 1 ? 4 : 1))}"
+    calls="${calls:-$((steps > 1 ? 4 : 1))}"
     if ((steps > 1)); then room=240 tool=scripts/learn_tool/one_operation.py:one_operation; fi
     source scripts/setup_env.sh
     stage "1/5 model"

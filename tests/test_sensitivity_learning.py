@@ -39,17 +39,17 @@ def test_every_row_counts_with_its_mean_over_validations(tmp_path: Path) -> None
 
 
 def test_the_table_needs_all_runs_of_a_mistake(tmp_path: Path) -> None:
-    for name, value in ((RIGHT, 1.0), ("late_mask", 0.5)):
+    for name, value in ((RIGHT, 1.0), ("untrained_end", 0.5)):
         for seed in range(2):
             folder = folder_of(tmp_path, condition_of(name), name, seed)
             folder.mkdir(parents=True)
             rows = [["test", str(row), value + 0.01 * (row + seed)] for row in range(3)]
             (folder / "scores.json").write_text(json.dumps(rows))
     lines = learning.table(tmp_path, range(2)).splitlines()
-    assert lines[2].startswith("| late_mask | plain | 1.015 | -0.500 |")
+    assert lines[2].startswith("| untrained_end | plain | 1.015 | -0.500 |")
     assert lines[-1].startswith("2 seeds. Without runs: flipped_advantages,")
-    assert "late_mask" not in lines[-1]
-    assert "late_mask" in learning.table(tmp_path, range(3)).splitlines()[-1]
+    assert "untrained_end" not in lines[-1]
+    assert "untrained_end" in learning.table(tmp_path, range(3)).splitlines()[-1]
 
 
 def test_an_unknown_mistake_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

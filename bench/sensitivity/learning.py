@@ -40,24 +40,17 @@ _SHORT = (
     "trainer.save_freq=0",
     "trainer.val_before_train=false",
 )
-_BASE = (
-    "recipe=composed_grpo",
-    *_SHORT,
-    "actor.ppo_mini_batch_size=16",  # two updates a step
-    "actor.optim.lr=2e-4",
-    "actor.optim.warmup_steps=3",
-    "actor.optim.schedule=cosine",
-    "actor.optim.min_lr_ratio=0.1",
-)
-_FIRST = ("trainer.total_training_steps=4", "trainer.test_freq=2", "actor.optim.schedule=constant")
+_UPDATES = ("actor.ppo_mini_batch_size=16", "actor.optim.lr=2e-4", "actor.optim.warmup_steps=3")  # two a step
+_CONSTANT = ("recipe=composed_grpo", *_SHORT, *_UPDATES)
+_BASE = (*_CONSTANT, "actor.optim.schedule=cosine", "actor.optim.min_lr_ratio=0.1")
 _TOOL_LOOP = "tool loop"
 CONDITIONS: Mapping[str, tuple[str, ...]] = {
     _PLAIN: _BASE,
-    "first steps": (*_BASE, *_FIRST),
+    "first steps": (*_CONSTANT, "trainer.total_training_steps=4", "trainer.test_freq=2"),
     "two ranks": (*_BASE, "trainer.n_gpus_per_node=2"),
     "KL loss": (*_BASE, "algorithm.kl_placement=loss", "algorithm.kl_coefficient=0.02"),
     "high rate": (*_BASE, "actor.optim.lr=3e-3", "actor.optim.warmup_steps=16"),
-    "few prompts": (*_BASE, "data.train_batch_size=4", "rollout.n=32"),
+    "few prompts": (*_BASE, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=32"),
     "rejection": (
         *_BASE,
         "algorithm.correction.rejection_level=geometric",

@@ -221,13 +221,16 @@ def test_the_report_counts_pairs_and_shows(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_script_refuses_what_is_no_seed_and_shows_a_finished_run_again(tmp_path: Path) -> None:
-    def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", "scripts/learn_tool.sh", *arguments]
-        environment = {**os.environ, "OUT": str(tmp_path)}
+        environment = {**os.environ, "OUT": str(tmp_path), **variables}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
     wrong = script("zero")
     assert wrong.returncode == 2 and "expected a seed (a whole number) or key=value, got 'zero'" in wrong.stderr
+    for variables in ({"STEPS": "4"}, {"STEPS": "two"}, {"CALLS": "some"}):
+        refused = script("7", **variables)
+        assert refused.returncode == 2 and "expected STEPS of 1 to 3 and a whole number of CALLS" in refused.stderr
     (tmp_path / "result.json").write_text("{}")
     (tmp_path / "result.md").write_text("the table\n")
     again = script("7")

@@ -544,7 +544,7 @@ def test_an_uninterrupted_request_is_aborted_by_an_engine_that_ends(interrupted:
     async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
         await aborted.wait()
         output = SimpleNamespace(index=0, token_ids=[], logprobs=[], finish_reason="abort")
-        yield SimpleNamespace(finished=True, outputs=[output])
+        yield SimpleNamespace(finished=True, outputs=[output], num_cached_tokens=None)
 
     async def abort(_: list[str]) -> None:
         aborted.set()
