@@ -82,10 +82,6 @@ class Watched:
         with self.watch.call():
             return self.group.scatter(function, made, *args)
 
-    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        with self.watch.call():
-            return self.group.call_ref(function, *args)
-
     async def submit(self, rank: int, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         with self.watch.call():
             return await self.group.submit(rank, function, *args)

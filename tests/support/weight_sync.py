@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from verl.rollout.engine import SingleEngine
+from verl.rollout.engine import SingleEngine, WeightTarget
 from verl.transfer.bucket import BucketHandle, BucketLayout, BucketSender, plan
 from verl.transfer.shared_memory import SharedMemory
 
@@ -27,14 +27,15 @@ async def sync(
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int = 2**14,
     sender: BucketSender | None = None,
+    pool: WeightTarget | None = None,
 ) -> None:
-    """All of `weights`, in many buckets unless another size is asked for."""
-    named, sender = list(weights), sender or SharedMemory()
+    """All of `weights`, in many buckets unless another size is asked for. pool: of the engine alone, if it has one"""
+    named, sender, target = list(weights), sender or SharedMemory(), pool or engine
     layouts = plan(named, dtype, bucket_bytes)
-    await engine.begin_weights(layouts)
+    await target.begin_weights(layouts)
     tensors = dict(named)
     for layout in layouts:
         flat = filled(layout, sender, tensors)
         handle: BucketHandle = sender.send(layout, flat)
         await engine.load_bucket(layout, handle)
-    await engine.end_weights(version)
+    await target.end_weights(version)

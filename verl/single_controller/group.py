@@ -30,11 +30,7 @@ class WorkerContext:
 
 
 class WorkerGroup(Protocol):
-    """Runs functions whose first argument is the rank's worker object.
-
-    `call_ref` leaves results on the workers and returns references, which `call` and `submit` accept as arguments:
-    large data is transferred once, from worker to worker.
-    """
+    """Runs functions whose first argument is the rank's worker object."""
 
     @property
     def size(self) -> int:
@@ -42,7 +38,7 @@ class WorkerGroup(Protocol):
 
     @property
     def finished_calls(self) -> int:
-        """Counts `call`, `scatter` and `call_ref`: a sign of progress."""
+        """Counts `call` and `scatter`: a sign of progress."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(worker, *args)` on every rank; the results in rank order."""
@@ -52,9 +48,6 @@ class WorkerGroup(Protocol):
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         """`function(worker, shard, *args)`, a shard for each rank; the results in rank order."""
-
-    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `call`, but returns references to the results, once all are ready."""
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         """`function(worker, *args)` on one rank; coroutine functions run concurrently."""
@@ -93,9 +86,6 @@ class WorkerView:
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
         return self.group.scatter(_Member(self.name, function), shards, *args)
-
-    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.group.call_ref(_Member(self.name, function), *args)
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         return self.group.submit(rank, _Member(self.name, function), *args)

@@ -386,21 +386,15 @@ class RayGroup:
         self._gather(self._made, "start")
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._fetch(self.call_ref(function, *args), task_name(function))
+        return self._results([actor.run.remote(function, *args) for actor in self._actors], task_name(function))
 
     def call_beside(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        task = task_name(function)
-        started = [actor.run_beside.remote(function, *args) for actor in self._actors]
-        return self._fetch(self._wait_all(started, task), task)
+        return self._results([actor.run_beside.remote(function, *args) for actor in self._actors], task_name(function))
 
     def scatter(self, function: Callable[..., Any], shards: Iterable[Any], *args: Any) -> list[Any]:
-        task = task_name(function)
         call: bytes = ray.cloudpickle.dumps((function, args))  # type: ignore[no-untyped-call]  # Ray's
         started = [actor.run_on.remote(shard, call) for actor, shard in zip(self._actors, shards, strict=True)]
-        return self._fetch(self._wait_all(started, task), task)
-
-    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._wait_all([actor.run.remote(function, *args) for actor in self._actors], task_name(function))
+        return self._results(started, task_name(function))
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         _, result = self._actors[rank].run.remote(function, *args)
@@ -466,15 +460,12 @@ class RayGroup:
         except RayError as error:
             raise self._failure(rank, task, error, info) from self._traceback_cause(error)
 
-    def _wait_all(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
-        """References to the results. Raises WorkerError as `_wait` does."""
-        self._wait([mark for mark, _ in started], task)
-        return [result for _, result in started]
-
-    def _fetch(self, refs: Sequence[Any], task: str) -> list[Any]:
-        """Raises WorkerError if a result was lost since, or is a large error on another node."""
+    def _results(self, started: Sequence[tuple[Any, Any]], task: str) -> list[Any]:
+        """Of calls, each a completion marker and a result. Raises WorkerError as `_wait` does, and if a result was lost
+        since, or is a large error on another node."""
+        self._wait([marker for marker, _ in started], task)
         results = []
-        for rank, ref in enumerate(refs):
+        for rank, (_, ref) in enumerate(started):
             try:
                 results.append(ray.get(ref, timeout=self._timeout_s))
             except RayError as error:

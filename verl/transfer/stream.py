@@ -30,7 +30,8 @@ Address = tuple[str, int]  # host and port of a rank
 _KEY_BYTES = 16
 _SIZE = struct.Struct("!Q")
 _LOADED = b"\0"  # an engine's answer to a bucket
-_REACH_S = 10.0  # for a connection, and for the first bytes on it
+_REACH_S = 10.0  # for a connection
+_KEY_S = 2.0  # for the key, which an engine has sent by then
 _QUEUE = 1024  # engines that have connected while the rank is busy
 
 
@@ -77,7 +78,7 @@ class Outlet:
                 connection, _ = self._listening.accept()
             except TimeoutError:
                 return
-            connection.settimeout(_REACH_S)
+            connection.settimeout(_KEY_S)
             if (key := _key(connection)) not in missing:  # of a weight sync that was given up, or a stranger
                 connection.close()
                 continue

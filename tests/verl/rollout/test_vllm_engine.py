@@ -291,7 +291,7 @@ def test_an_interrupted_request_continues_with_the_new_weights(runner: Runner, p
     async def update_meanwhile() -> tuple[Completion, ...]:
         pending = asyncio.ensure_future(pool.generate([5], Sampling(400, n=2)))
         await some_written(runner.engine)
-        await sync(pool, 2, hf_named_parameters(changed))
+        await sync(runner.engine, 2, hf_named_parameters(changed), pool=pool)
         assert not pending.done()
         return await pending
 

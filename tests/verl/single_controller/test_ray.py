@@ -66,14 +66,6 @@ def add(worker: Worker, shard: int, more: int) -> int:
     return worker.seat.rank + shard + more
 
 
-def tensors(worker: Worker) -> list[tuple[str, torch.Tensor]]:
-    return [("a", torch.full((4,), float(worker.seat.rank))), ("b", torch.arange(3).to(torch.bfloat16))]
-
-
-def total(worker: Worker, named: list[tuple[str, torch.Tensor]]) -> float:
-    return sum(float(tensor.float().sum()) for _, tensor in named)
-
-
 def apply(worker: Worker, function: Callable[[int], int], value: int) -> int:
     return function(value)
 
@@ -103,10 +95,6 @@ def unpacked(content: bytes) -> Result:
 
 def result(worker: Worker) -> Result:
     return Result()
-
-
-def nothing_of(worker: Worker, result: Result) -> int:
-    return len(unpackings)
 
 
 def fail(worker: Worker) -> None:
@@ -171,8 +159,6 @@ def check_verbs(group: WorkerGroup) -> None:
     ranks = list(range(group.size))
     assert group.call(rank_of, 1, 2) == [rank + 3 for rank in ranks]
     assert group.scatter(add, [10 * rank for rank in ranks], 5) == [11 * rank + 5 for rank in ranks]
-    refs = group.call_ref(tensors)
-    assert group.call(total, refs[-1]) == [4.0 * ranks[-1] + 3.0] * group.size
     assert asyncio.run(awaited(group)) == 7 + ranks[-1]
     assert WorkerView(group, "inner").call(inner_rank, 1) == [rank + 1 for rank in ranks]
 
@@ -276,10 +262,8 @@ def test_an_exception_names_the_rank_and_what_it_was_doing(group: RayGroup) -> N
         asyncio.run(group.submit(1, fail))  # type: ignore[arg-type]
 
 
-def test_results_are_unpacked_once_and_those_that_are_referred_to_not_at_all(group: RayGroup) -> None:
+def test_results_are_unpacked_once(group: RayGroup) -> None:
     unpackings.clear()
-    refs = group.call_ref(result)
-    assert unpackings == [] and group.call(nothing_of, refs[0]) == [1, 1]
     group.call(result)
     assert unpackings == [os.getpid()] * group.size
 

@@ -184,7 +184,7 @@ async def test_ranks_of_different_buckets_are_noticed() -> None:
 
 
 async def test_strangers_and_engines_of_other_weight_syncs_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_REACH_S", 2.0)  # how long one that sends nothing is listened to
+    monkeypatch.setattr(stream, "_KEY_S", 0.5)  # how long one that sends nothing is listened to
     rank = Sending(SharedMemory())
     with socket.create_connection(rank.outlet.address) as stranger, socket.create_connection(rank.outlet.address):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")

@@ -25,9 +25,6 @@ class LocalGroup:
         (shard,) = shards
         return [function(self._worker, shard, *args)]
 
-    def call_ref(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.call(function, *args)
-
     async def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         assert rank == 0
         result = function(self._worker, *args)
