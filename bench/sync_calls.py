@@ -27,11 +27,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import common  # noqa: F401  the repository on sys.path
 import numpy as np
 import torch
+from weight_sync import Sink
 
-from toolrl.check.preflight.scripted_engine import ScriptedEngine
 from verl.host.daemon import run_in_daemon_thread
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool
@@ -39,7 +38,7 @@ from verl.single_controller.group import Method, WorkerContext
 from verl.single_controller.ray import Bundle, Cluster, RayGroup
 from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.weight_sync import WeightSync
-from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, plan
+from verl.transfer.bucket import BucketHandle, BucketLayout, plan
 from verl.transfer.shared_memory import SharedMemory
 from verl.workers.policy_worker import PolicyWorker
 
@@ -68,23 +67,6 @@ class Rank(PolicyWorker):
             return None
         layout = replace(self.layouts[number], version=version)
         return self.sender.send(layout, self.sender.buffer(layout).fill_(number))
-
-
-class Sink(ScriptedEngine):
-    """An engine that checks weights and ignores them."""
-
-    def __init__(self, seat: WorkerContext) -> None:
-        super().__init__(lambda prompt_ids, index: ())
-        self._receiver = Receiver(torch.device("cpu"))
-
-    async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
-        self._receiver.begin(layouts)
-
-    async def load_bucket(self, layout: BucketLayout, *handles: BucketHandle) -> None:
-        self._receiver.receive(layout, handles)
-
-    async def end_weights(self, version: int) -> None:
-        self._receiver.end()
 
 
 def use(rank: Rank, layouts: Sequence[BucketLayout]) -> None:

@@ -32,6 +32,7 @@ import torch
 from common import Result, Side, answer, report, requests
 from torch import Tensor
 
+from toolrl.check.preflight.scripted_engine import ScriptedEngine
 from verl.rollout.engine import Sampling
 from verl.rollout.pool import EnginePool
 from verl.rollout.vllm_extension import WeightReceiver
@@ -59,10 +60,11 @@ def make_model(path: str) -> None:
     Qwen2ForCausalLM(qwen2(576, 1536, 30, 9, 3, 49152, max_position_embeddings=2048)).save_pretrained(path)
 
 
-class Sink:
+class Sink(ScriptedEngine):
     """An engine that receives weights and ignores them."""
 
     def __init__(self, seat: WorkerContext) -> None:
+        super().__init__(lambda prompt_ids, index: ())
         torch.set_num_threads(1)
         self._receiver = Receiver(torch.device("cpu"))
 

@@ -110,14 +110,16 @@ class WeightSync:
         Raises NotFiniteError where the trainer's own log-probs are not finite: then the engine is not to blame.
         """
         try:
-            answers = [(prompt, await engines.probe(prompt, self.sampling)) for prompt in self.probes]
+            answers = await asyncio.gather(*(engines.probe(prompt, self.sampling) for prompt in self.probes))
         except (VerlError, RuntimeError):
             ends = [
                 (prompt[:-1], Completion(prompt[-1:], (0.0,), FinishReason.LENGTH, version)) for prompt in self.probes
             ]
             await self._scored(ends, version)
             raise
-        written = [(prompt, completions[0]) for prompt, each in answers for completions in each]
+        written = [
+            (prompt, completions[0]) for prompt, each in zip(self.probes, answers, strict=True) for completions in each
+        ]
         if stale := {completion.weight_version for _, completion in written} - {version}:
             problem = f"the engine answers with version {sorted(stale)}"
             raise StaleEngineError(f"weight sync check failed at version {version}: {problem}")

@@ -159,7 +159,7 @@ async def test_an_engines_failure_ends_the_sync_without_waiting_for_ranks() -> N
     sync, ranks, _ = made([Engine({1: EngineError("checksum mismatch")}), Engine()], 2, gather=gather)
     with pytest.raises(EngineError, match="checksum mismatch"):
         await asyncio.wait_for(sync.push(1), 60)
-    assert max(gathered) == 2
+    assert max(gathered) <= 2
     before = threading.active_count()
     held.set()
     while threading.active_count() == before or len(gathered) < 2 * len(WEIGHTS):
