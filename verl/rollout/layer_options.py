@@ -29,15 +29,15 @@ def check_layers(config: PretrainedConfig, dtype: str, on_cpu: bool) -> None:
     dtype: of the engine
     """
     model_type = config.model_type
-    refused = f"rollout.name=vllm cannot run {model_type}"
+    refused = f"vLLM cannot run {model_type}"
     if model_type in _REMOVED:
-        raise ConfigError(f"{refused}: since 0.24 it has no class of this model; set rollout.name=hf")
+        raise ConfigError(f"{refused}: since 0.24 it has no class of this model; a training can set rollout.name=hf")
     if on_cpu and model_type in _NEED_TRITON:
-        raise ConfigError(f"{refused} on a CPU: its layers need Triton; set rollout.name=hf")
+        raise ConfigError(f"{refused} on a CPU: its layers need Triton; a training can set rollout.name=hf")
     if on_cpu and model_type in _DELTA_NETS and dtype != "bfloat16":
         raise ConfigError(
             f"{refused} in {dtype} on a CPU: its gated delta nets are computed in bfloat16 alone; set "
-            "rollout.dtype=bfloat16, or rollout.name=hf"
+            "rollout.dtype=bfloat16 (--dtype of toolrl serve), or for a training rollout.name=hf"
         )
     if on_cpu and model_type in _DELTA_NETS:
         _check_delta_heads(config.get_text_config(), refused)
@@ -54,7 +54,7 @@ def _check_delta_heads(text: PretrainedConfig, refused: str) -> None:
     if key != value or key not in _DELTA_HEADS:
         raise ConfigError(
             f"{refused} on a CPU: heads of its gated delta nets have sizes {key} (key) and {value} (value), and only "
-            f"{' or '.join(map(str, _DELTA_HEADS))} for both is computed there; set rollout.name=hf"
+            f"{' or '.join(map(str, _DELTA_HEADS))} for both is computed there; a training can set rollout.name=hf"
         )
 
 

@@ -188,6 +188,7 @@ _WITHOUT_SCRIPT = {  # nothing published that could be compared
     "composed_ppo",
     "embedded",
     "grpo",
+    "learn_calls",
     "learn_tool",
     "mini_grpo",
     "mini_ppo",

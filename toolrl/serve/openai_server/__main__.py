@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
@@ -39,7 +40,7 @@ from verl.host.arguments import Arguments
 from verl.host.exits import write_error
 from verl.host.packages import SET_UP
 from verl.pretrained import read_model_config, read_tokenizer
-from verl.rollout.layer_options import state_options
+from verl.rollout.layer_options import check_layers, state_options
 
 _GENERATION_CONFIG = "generation_config.json"
 _MOST_BYTES = 1 << 22  # of a chat template or a tool parser
@@ -120,18 +121,34 @@ def serving_command(options: argparse.Namespace, further: Sequence[str]) -> tupl
         *("--middleware", f"{CheckedRequests.__module__}.{CheckedRequests.__name__}"),
         *(["--generation-config", str(folder)] if (folder / _GENERATION_CONFIG).is_file() else []),
         *([] if on_gpu else ["--enforce-eager"]),
-        *_state_arguments(model, on_gpu),
+        *_state_arguments(model, on_gpu, further),
         *further,
     ]
     environment = {**({} if on_gpu else _CPU_DEFAULTS), **_QUIET, **os.environ}
     return command, {**environment, "VLLM_API_KEY": token} if token else environment
 
 
-def _state_arguments(model: str, on_gpu: bool) -> list[str]:
-    """Those of layers with state, as engines have them in training."""
-    options = state_options(read_model_config(model).model_type, not on_gpu, {})
-    spelled = ((name.replace("_", "-"), value) for name, value in options.items())
-    return [f"--no-{name}" if value is False else f"--{name}={json.dumps(value)}" for name, value in spelled]
+def _state_arguments(model: str, on_gpu: bool, further: Sequence[str]) -> list[str]:
+    """Those of layers with state, as engines have them in training. Raises ConfigError for a model that vLLM cannot
+    run, and for one of them in further arguments, of which vLLM would take the last alone."""
+    config = read_model_config(model)
+    check_layers(config, _dtype(further), not on_gpu)
+    options = state_options(config.model_type, not on_gpu, {})
+    needed = []
+    for name, value in ((name.replace("_", "-"), value) for name, value in options.items()):
+        argument = f"--no-{name}" if value is False else f"--{name}={json.dumps(value)}"
+        if given := [each for each in further if re.match(rf"--(no-)?{name}([=.]|$)", each.replace("_", "-"))]:
+            raise ConfigError(f"{given[0]} cannot be given: {config.model_type} needs {argument} on a CPU")
+        needed.append(argument)
+    return needed
+
+
+def _dtype(further: Sequence[str]) -> str:
+    """The engine's: as its arguments have it, or what vLLM takes for most models."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="bfloat16")
+    dtype: str = parser.parse_known_args([*further])[0].dtype
+    return dtype
 
 
 # Without them vLLM takes half of the memory, and binds threads to cores that other processes use.

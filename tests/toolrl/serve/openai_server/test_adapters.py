@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.conftest import need_vllm
 from tests.support.stateful import save_stateful
@@ -52,9 +53,9 @@ def make_adapter_run(folder: Path, base: Path, rank: int, seed: int = 0, setting
     return folder
 
 
-def command_of(*argv: str) -> list[str]:
+def command_of(*argv: str, further: Sequence[str] = ("--dtype", "float32")) -> list[str]:
     need_vllm()
-    return serving_command(arguments().read([*argv, "--port", "0"]), ["--dtype", "float32"])[0]
+    return serving_command(arguments().read([*argv, "--port", "0"]), further)[0]
 
 
 def value(command: Sequence[str], option: str) -> str:
@@ -173,6 +174,21 @@ def test_layers_with_state_are_computed_as_in_training(kind: str, argument: str,
         command = command_of(str(run))
         assert value(command, "--model") == str(loaded) and argument in command
     assert argument not in command_of(str(make_run(tmp_path / "other")))
+    name = argument.removeprefix("--no-").removeprefix("--").partition("=")[0]
+    for given in (f"--{name}", f"--{name}=x", f"--{name.replace('-', '_')}.y=z", f"--no-{name}"):
+        with pytest.raises(ConfigError, match=rf"{re.escape(given)} cannot be given: {kind} needs --"):
+            command_of(str(whole), further=[given])
+    assert command_of(str(whole), further=[f"--{name}-x"])[-1] == f"--{name}-x"  # another option
+
+
+def test_a_model_that_vllm_cannot_run_is_not_served(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    CONFIG_MAPPING["qwen3_5_text"]().save_pretrained(run / "checkpoints" / "step-000048" / "hf")
+    for further in (["--dtype", "float32"], ["--seed", "1", "--dtype=float32"]):
+        with pytest.raises(
+            ConfigError, match=r"vLLM cannot run qwen3_5_text in float32 on a CPU.*--dtype of toolrl serve"
+        ):
+            command_of(str(run), further=further)
 
 
 @pytest.mark.long
