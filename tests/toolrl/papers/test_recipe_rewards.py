@@ -32,6 +32,7 @@ from verl.types import (
     Message,
     Outcome,
     Score,
+    StopReason,
     Task,
     ToolStatus,
     ToolUse,
@@ -68,7 +69,7 @@ def episode(
         for number, text in enumerate(texts)
     )
     used = tuple(ToolUse("python", status, 0.1) for status in uses)
-    return Trajectory(of, 0, turns, finish, Outcome.SCORED, used, score=score)
+    return Trajectory(of, 0, turns, StopReason(finish), Outcome.SCORED, used, score=score)
 
 
 def total(name: str, trajectory: Trajectory, **options: Any) -> float:
@@ -202,7 +203,7 @@ def test_otc_ppo_pays_right_answers_alone() -> None:
     options = {"answers": "math", "max_calls": 4, "scale": 2.0}
     assert total("otc_ppo", episode(FIVE, right, uses=[OK]), **options) == pytest.approx(sqrt(3))
     assert total("otc_ppo", episode(FIVE, wrong), **options) == 0.0
-    with pytest.raises(ConfigError, match="answers must be search or math"):
+    with pytest.raises(ConfigError, match="answers must be search, math or number"):
         build_reward("otc_ppo", {"answers": "maths"})
 
 
@@ -225,6 +226,21 @@ def test_otcs_format_factor() -> None:
     assert reward.shape(none_right, {}) == ((0.5, 0.5), {})  # none was right yet: form alone, whatever the calls
     rewards, _ = reward.shape(group(FIVE, (True, 2), (False, 1), format=0.5), {})
     assert rewards == pytest.approx((1.5, 0.5 * sin(pi / 3)))
+
+
+def test_otc_reads_numbers_as_the_reward_of_numbers_does() -> None:
+    """The last one of the last turn, in an episode that ended by itself; r_tool is cos(pi/3) after the only call."""
+    options = {"answers": "number", "max_calls": 1, "format": 0.5}
+    called = episode(FIVE, "Look: 7", "It is 5.", uses=[OK])
+    assert total("otc_ppo", called, **options) == pytest.approx(0.5 * 1.5)
+    assert total("otc_ppo", episode(FIVE, "It is 5."), **options) == 1.5
+    assert total("otc_ppo", episode(FIVE, "It is 5, or 6."), **options) == 0.5
+    assert total("otc_ppo", episode(FIVE, "5", "No idea."), **options) == 0.0
+    assert total("otc_ppo", replace(called, stop_reason=StopReason.MAX_TOOL_CALLS), **options) == pytest.approx(0.25)
+    reward = build_reward("otc_grpo", {"answers": "number"})
+    with pytest.raises(DataError, match="a number, such as 1234"):
+        reward.check_task(PARIS)
+    reward.check_task(FIVE)
 
 
 def group(of: Task, *outcomes: tuple[bool, int], **options: Any) -> TrajectoryGroup:
@@ -429,6 +445,7 @@ LABS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("retool", {"shaped": True}, MATH_GOLDS),
     ("otc_ppo", {"answers": "math", "scale": 2.0}, MATH_GOLDS),
     ("otc_grpo", {}, ["Paris", PARIS.answer]),
+    ("otc_grpo", {"answers": "number", "format": 0.5}, ["5", "-1,200.50"]),
     ("otc_ppo", {"format": 0.5}, ["Paris", PARIS.answer]),
     ("zerotir", {"format_penalties": True}, MATH_GOLDS),
     ("zerotir", {"loose": True}, MATH_GOLDS),

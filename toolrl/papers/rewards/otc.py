@@ -16,10 +16,13 @@ from typing import Any, ClassVar
 
 from toolrl.reward_score.answers import answer_response, corrupted_answers, episode_text, exact_match, follows_cycle
 from toolrl.reward_score.math import boxed, corrupted_boxes, last_box, math_correct
+from toolrl.reward_score.number import NumberReward, last_number
 from verl.errors import ConfigError
 from verl.text import prompt_sha256
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import Mutation, as_mutations, written
+
+_NUMBERS = NumberReward()
 
 
 def frugality(calls: int, smoothing: float) -> float:
@@ -34,32 +37,42 @@ def fit(calls: int, fewest: int, smoothing: float) -> float:
 
 @dataclass(frozen=True)
 class _OtcReward:
-    """Options: answer type (math: a box; search: an answer block), c (`max_calls`), a (`scale`), `format`.
+    """Options: answer type (math: a box; search: an answer block; number: the last one, as `reward.name=number` reads
+    it), c (`max_calls`), a (`scale`), `format`.
 
-    format: points of r_phi for the right format. Search: thought, call, observation, .. , thought, answer; math: a box
+    format: points of r_phi for the right format. Search: thought, call, observation, .. , thought, answer; math: a box;
+    number: one in the last turn
     """
 
     reads_step: ClassVar[bool] = False
 
-    answers: str = "search"  # search | math
+    answers: str = "search"  # search | math | number
     max_calls: float = 4.0
     scale: float = 1.0
     format: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.answers not in ("search", "math"):
-            raise ConfigError(f"reward option answers must be search or math, got {self.answers!r}")
+        if self.answers not in ("search", "math", "number"):
+            raise ConfigError(f"reward option answers must be search, math or number, got {self.answers!r}")
         for name in ("max_calls", "scale"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"reward option {name} must be positive, got {getattr(self, name)!r}")
         if self.format < 0:
             raise ConfigError(f"reward option format must be 0 or more, got {self.format!r}")
 
+    def check_task(self, task: Task) -> None:
+        """Raises DataError if the gold answer should be a number and is none."""
+        if self.answers == "number":
+            _NUMBERS.check_task(task)
+
     def parts(self, trajectory: Trajectory, task: Task) -> dict[str, float]:
         """The summands of r_phi."""
         if self.answers == "math":
             response = written(trajectory)
             correct, form = math_correct(response, task.answer), last_box(response) is not None
+        elif self.answers == "number":
+            correct = _NUMBERS.score(trajectory, task, 0).total == 1.0
+            form = bool(trajectory.turns) and last_number(trajectory.turns[-1].message.content) is not None
         else:
             correct = exact_match(episode_text(trajectory), task.answer)
             form = follows_cycle(trajectory, "search", "observation")
@@ -70,9 +83,13 @@ class _OtcReward:
         return self.scale * (1.0 + self.format)
 
     def gold(self, task: Task, step: int) -> str:
+        if self.answers == "number":
+            return _NUMBERS.gold(task, step)
         return boxed(task.answer) if self.answers == "math" else answer_response(task.answer)
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
+        if self.answers == "number":
+            return _NUMBERS.mutations(task, step)
         return as_mutations((corrupted_boxes if self.answers == "math" else corrupted_answers)(task.answer))
 
 
