@@ -6,7 +6,7 @@
 # The model (scripts/prepare_smollm2.py), the questions, a short SFT on 40 poor demonstrations, GRPO, and the same 100
 # unseen questions before and after it. An interrupted run goes on where it was; a finished one shows its result again.
 # Further variables:
-#   OUT                             folder of all outputs (outputs/learn_tool_SEED, with those of the others that are set)
+#   OUT                             folder of all outputs (outputs/learn_tool_SEED, and those of the others that are set)
 #   PLAIN (0)                       share of questions that need no tool
 #   STEPS (1)                       2, 3: questions of two to that many operations; the calculator does one a call
 #   CALLS (1; 4 if STEPS > 1)       calls of an episode, at most
@@ -24,7 +24,7 @@ main() {
         echo "learn_tool: expected a seed (a whole number) or key=value, got '$1'" >&2
         exit 2
     fi
-    local steps="${STEPS:-1}" calls="${CALLS:-}" room=120 tool=calculator
+    local steps="${STEPS:-1}" calls="${CALLS:-}" room=120 tool=calculator pack=16384
     if [[ ! "$steps" =~ ^[123]$ || ! "$calls" =~ ^[0-9]*$ ]]; then
         echo "learn_tool: expected STEPS of 1 to 3 and a whole number of CALLS, got '$steps' and '$calls'" >&2
         exit 2
@@ -36,7 +36,10 @@ main() {
         return
     fi
     calls="${calls:-$((steps > 1 ? 4 : 1))}"
-    if ((steps > 1)); then room=240 tool=scripts/learn_tool/one_operation.py:one_operation; fi
+    if ((steps > 1)); then
+        room=240 tool=scripts/learn_tool/one_operation.py:one_operation
+        pack=4096  # all episodes in one take too much memory
+    fi
     source scripts/setup_env.sh
     stage "1/5 model"
     "$VERL_PYTHON" scripts/prepare_smollm2.py --out models/smollm2
@@ -56,7 +59,8 @@ main() {
     "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=learn_tool model.path="$start/hf" \
         data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
         data.max_response_length="$room" env.tools=["$tool"] env.max_tool_calls="$calls" \
-        trainer.seed="$seed" trainer.default_local_dir="$out" "$@"
+        actor.max_tokens_per_pack="$pack" trainer.seed="$seed" \
+        trainer.default_local_dir="$out" "$@"
     stage "5/5 result in $out"
     "$VERL_PYTHON" scripts/learn_tool/report.py "$out"
 }
