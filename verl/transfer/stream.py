@@ -39,9 +39,18 @@ class Outlet:
     """A rank's end of the connections to its engines, for one weight sync."""
 
     def __init__(self, host: str, num_slots: int) -> None:
-        """host: of this rank, as engines reach it; num_slots: buckets alive at once"""
+        """Raises EngineError if the host is not this machine's.
+
+        host: of this rank, as engines reach it; num_slots: buckets alive at once
+        """
         self._num_slots = num_slots
-        self._listening = socket.create_server((host, 0), family=_family(host), backlog=_QUEUE)
+        try:
+            self._listening = socket.create_server((host, 0), family=_family(host), backlog=_QUEUE)
+        except OSError as error:
+            raise EngineError(
+                f"a trainer rank cannot listen on {host}, which Ray has as its node's address ({error}); start Ray on "
+                "that node with the address of one of its networks: ray start --node-ip-address"
+            ) from error
         self._loaded: dict[socket.socket, int] = {}  # number of buckets, by engine
 
     @property

@@ -216,6 +216,11 @@ async def test_a_rank_that_cannot_be_reached_is_an_error() -> None:
         await Inlet.connect([(host, port)])
 
 
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(EngineError, match=r"cannot listen on 192\.0\.2\.1, .*Cannot assign .*--node-ip-address"):
+        Outlet("192.0.2.1", NUM_SLOTS)  # of documentation (RFC 5737)
+
+
 async def test_a_canceled_engine_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
     rank = Sending(SharedMemory())
