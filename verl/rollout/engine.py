@@ -48,8 +48,8 @@ class WeightTarget(Protocol):
     """Engines as a weight sync sees them: one, all of a pool, or some of it."""
 
     async def connect(self, addresses: Mapping[int, Address]) -> Mapping[int, Sequence[bytes]]:
-        """Connect to the trainer ranks with these addresses, for one weight sync. Returns by rank the keys by which it
-        knows its engines."""
+        """Connect to the trainer ranks with these addresses, after `begin_weights`. Returns by rank the keys by which
+        it knows its engines."""
 
     async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
         """Prepare to receive all weights in buckets. Requests wait until `end_weights`. Raises EngineError, and keeps

@@ -83,8 +83,10 @@ class WeightSync:
         return diffs
 
     async def _push_to(self, engines: WeightTarget, version: int) -> None:
-        keys = await engines.connect(await run_in_daemon_thread(self.policy.begin_weight_sync))
+        addresses = await run_in_daemon_thread(self.policy.begin_weight_sync)
         await engines.begin_weights([replace(each, version=version) for each in self.layouts])
+        # Last: a rank would wait forever for an engine that is lost in between, but whose process does not hang up.
+        keys = await engines.connect(addresses)
         send = partial(self.policy.send_weights, keys, version)
         both = [asyncio.create_task(each) for each in (engines.load_weights(), run_in_daemon_thread(send))]
         try:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 import secrets
+import selectors
 import socket
 import struct
+import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
@@ -31,8 +33,8 @@ _KEY_BYTES = 16
 _SIZE = struct.Struct("!Q")
 _LOADED = b"\0"  # an engine's answer to a bucket
 _REACH_S = 10.0  # for a connection
-_KEY_S = 2.0  # for the key, which an engine has sent by then
 _QUEUE = 1024  # engines that have connected while the rank is busy
+_SILENT_S = 120.0  # until a machine is gone; longer than an engine stays stopped, or loads a bucket: it reads none then
 
 
 class Outlet:
@@ -79,22 +81,32 @@ class Outlet:
         self._loaded.clear()
 
     def _accept(self, keys: Collection[bytes]) -> None:
-        """They have connected by now. One that does not show up is taken for lost; if it is not, it misses buckets."""
-        missing = set(keys)
-        self._listening.settimeout(_REACH_S)
-        while missing:
-            try:
-                connection, _ = self._listening.accept()
-            except TimeoutError:
-                return
-            connection.settimeout(_KEY_S)
-            if (key := _key(connection)) not in missing:  # of a weight sync that was given up, or a stranger
-                connection.close()
-                continue
-            missing.remove(key)
-            connection.settimeout(None)
-            _watch(connection)
-            self._loaded[connection] = 0
+        """They have connected by now. One that does not show up is taken for lost; if it is not, it misses buckets.
+
+        Strangers, of a weight sync that was given up, too, are listened to beside each other: none delays the engines.
+        """
+        missing, deadline = set(keys), time.monotonic() + _REACH_S
+        self._listening.setblocking(False)
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._listening, selectors.EVENT_READ)
+            while missing and (ready := waiting.select(max(0.0, deadline - time.monotonic()))):
+                for each, _ in ready:
+                    connection = each.data
+                    if connection is None:
+                        with suppress(BlockingIOError, ConnectionError):  # it has gone again
+                            connection, _ = self._listening.accept()
+                            waiting.register(connection, selectors.EVENT_READ, connection)
+                        continue
+                    waiting.unregister(connection)
+                    if (key := _key(connection)) not in missing:
+                        connection.close()
+                        continue
+                    missing.remove(key)
+                    _watch(connection)
+                    self._loaded[connection] = 0
+            for each in waiting.get_map().values():
+                if each.data is not None:
+                    each.data.close()
 
     def _send(self, bucket: tuple[BucketLayout, BucketHandle | None]) -> None:
         parts = _parts(bucket)
@@ -174,7 +186,10 @@ class Inlet:
                 await loop.sock_sendall(each, _LOADED)
 
     def close(self) -> None:
+        loop = asyncio.get_running_loop()
         for each in self._connections:
+            if each.fileno() >= 0:  # the loop would take the next socket of this number for one that it watches
+                loop.remove_reader(each)
             each.close()
 
 
@@ -183,7 +198,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _key(connection: socket.socket) -> bytes:
-    """What an engine sends first; empty if nothing comes."""
+    """What an engine sends first; empty if it has hung up."""
     try:
         return connection.recv(_KEY_BYTES)
     except OSError:
@@ -191,10 +206,14 @@ def _key(connection: socket.socket) -> bytes:
 
 
 def _watch(connection: socket.socket) -> None:
-    """A machine that is gone does not hang up: the kernel asks it every 5 s, and gives up after half a minute."""
+    """A machine that is gone does not hang up: the kernel asks it every 5 s, and gives up after two minutes.
+
+    It does not ask while bytes are under way, and would send them again for a quarter of an hour.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         connection.setsockopt(socket.IPPROTO_TCP, option, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENT_S * 1000))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

@@ -23,6 +23,7 @@ from verl.trainer.policy import PackSettings, Policy
 from verl.trainer.weight_sync import WeightSync
 from verl.transfer.bucket import BucketHandle, BucketLayout, Receiver, plan
 from verl.transfer.shared_memory import SharedMemory
+from verl.types import Completion
 from verl.workers.policy_worker import PolicyWorker
 
 WEIGHTS = {f"w{number}": torch.full((40,), float(number)) for number in range(9)}
@@ -186,6 +187,34 @@ async def test_a_lost_engine_gets_the_weights_once_it_is_replaced() -> None:
     await sync._to_lost(1)
     assert pool.lost == [] and engines.workers[0].is_whole
     assert ranks.calls["send_weights"] == 2 and engines.calls["load_weights"] == 3
+
+
+async def test_no_rank_waits_for_an_engine_that_is_lost_before_its_first_bucket() -> None:
+    """Though its process lives, and so does not hang up: a vLLM that dies when the weight sync starts."""
+
+    class Lost(Engine):
+        async def begin_weights(self, layouts: Sequence[BucketLayout]) -> None:
+            raise EngineLostError("vLLM died")
+
+    sync, _, engines = made([Lost(), Engine()])
+    await asyncio.wait_for(sync.push(1), 60)
+    assert engines.workers[1].is_whole
+    await asyncio.wait_for(sync._to_lost(1), 60)
+    assert engines.workers[0].is_whole
+
+
+async def test_no_rank_waits_for_an_engine_that_is_lost_while_it_writes() -> None:
+    class Writes(Engine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> tuple[Completion, ...]:
+            await asyncio.sleep(0.3)
+            raise EngineLostError("vLLM died")
+
+    sync, _, engines = made([Writes(), Engine()])
+    request = asyncio.create_task(sync.engine.generate((1,), Sampling(1)))
+    await asyncio.sleep(0.1)
+    await asyncio.wait_for(sync.push(1), 60)
+    assert engines.workers[1].is_whole
+    request.cancel()
 
 
 async def test_a_canceled_sync_leaves_no_thread_behind() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,27 +185,40 @@ async def test_ranks_of_different_buckets_are_noticed() -> None:
     await asyncio.gather(*sending)
 
 
-async def test_strangers_and_engines_of_other_weight_syncs_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_KEY_S", 0.5)  # how long one that sends nothing is listened to
+async def test_strangers_and_engines_of_other_weight_syncs_get_nothing() -> None:
+    """Silent ones do not delay the others."""
     rank = Sending(SharedMemory())
-    with socket.create_connection(rank.outlet.address) as stranger, socket.create_connection(rank.outlet.address):
+    silent = [socket.create_connection(rank.outlet.address) for _ in range(5)]
+    with socket.create_connection(rank.outlet.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         earlier, inlet = [await Inlet.connect([rank.outlet.address]) for _ in range(2)]
-        sending = rank.to(inlet)
+        before, sending = time.monotonic(), rank.to(inlet)
         assert is_whole(await taken(inlet, rank.layouts))
+        assert time.monotonic() - before < stream._REACH_S / 2
         assert await earlier.receive() is None
         earlier.close()
         await sending
+    for each in silent:
+        with each:
+            assert each.recv(1) == b""
 
 
 async def test_an_engine_whose_connection_never_arrives_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often others connect."""
     monkeypatch.setattr(stream, "_REACH_S", 2.0)
     rank = Sending(SharedMemory())
     inlet = await Inlet.connect([rank.outlet.address])
     sending = asyncio.create_task(
         run_in_daemon_thread(rank.outlet.send, [inlet.key, b"of a lost machine"], rank.buckets())
     )
-    assert is_whole(await taken(inlet, rank.layouts))
+    loading = asyncio.create_task(taken(inlet, rank.layouts))
+    for _ in range(150):  # longer than a rank waits
+        if rank.started:
+            break
+        with suppress(OSError), socket.create_connection(rank.outlet.address):
+            await asyncio.sleep(0.2)
+    assert rank.started
+    assert is_whole(await loading)
     await asyncio.wait_for(sending, 60)
 
 
@@ -219,6 +234,33 @@ async def test_a_rank_that_cannot_be_reached_is_an_error() -> None:
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(EngineError, match=r"cannot listen on 192\.0\.2\.1, .*Cannot assign .*--node-ip-address"):
         Outlet("192.0.2.1", NUM_SLOTS)  # of documentation (RFC 5737)
+
+
+async def test_an_engine_that_connects_again_gets_all_buckets() -> None:
+    """Its new connections have the numbers of those that it still waited for."""
+    stuck, rank = [Sending(SharedMemory()) for _ in range(2)]
+    earlier = await Inlet.connect([stuck.outlet.address])
+    waiting = asyncio.create_task(earlier.receive())
+    await asyncio.sleep(0.05)
+    earlier.close()
+    inlet = await Inlet.connect([rank.outlet.address])
+    sending = rank.to(inlet)
+    assert is_whole(await asyncio.wait_for(taken(inlet, rank.layouts), 60))
+    await sending
+    waiting.cancel()
+    stuck.outlet.close()
+
+
+async def test_a_connection_is_given_up_while_bytes_are_under_way() -> None:
+    """The kernel would send them again for a quarter of an hour, and asks for no sign of life meanwhile."""
+    rank = Sending(SharedMemory())
+    inlet = await Inlet.connect([rank.outlet.address])
+    sending = rank.to(inlet)
+    assert await inlet.receive() is not None
+    for each in (*inlet._connections, *rank.outlet._loaded):
+        assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
+    inlet.close()
+    await sending
 
 
 async def test_a_canceled_engine_leaves_no_thread_behind() -> None:
