@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts import get_calls_data
+from scripts.learn_calls import report
 from scripts.learn_calls.make_data import NUM_FOLDS, Row, few_tools, fits, folds, main, masked, overlap, resolvable
 from tests.conftest import ROOT, real_data
 from tests.support.tiny import MINI
@@ -22,7 +23,7 @@ from toolrl.check.lab.__main__ import try_rewards
 from toolrl.formats.hermes import HermesFormat
 from verl.data.tasks import TaskSet
 from verl.scoring.rewards import build_rewards
-from verl.tracking.jsonl import read_jsonl
+from verl.tracking.jsonl import read_jsonl, write_jsonl
 
 APIS = ("weather", "stocks", "trains", "films", "books", "games")
 PLACES = ("Oslo", "Rome", "Lima", "Bern", "Cairo", "Quito", "Delhi", "Paris")
@@ -207,3 +208,57 @@ def test_published_rows_are_copied_if_they_are_the_published_ones(
     (tmp_path / "sealtools_test.json").write_text("[]")
     assert get_calls_data.main(["--folder", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "sealtools_test.json" in (shown := capsys.readouterr().err) and "has SHA-256" in shown
+
+
+def evaluated(folder: Path, *written: tuple[str, float]) -> Path:
+    """An evaluation's answers, as far as the report reads them. written: texts, and whether they are right"""
+    gold = json.dumps([{"name": "find", "arguments": {"a": 1, "b": 2}}])
+    rows = [
+        {
+            "task_id": f"held_out.jsonl#{number}",
+            "data_source": "s",
+            "index": 0,
+            "responses": [{"role": "assistant", "content": text}],
+            "answer": gold,
+            "reward": 4.0 * right,
+            "metric_value": right,
+        }
+        for number, (text, right) in enumerate(written)
+    ]
+    write_jsonl(folder / report.ANSWERS, rows)
+    return folder
+
+
+def test_the_report_counts_kinds_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def call(name: str, **arguments: int) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+    texts = {
+        "exact": call("find", a=1, b=2),
+        "no readable call": "<tool_call>{",
+        "other tools": call("look", a=1, b=2),
+        "arguments missing": call("find", a=1),
+        "arguments too many": call("find", a=1, b=2, c=3),
+        "other values": call("find", a=1, b=3),
+        "other": call("find", a=1, c=2),
+    }
+    assert tuple(texts) == report.KINDS
+    one = evaluated(tmp_path / "start-step-000008", *((text, float(name == "exact")) for name, text in texts.items()))
+    other = evaluated(tmp_path / "grpo-step-000024", (texts["exact"], 1.0), ("I cannot.", 0.0))
+    assert report.main([str(one), str(other), "--out", str(tmp_path / "out.jsonl")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| answers | start | grpo |" and lines[1] == "| --- | ---: | ---: |"
+    assert lines[2:4] == ["| exact | 1 | 1 |", "| no readable call | 1 | 1 |"]
+    assert lines[4:] == [f"| {each} | 1 | 0 |" for each in report.KINDS[2:]]
+    rows = read_jsonl(tmp_path / "out.jsonl")
+    assert [row["kind"] for row in rows] == [*report.KINDS, "exact", "no readable call"]
+    assert rows[0] == {
+        "evaluation": "start",
+        "id": "held_out.jsonl#0",
+        "source": "s",
+        "index": 0,
+        "reward": 4.0,
+        "kind": "exact",
+        "response": texts["exact"],
+    }
+    assert report.main([str(tmp_path)]) == 2 and "the folder of an evaluation" in capsys.readouterr().err
