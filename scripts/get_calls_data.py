@@ -19,7 +19,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout that is not installed, too
 
 from scripts.get_toolrl_data import Published, checked_out, copy_all
-from verl.errors import VerlError
+from verl.errors import DataError, VerlError
 from verl.host.exits import write_error
 
 OUT = "dataset/calls"
@@ -50,12 +50,16 @@ REPOSITORIES = {  # name: commit, and the files by what they are called here
 def fetch(folder: Path | None, out: Path, console: Console) -> None:
     """folder: of files at hand, under the names that they get here"""
     for repository, (commit, files) in REPOSITORIES.items():
-        if folder is not None:
-            at_hand = {name: Published(name, each.sha256) for name, each in files.items()}
-            copy_all(folder, at_hand, out, console)
-            continue
-        with checked_out(repository, commit) as clone:
-            copy_all(clone, files, out, console)
+        at_hand = {name: Published(name, each.sha256) for name, each in files.items()}
+        try:
+            if folder is not None:
+                copy_all(folder, at_hand, out, console)
+            else:
+                with checked_out(repository, commit) as clone:
+                    copy_all(clone, files, out, console)
+        except DataError as error:
+            error.hint = f"Check the network, or use --folder with a folder of {', '.join(at_hand)}, as published"
+            raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,6 +42,7 @@ from verl.errors import DataError, VerlError
 from verl.formats.openai import as_openai
 from verl.formats.prompt import function_schema
 from verl.host.exits import write_error
+from verl.pretrained import read_tokenizer
 from verl.tracking.jsonl import write_jsonl
 from verl.types import Task
 
@@ -226,12 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER")
     parser.add_argument("--fold", type=int, default=0, choices=range(NUM_FOLDS))
     arguments = parser.parse_args(argv)
-    from transformers import AutoTokenizer  # slow to import
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    count: Count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
     console = Console(highlight=False, soft_wrap=True)
     try:
+        tokenizer = read_tokenizer(arguments.tokenizer, "--tokenizer")
+        count: Count = lambda text: len(tokenizer(text).input_ids)  # noqa: E731
         whole = [row for path in arguments.input for row in read(path, console)]
         draw = random.Random(0)  # the same real rows for every fold
         rows = [row for row in (few_tools(row, count, draw) for row in whole) if fits(row, count)]

@@ -179,6 +179,8 @@ def test_unusable_rows_are_named_and_too_few_are_an_error(tmp_path: Path, capsys
     arguments = ["--input", str(source), "--tokenizer", str(MINI / "tokenizer"), "--out", str(tmp_path / "few")]
     assert main(arguments) == 2
     assert "too few answers with calls for 3 folds" in capsys.readouterr().err and not (tmp_path / "few").exists()
+    arguments[3] = str(tmp_path / "no_tokenizer")
+    assert main(arguments) == 2 and "--tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,10 @@ def test_published_rows_are_copied_if_they_are_the_published_ones(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in at_hand.iterdir()}
     (tmp_path / "sealtools_test.json").write_text("[]")
     assert get_calls_data.main(["--folder", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "sealtools_test.json" in (shown := capsys.readouterr().err) and "has SHA-256" in shown
+    shown = capsys.readouterr().err
+    assert "sealtools_test.json" in shown and "has SHA-256" in shown and "--folder with a folder of sealtools" in shown
+    assert get_calls_data.main(["--folder", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) == 2
+    assert "--folder with a folder of sealtools_test.json, toolalpaca_test.json" in capsys.readouterr().err
 
 
 def evaluated(folder: Path, *written: tuple[str, float]) -> Path:
