@@ -22,7 +22,7 @@ import argparse
 import json
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, chosen in files.items():
         write_jsonl(arguments.out / f"{name}.jsonl", [row.as_openai() for row in chosen])
-        sources = defaultdict(int, Counter(row.source for row in chosen))
+        sources = Counter(row.source for row in chosen)
         console.print(f"{name}: {len(chosen)} rows ({', '.join(f'{key} {sources[key]}' for key in sorted(sources))})")
     share = overlap(files["all"], files["held_out"])
     console.print(f"{NGRAM}-grams of the held-out questions that training has, too: {share:.1%}")

@@ -63,6 +63,12 @@ def responses(evaluations: Mapping[str, Sequence[Answer]]) -> Iterator[dict[str,
             yield {**row, "reward": each["reward"], "kind": kind(each), "response": written[0]}
 
 
+def _named(folders: Sequence[Path]) -> dict[str, Path]:
+    """By the arm, or by the whole name of the folder where arms have several."""
+    arms = {each.name.partition("-")[0]: each for each in folders}
+    return arms if len(arms) == len(folders) else {each.name: each for each in folders}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if missing := [each for each in arguments.evaluations if not (each / ANSWERS).is_file()]:
             raise DataError(f"has no {ANSWERS}", "the folder of an evaluation", file=str(missing[0]))
-        found = {each.name.partition("-")[0]: list(read_jsonl(each / ANSWERS)) for each in arguments.evaluations}
+        found = {name: list(read_jsonl(each / ANSWERS)) for name, each in _named(arguments.evaluations).items()}
     except VerlError as error:
         return write_error(error)
     sys.stdout.write("\n".join(table(found)) + "\n")

@@ -266,4 +266,7 @@ def test_the_report_counts_kinds_of_answers(tmp_path: Path, capsys: pytest.Captu
         "kind": "exact",
         "response": texts["exact"],
     }
+    again = evaluated(tmp_path / "grpo-step-000048", (texts["exact"], 1.0))
+    assert report.main([str(other), str(again)]) == 0
+    assert "| answers | grpo-step-000024 | grpo-step-000048 |" in capsys.readouterr().out
     assert report.main([str(tmp_path)]) == 2 and "the folder of an evaluation" in capsys.readouterr().err
