@@ -212,11 +212,12 @@ def check_script(path: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{path} is no script of the project")
     if not (ROOT / path).is_file():
         raise ConfigError(f"there is no script {path}")
-    settings = [re.sub(r"^([\w.]+=[^\[,]*),[^\[]*$", r"\1", each) for each in arguments if "=" in each]
+    settings = [re.sub(r"^([\w.]+=[^\[{,]*),[^\[]*$", r"\1", each) for each in arguments if "=" in each]
     if path == "scripts/test.sh":
         check_pytest(arguments)
-    elif path.startswith("train_"):
-        load_config([f"recipe=toolrl_{path[6:-3]}", "model.path=any", "data.train_files=[any]", *settings])
+    elif path.startswith(("train_", "scripts/learn_")):
+        recipe = Path(path).stem.replace("train_", "toolrl_")
+        load_config([f"recipe={recipe}", "model.path=any", "data.train_files=[any]", *settings])
     elif path == "scripts/sweep.sh":
         load_config(settings)  # the first point
     elif settings:

@@ -118,7 +118,8 @@ sys.exit(run_cli([], '', TRAIN, save))
     )
     os.close(terminal)
     try:
-        assert os.read(controller, 100).strip() == b"waiting"
+        with open(controller, "rb", closefd=False) as lines:  # whole: a line that is being written would fail
+            assert lines.readline().strip() == b"waiting"
         os.close(controller)
         process.send_signal(signal.SIGHUP)
         assert process.wait(60) == 129 and out.read_text() == "saved"
