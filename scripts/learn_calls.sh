@@ -10,6 +10,7 @@
 #   NAME (ARM)                      of the arm's folder in it; another one for other overrides
 #   CALLS_DATA (dataset/calls)      folder of the published rows
 #   STEPS (40)                      of GRPO; the arm sft takes twice as many, which is about as many CPU seconds
+#   SAMPLES (4)                     per held-out row at temperature 1, beside the greedy answer; 0 for none
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,8 +34,9 @@ main() {
     [[ "$arm" =~ ^(grpo|sft|start)$ ]] || fail "expected the arm grpo, sft or start, got '$arm'"
     [[ "$fold" =~ ^[012]$ ]] || fail "expected the fold 0, 1 or 2, got '$fold'"
     local steps="${STEPS:-40}" rows="${CALLS_DATA:-dataset/calls}" out="${OUT:-outputs/learn_calls_$fold}"
-    local name="${NAME:-$arm}" start model
+    local name="${NAME:-$arm}" samples="${SAMPLES:-4}" start model
     [[ "$steps" =~ ^[1-9][0-9]*$ ]] || fail "expected STEPS of 1 or more, got '$steps'"
+    [[ "$samples" =~ ^[0-9]+$ ]] || fail "expected SAMPLES of 0 or more, got '$samples'"
     [[ -e "$rows/glaive_toolcall_en.json" ]] || fail "no rows in $rows; fetch them with scripts/get_calls_data.py"
     source scripts/setup_env.sh
     local chat=(data.prompt_template=hermes_tools env.tool_call_format=hermes data.max_prompt_length=400)
@@ -71,10 +73,11 @@ main() {
         start) model="$start" ;;
     esac
     stage "5/5 held-out rows"
-    local compare=()
-    [[ "$arm" == start ]] || compare=(eval.compare="$start")
-    "$VERL_PYTHON" -m toolrl eval "${chat[@]}" model.path="$model" "${compare[@]}" eval.handler=hermes \
-        eval.benchmarks=["$out/data/held_out.jsonl"] eval.output="$out/eval"
+    local evaluation=("${chat[@]}" model.path="$model" eval.handler=hermes eval.output="$out/eval")
+    evaluation+=(eval.benchmarks=["$out/data/held_out.jsonl"])
+    [[ "$arm" == start ]] || evaluation+=(eval.compare="$start")
+    "$VERL_PYTHON" -m toolrl eval "${evaluation[@]}"
+    ((samples == 0)) || "$VERL_PYTHON" -m toolrl eval "${evaluation[@]}" rollout.n="$samples" rollout.temperature=1
 }
 
 main "$@"
