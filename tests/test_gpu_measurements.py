@@ -103,6 +103,19 @@ def test_a_wrong_kernel_is_found(work: Path, monkeypatch: pytest.MonkeyPatch) ->
         session.losses()
 
 
+def test_a_gated_delta_net_that_differs_from_float32_is_found(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = exactness.Exactness(Place(work, rehearse=True))
+    assert len(session.delta_nets()) == 8  # an error and milliseconds of two dtypes, each way
+    over = exactness._over
+
+    def wrong(layer: Any, segments: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+        return [1.1 * each if hidden.dtype == torch.bfloat16 else each for each in over(layer, segments, hidden)]
+
+    monkeypatch.setattr(exactness, "_over", wrong)
+    with pytest.raises(UnexpectedError, match="gated delta net, bfloat16, at once is off by"):
+        session.delta_nets()
+
+
 def test_a_wrong_gradient_is_found(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one weight, by a hook."""
     session = exactness.Exactness(Place(work, rehearse=True))

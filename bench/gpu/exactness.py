@@ -6,6 +6,7 @@ the difference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from bench.gpu.inputs import seconds, shape
 from bench.gpu.measurements import Figures, UnexpectedError
@@ -22,10 +25,13 @@ from bench.gpu.place import Place
 from bench.gpu.trainer import alone, build, is_fused, minibatch, packs_of
 from bench.local import PLAIN_GRPO
 from toolrl.check.plan.cost import pack_of_groups
+from verl.batch.packed import Segment
 from verl.batch.token_batch import TokenBatch
 from verl.workers.attention import by_segments, packed_attention
+from verl.workers.delta_net import ByLevels, fla_kernels
 from verl.workers.logprobs import token_logprobs
 from verl.workers.policy_worker import policy_loss
+from verl.workers.state import BySegments
 
 HEADS, KEY_HEADS = 12, 2
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -93,6 +99,10 @@ class Exactness:
     def losses(self) -> Figures:
         """Log-probs and entropy over the whole vocabulary. In bfloat16 the error is that of the rounded logits."""
         return checked(loss(self.place))
+
+    def delta_nets(self) -> Figures:
+        """A layer of Qwen3.5-0.8B's sizes over a pack with shared prompts, by kernels and segment by segment."""
+        return checked(delta_net(self.place))
 
 
 def by_transformers(
@@ -195,3 +205,32 @@ def loss(place: Place) -> Iterator[tuple[str, torch.dtype, float, float]]:
             wrong,
             ms,
         )
+
+
+def delta_net(place: Place) -> Iterator[tuple[str, torch.dtype, float, float]]:
+    lengths = (1, *place.lengths) if place.rehearse else (2, *place.lengths)
+    segments = pack_of_groups(*lengths).segments
+    sizes = {
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2 if place.rehearse else 16,
+    }
+    heads, width = sizes["linear_num_key_heads"], 64 if place.rehearse else 1024
+    config = Qwen3_5TextConfig(hidden_size=width, linear_num_value_heads=heads, **sizes)
+    for name, dtype in DTYPES.items():
+        torch.manual_seed(0)
+        module = Qwen3_5GatedDeltaNet(config, 0).to(place.device, dtype)
+        hidden = torch.randn(1, segments[-1].end, width, device=place.device).to(dtype)
+        loop = BySegments(module, "cache_params")
+        exact = BySegments(copy.deepcopy(module).float(), "cache_params")
+        at_once = loop if place.rehearse else ByLevels(module, "cache_params", fla_kernels())
+        expected = _over(exact, segments, hidden.float())
+        for label, layer in (("at once", at_once), ("segment by segment", loop)):
+            wrong = error(_over(layer, segments, hidden), expected)
+            ms = 1000 * seconds(partial(_over, layer, segments, hidden), place)
+            yield f"gated delta net, {name}, {label}", dtype, wrong, ms
+
+
+def _over(layer: BySegments, segments: Sequence[Segment], hidden: Tensor) -> list[Tensor]:
+    layer.segments = segments
+    return with_gradients(lambda hidden: (layer(hidden),), [hidden])

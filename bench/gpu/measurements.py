@@ -73,6 +73,13 @@ SESSIONS: Sequence[Session] = (
                 90,
             ),
             Measurement("losses", "Triton's loss kernels against float64", 15, 60),
+            Measurement(
+                "delta_nets",
+                "gated delta nets of a pack by fla-core's kernels and segment by segment: errors, milliseconds",
+                25,
+                90,
+                ("fla",),
+            ),
         ),
     ),
     Session(

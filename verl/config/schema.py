@@ -92,7 +92,7 @@ class ModelConfig:
     tokenizer_path: str | None = None  # folder or hub name of the tokenizer; default: the model's
     chat_template_options: dict[str, Any] = field(default_factory=dict)  # template variables, such as enable_thinking
     enable_gradient_checkpointing: bool | str = False  # true (all layers) | false | auto (what a GPU's memory requires)
-    fused_kernels: str = "auto"  # auto (on a GPU, liger-kernel 0.8.5 or later 0.8) | liger (required) | none (eager)
+    fused_kernels: str = "auto"  # auto (on a GPU: liger-kernel 0.8, fla-core 0.6) | liger (required) | none (eager)
     compute_dtype: str = "bfloat16"  # bfloat16 | float32; master weights are always float32
 
     def __post_init__(self) -> None:

@@ -130,11 +130,11 @@ def window_size(window: int | None) -> tuple[int, int]:
 
 
 class Gathering(NamedTuple):
-    """The keys of each sequence, its prefix's before its own, and where each packed token went among them."""
+    """Rows in another order, some of them several times: as the keys of each sequence, its prefix's before its own."""
 
-    keys: Tensor  # [U] packed index of every gathered key
-    copies: Tensor  # [U] indices of gathered keys, those of a token together, token by token
-    starts: Tensor  # [T] of each token in `copies`
+    keys: Tensor  # [U] index of every gathered row
+    copies: Tensor  # [U] indices of gathered rows, those of a row together, row by row
+    starts: Tensor  # [T] of each row in `copies`
 
     @classmethod
     def of(cls, keys: Tensor, device: torch.device) -> Self:
@@ -181,21 +181,26 @@ def varlen_plan(segments: tuple[Segment, ...], device: torch.device) -> VarlenPl
 
 
 class _Gather(torch.autograd.Function):
-    """[T, K, D] -> [U, K, D]. In the backward the gradients of a token's copies are read once, summed in float32 and
-    written once; that of indexing sorts them and adds them to zeros.
-    """
+    """In the backward the gradients of a row's copies are read once, summed in float32 and written once; that of
+    indexing sorts them and adds them to zeros."""
 
     @staticmethod
-    def forward(ctx: Any, states_TKD: Tensor, gathering: Gathering) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, gathering: Gathering) -> Tensor:
         ctx.gathering = gathering
-        return states_TKD[gathering.keys]
+        return rows[gathering.keys]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad_UKD,) = grads
+        (grad,) = grads
         _, copies, starts = ctx.gathering
-        summed = nn.functional.embedding_bag(copies, grad_UKD.flatten(1), starts, mode="sum")
-        return summed.unflatten(1, grad_UKD.shape[1:]), None
+        summed = nn.functional.embedding_bag(copies, grad.flatten(1), starts, mode="sum")
+        return summed.unflatten(1, grad.shape[1:]), None
+
+
+def gather(rows: Tensor, gathering: Gathering) -> Tensor:
+    """[T, ..] -> [U, ..]; the last row is among the gathered ones."""
+    gathered: Tensor = _Gather.apply(rows, gathering)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def flash_attention(
@@ -246,7 +251,6 @@ def by_varlen(
     plan = varlen_plan(segments, query.device)
     # squeeze, not [0], whose backward would copy the gradient into a tensor of zeros
     query_HTD, key_KTD, value_KTD = (each.squeeze(0) for each in (query, key, value))
-    gather: Any = _Gather.apply
     keys_UKD, values_UKD = (gather(each.transpose(0, 1), plan.gathering) for each in (key_KTD, value_KTD))
     query_THD = query_HTD.transpose(0, 1).contiguous()
     return kernel(query_THD, keys_UKD, values_UKD, plan, scaling, window_size(window))[None]

@@ -39,6 +39,7 @@ from torch.nn.functional import linear, silu
 
 from verl.errors import ConfigError
 from verl.lora import factors_of
+from verl.workers.functions import with_functions
 from verl.workers.joint_linear import Part, joint_adapted, joint_linear
 from verl.workers.pre_norm import Branch, PreNormLayer, is_pre_norm_layer
 
@@ -328,9 +329,7 @@ def with_rotary(module: nn.Module, rotary: Callable[..., Any]) -> Callable[..., 
     """The forward of the module's class with another function for the rotary embedding, in a copy of its globals."""
     own = type(module).forward
     assert isinstance(own, FunctionType)
-    copy = FunctionType(own.__code__, {**own.__globals__, _ROTARY: rotary}, own.__name__, own.__defaults__)
-    copy.__kwdefaults__ = own.__kwdefaults__
-    return copy
+    return with_functions(own, {_ROTARY: rotary})
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:

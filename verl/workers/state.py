@@ -2,8 +2,8 @@
 
 transformers computes such a layer over one row from its first token to its last, so a pack would carry the state of a
 sequence into the next one. Here each segment is a call of the layer's own code that begins with the state in which its
-prefix ended, or with none. A prompt's state is computed once; every response continues it, and autograd sums what they
-send back.
+prefix ended, or with none (on a GPU `delta_net.py` computes all segments at once). A prompt's state is computed once;
+every response continues it, and autograd sums what they send back.
 
 The state is what transformers would keep in its cache: the last inputs of the convolution (its tail) and the recurrent
 matrix.
@@ -11,8 +11,8 @@ matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from inspect import signature, unwrap
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from verl.batch.packed import Segment
 from verl.errors import ConfigError
+from verl.workers.functions import with_functions
 
 _CACHES = ("cache_params", "past_key_values")  # names of the cache among a layer's arguments
 _EXPERTS = "Experts"  # the end of their class's name in transformers, in every family
@@ -74,14 +75,17 @@ class BySegments:
         self.segments: Sequence[Segment] | None = None
 
     def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        own = partial(type(self.module).forward, self.module)
         if self.segments is None:
-            whole: Tensor = own(hidden_states, **options)
+            whole: Tensor = self._own(hidden_states.device)(hidden_states, **options)
             return whole
-        parts = hidden_states.split([segment.end - segment.start for segment in self.segments], dim=1)
+        return self.over_pack(hidden_states, self.segments, options)
+
+    def over_pack(self, hidden_states: Tensor, segments: Sequence[Segment], options: Mapping[str, Any]) -> Tensor:
+        own = self._own(hidden_states.device)
+        parts = hidden_states.split([segment.end - segment.start for segment in segments], dim=1)
         ends: list[tuple[State, Tensor | None]] = []  # of each segment: a state, and tokens that it has not seen yet
         outputs = []
-        for part, segment in zip(parts, self.segments, strict=True):
+        for part, segment in zip(parts, segments, strict=True):
             before, unseen = (State(), None) if segment.prefix is None else ends[segment.prefix]
             state, tokens = State(before), part if unseen is None else torch.cat([unseen, part], dim=1)
             if tokens.shape[1] == 1 and before.has_previous_state():
@@ -94,6 +98,21 @@ class BySegments:
                 ends.append((state, None))
             outputs.append(output[:, -part.shape[1] :])
         return torch.cat(outputs, dim=1)
+
+    def _own(self, device: torch.device) -> Callable[..., Any]:
+        forward: Any = type(self.module).forward
+        return partial(by_formulas(forward) if device.type == "cpu" else forward, self.module)
+
+
+@cache
+def by_formulas(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward by PyTorch alone.
+
+    Where packages of kernels can be imported, fla-core for one, transformers takes them for tensors on a CPU, too.
+    """
+    own: Any = unwrap(forward)
+    called = {name: own.__globals__.get(name) for name in own.__code__.co_names}
+    return with_functions(own, {name: unwrap(each) for name, each in called.items() if hasattr(each, "__wrapped__")})
 
 
 def separate_states(decoder: nn.Module) -> None:
