@@ -67,8 +67,8 @@ class RowReport:
             num_bad = len({error.row for error in self.bad})  # each task of a row may be bad
             first = "; ".join(str(replace(error, file="", hint="")) for error in self.bad[:_SHOWN_BAD_ROWS])
             raise DataError(
-                f"{num_bad} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "
-                f"allows; the first: {first}",
+                f"{num_bad} of {self.num_rows} rows cannot be used{_in_brackets(self._notes())}, more than "
+                f"max_bad_share={max_bad_share:g} allows; the first: {first}",
                 hint=f"{self.bad[0].hint or 'Correct them'}, or raise data.max_bad_share",
                 file=self.source,
             )
@@ -78,13 +78,16 @@ class RowReport:
 
     def __str__(self) -> str:
         """As in `train.parquet: 80 rows, 79 used (17 cut to the last 1024 tokens), 1 dropped (..)`."""
-        notes = [f"{count} {note}" for note, count in self.notes.items()]
+        notes = self._notes()
         if self.unlisted:
             notes.append(f"{len(self.unlisted)} with gold calls of unlisted tools, {_rows(self.unlisted)}")
         used = f"{self.num_used} used{_in_brackets(notes)}"
         dropped = f"{self.num_dropped} dropped{_in_brackets(self._reasons())}"
         tasks = f" with {self.num_rows + self.num_split} tasks" if self.num_split else ""
         return f"{Path(self.source).name}: {self.num_rows} rows{tasks}, {used}, {dropped}"
+
+    def _notes(self) -> list[str]:
+        return [f"{count} {note}" for note, count in self.notes.items()]
 
     def _reasons(self) -> list[str]:
         reasons = [f"{count} {reason}" for reason, count in self.dropped.items()]

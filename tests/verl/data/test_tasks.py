@@ -33,7 +33,7 @@ from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
 from verl.data.rows import RowStore, encoded, read_rows
-from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
+from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task, to_tasks
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import render_response
 from verl.types import Message
@@ -233,6 +233,31 @@ def test_a_small_archive_of_a_giant_line_is_refused_before_it_is_held(
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+QUESTION = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.mark.parametrize("chat", ["prompt", "messages"])
+@pytest.mark.parametrize(("truth", "answer"), [("2", "2"), (2, "2"), (["2", "two"], '["2", "two"]')])
+def test_a_gold_may_have_a_column_of_its_own(chat: str, truth: Any, answer: str) -> None:
+    alone, nested = {"ground_truth": truth}, {"reward_model": {"ground_truth": truth}}
+    shared = {chat: QUESTION, "data_source": "math"}
+    tasks = [to_tasks({**shared, **gold}, "x") for gold in (alone, nested, alone | nested)]
+    assert [task.answer for (task,) in tasks] == [answer] * 3
+    with pytest.raises(DataError, match=r"'ground_truth': differs from reward_model\.ground_truth"):
+        to_tasks({**shared, **alone, "reward_model": {"ground_truth": "3"}}, "x")
+
+
+@pytest.mark.parametrize("name", ["answer", "solution", "expected_answer"])
+def test_a_gold_under_another_name_is_reported_with_what_makes_it_one(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    write_jsonl(file, [{"messages": QUESTION, "data_source": "math", name: "2"}] * 3)
+    tasks = TaskSet(str(file))
+    setting = f"data.columns={{{name}: ground_truth}}"
+    assert f"3 with a column {name!r} that is not read: {setting} makes it the gold" in str(tasks.report)
+    renamed = TaskSet(str(file), data=DataConfig(columns={name: "ground_truth"}))
+    assert [task.answer for task in renamed] == ["2"] * 3 and "not read" not in str(renamed.report)
 
 
 PLAIN = row(data_source="math", prompt=[{"role": "user", "content": "HERE"}], reward_model={"ground_truth": "5"})
