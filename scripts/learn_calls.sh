@@ -10,6 +10,7 @@
 #   NAME (ARM)                      of the arm's folder in it; another one for other overrides
 #   CALLS_DATA (dataset/calls)      folder of the published rows
 #   STEPS (40)                      of GRPO; the arm sft takes twice as many, which is about as many CPU seconds
+#   DTYPE (bfloat16)                float32 for a CPU without instructions for bfloat16, which the trainer warns of
 #   SAMPLES (4)                     per held-out row at temperature 1, beside the greedy answer; 0 for none
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,11 +37,12 @@ main() {
     local steps="${STEPS:-40}" rows="${CALLS_DATA:-dataset/calls}" out="${OUT:-outputs/learn_calls_$fold}"
     local name="${NAME:-$arm}" samples="${SAMPLES:-4}" start model
     [[ "$steps" =~ ^[1-9][0-9]*$ ]] || fail "expected STEPS of 1 or more, got '$steps'"
+    [[ "${DTYPE:-bfloat16}" =~ ^(bfloat16|float32)$ ]] || fail "expected the DTYPE bfloat16 or float32, got '$DTYPE'"
     [[ "$samples" =~ ^[0-9]+$ ]] || fail "expected SAMPLES of 0 or more, got '$samples'"
     [[ -e "$rows/glaive_toolcall_en.json" ]] || fail "no rows in $rows; fetch them with scripts/get_calls_data.py"
     source scripts/setup_env.sh
     local chat=(data.prompt_template=hermes_tools env.tool_call_format=hermes data.max_prompt_length=400)
-    chat+=(data.max_response_length=96 data.split_turns=last)
+    chat+=(data.max_response_length=96 data.split_turns=last model.compute_dtype="${DTYPE:-bfloat16}")
     local sft=("${chat[@]}" data.train_batch_size=16 trainer.seed="$fold" trainer.default_local_dir="$out")
 
     stage "1/5 model"
@@ -58,7 +60,7 @@ main() {
     stage "4/5 $name"
     case "$arm" in
         grpo)
-            "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=learn_calls model.path="$start" \
+            "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=learn_calls model.path="$start" "${chat[@]}" \
                 data.train_files=["$out/data/train.jsonl"] trainer.total_training_steps="$steps" \
                 trainer.seed="$fold" trainer.default_local_dir="$out" trainer.experiment_name="$name" "$@"
             printf -v model '%s/checkpoints/step-%06d/hf' "$out/$name" "$steps"

@@ -10,6 +10,7 @@
 #   PLAIN (0)                       share of questions that need no tool
 #   STEPS (1)                       2, 3: questions of two to that many operations; the calculator does one a call
 #   CALLS (1; 4 if STEPS > 1)       calls of an episode, at most
+#   DTYPE (bfloat16)                float32 for a CPU without instructions for bfloat16, which the trainer warns of
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,6 +28,11 @@ main() {
     local steps="${STEPS:-1}" calls="${CALLS:-}" room=120 tool=calculator pack=16384
     if [[ ! "$steps" =~ ^[123]$ || ! "$calls" =~ ^[0-9]*$ ]]; then
         echo "learn_tool: expected STEPS of 1 to 3 and a whole number of CALLS, got '$steps' and '$calls'" >&2
+        exit 2
+    fi
+    local dtype="${DTYPE:-bfloat16}"
+    if [[ ! "$dtype" =~ ^(bfloat16|float32)$ ]]; then
+        echo "learn_tool: expected the DTYPE bfloat16 or float32, got '$dtype'" >&2
         exit 2
     fi
     local out="${OUT:-outputs/learn_tool_$seed${PLAIN:+_plain_$PLAIN}${STEPS:+_steps_$STEPS}${CALLS:+_calls_$CALLS}}"
@@ -49,14 +55,14 @@ main() {
     local start="$out/sft/checkpoints/step-000016"
     if [[ ! -e "$start" ]]; then
         "$VERL_PYTHON" -m verl.trainer.main_sft \
-            model.path=models/smollm2 data.prompt_template=hermes_tools env.tool_call_format=hermes \
+            model.path=models/smollm2 model.compute_dtype="$dtype" data.prompt_template=hermes_tools env.tool_call_format=hermes \
             data.train_files=["$out/data/demonstrations.jsonl"] data.train_batch_size=10 \
             data.max_prompt_length=400 data.max_response_length="$room" \
             actor.optim.lr=1e-4 actor.optim.warmup_steps=2 trainer.total_training_steps=16 trainer.seed="$seed" \
             trainer.default_local_dir="$out" trainer.experiment_name=sft
     fi
     stage "4/5 GRPO, reward 1 for the right number"
-    "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=learn_tool model.path="$start/hf" \
+    "$VERL_PYTHON" -m verl.trainer.main_ppo recipe=learn_tool model.path="$start/hf" model.compute_dtype="$dtype" \
         data.train_files=["$out/data/train.jsonl"] data.val_files=["$out/data/test.jsonl"] \
         data.max_response_length="$room" env.tools=["$tool"] env.max_tool_calls="$calls" \
         actor.max_tokens_per_pack="$pack" trainer.seed="$seed" \

@@ -190,6 +190,7 @@ def test_unusable_rows_are_named_and_too_few_are_an_error(tmp_path: Path, capsys
         (["3"], {}, "expected the fold 0, 1 or 2, got '3'"),
         (["grpo", "30"], {}, "expected the fold 0, 1 or 2, got '30'"),
         ([], {"STEPS": "0"}, "expected STEPS of 1 or more, got '0'"),
+        ([], {"DTYPE": "half"}, "expected the DTYPE bfloat16 or float32, got 'half'"),
         ([], {"SAMPLES": "all"}, "expected SAMPLES of 0 or more, got 'all'"),
         ([], {"CALLS_DATA": "nowhere"}, "no rows in nowhere; fetch them with scripts/get_calls_data.py"),
     ],

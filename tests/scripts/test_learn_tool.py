@@ -231,6 +231,7 @@ def test_the_script_refuses_what_is_no_seed_and_shows_a_finished_run_again(tmp_p
     for variables in ({"STEPS": "4"}, {"STEPS": "two"}, {"CALLS": "some"}):
         refused = script("7", **variables)
         assert refused.returncode == 2 and "expected STEPS of 1 to 3 and a whole number of CALLS" in refused.stderr
+    assert "expected the DTYPE bfloat16 or float32, got 'half'" in script("7", DTYPE="half").stderr
     (tmp_path / "result.json").write_text("{}")
     (tmp_path / "result.md").write_text("the table\n")
     again = script("7")
