@@ -105,7 +105,7 @@ def test_a_wrong_kernel_is_found(work: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gated_delta_net_that_differs_from_float32_is_found(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = exactness.Exactness(Place(work, rehearse=True))
-    assert len(session.delta_nets()) == 8  # an error and milliseconds of two dtypes, each way
+    assert len(session.delta_nets()) == 4  # an error and milliseconds, each way
     over = exactness._over
 
     def wrong(layer: Any, segments: Any, hidden: torch.Tensor) -> list[torch.Tensor]:

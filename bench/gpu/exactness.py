@@ -217,18 +217,17 @@ def delta_net(place: Place) -> Iterator[tuple[str, torch.dtype, float, float]]:
     }
     heads, width = sizes["linear_num_key_heads"], 64 if place.rehearse else 1024
     config = Qwen3_5TextConfig(hidden_size=width, linear_num_value_heads=heads, **sizes)
-    for name, dtype in DTYPES.items():
-        torch.manual_seed(0)
-        module = Qwen3_5GatedDeltaNet(config, 0).to(place.device, dtype)
-        hidden = torch.randn(1, segments[-1].end, width, device=place.device).to(dtype)
-        loop = BySegments(module, "cache_params")
-        exact = BySegments(copy.deepcopy(module).float(), "cache_params")
-        at_once = loop if place.rehearse else ByLevels(module, "cache_params", fla_kernels())
-        expected = _over(exact, segments, hidden.float())
-        for label, layer in (("at once", at_once), ("segment by segment", loop)):
-            wrong = error(_over(layer, segments, hidden), expected)
-            ms = 1000 * seconds(partial(_over, layer, segments, hidden), place)
-            yield f"gated delta net, {name}, {label}", dtype, wrong, ms
+    torch.manual_seed(0)
+    module = Qwen3_5GatedDeltaNet(config, 0).to(place.device, torch.bfloat16)
+    hidden = torch.randn(1, segments[-1].end, width, device=place.device).bfloat16()
+    loop = BySegments(module, "cache_params")
+    at_once = loop if place.rehearse else ByLevels(module, "cache_params", fla_kernels())
+    exact = BySegments(copy.deepcopy(module).float(), "cache_params")
+    expected = _over(exact, segments, hidden.float())
+    for label, layer in (("at once", at_once), ("segment by segment", loop)):
+        wrong = error(_over(layer, segments, hidden), expected)
+        ms = 1000 * seconds(partial(_over, layer, segments, hidden), place)
+        yield f"gated delta net, bfloat16, {label}", torch.bfloat16, wrong, ms
 
 
 def _over(layer: BySegments, segments: Sequence[Segment], hidden: Tensor) -> list[Tensor]:

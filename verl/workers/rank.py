@@ -393,7 +393,7 @@ def _engine(
     if lora is not None:
         add_adapter(model, lora, spec.seed)  # after the kernels, which look for plain linear layers
     module = wrapper(model)
-    if spec.device == "cuda" and spec.fused_kernels != "none":
+    if spec.device == "cuda" and spec.fused_kernels != "none" and spec.compute_dtype != torch.float32:
         use_installed_kernels(module)
     if lora is not None and isinstance(module, PackedCritic):
         module.value_head.float()  # which is trained like the adapter

@@ -76,12 +76,12 @@ class BySegments:
 
     def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
         if self.segments is None:
-            whole: Tensor = self._own(hidden_states.device)(hidden_states, **options)
+            whole: Tensor = self._own(hidden_states)(hidden_states, **options)
             return whole
         return self.over_pack(hidden_states, self.segments, options)
 
     def over_pack(self, hidden_states: Tensor, segments: Sequence[Segment], options: Mapping[str, Any]) -> Tensor:
-        own = self._own(hidden_states.device)
+        own = self._own(hidden_states)
         parts = hidden_states.split([segment.end - segment.start for segment in segments], dim=1)
         ends: list[tuple[State, Tensor | None]] = []  # of each segment: a state, and tokens that it has not seen yet
         outputs = []
@@ -99,16 +99,18 @@ class BySegments:
             outputs.append(output[:, -part.shape[1] :])
         return torch.cat(outputs, dim=1)
 
-    def _own(self, device: torch.device) -> Callable[..., Any]:
+    def _own(self, hidden_states: Tensor) -> Callable[..., Any]:
         forward: Any = type(self.module).forward
-        return partial(by_formulas(forward) if device.type == "cpu" else forward, self.module)
+        exact = hidden_states.device.type == "cpu" or hidden_states.dtype == torch.float32
+        return partial(by_formulas(forward) if exact else forward, self.module)
 
 
 @cache
 def by_formulas(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward by PyTorch alone.
 
-    Where packages of kernels can be imported, fla-core for one, transformers takes them for tensors on a CPU, too.
+    Where packages of kernels can be imported, fla-core for one, transformers takes them: also for tensors on a CPU, and
+    for those in float32, whose products they round.
     """
     own: Any = unwrap(forward)
     called = {name: own.__globals__.get(name) for name in own.__code__.co_names}
