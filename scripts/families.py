@@ -24,6 +24,9 @@ COLUMNS = (
 )
 _EACH, _ALL, _HF = "each kind of weight alone", "all weights", "to transformers' engine"
 _UPDATE = "an update of FSDP"
+_BY_HAND = "two steps, by hand"
+_STEPS = "two steps of a tool loop from its own SFT, by hand"
+_HF_STEPS = "two steps with transformers' engine, by hand"
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,20 @@ FAMILIES: Sequence[Family] = (
         TESTED,
         sync=_EACH,
         sft=_UPDATE,
+        grpo=_STEPS,
         serve="answers of a base and of an adapter",
     ),
-    Family(("falcon_h1",), "Mamba2 beside attention", _PREFIX, TESTED, sync=_EACH),
-    Family(("nemotron_h",), "Mamba2, attention", _PREFIX, TESTED, sync=_ALL),
-    Family(("lfm2",), "short convolutions, attention", "without its own operators", TESTED, sync=_EACH, sft=_UPDATE),
+    Family(("falcon_h1",), "Mamba2 beside attention", _PREFIX, TESTED, sync=_EACH, sft=_BY_HAND, grpo=_STEPS),
+    Family(("nemotron_h",), "Mamba2, attention", _PREFIX, TESTED, sync=_ALL, sft=_BY_HAND, grpo=_STEPS),
+    Family(
+        ("lfm2",),
+        "short convolutions, attention",
+        "without its own operators",
+        TESTED,
+        sync=_EACH,
+        sft=_UPDATE,
+        grpo=_STEPS,
+    ),
     Family(("bamba",), "Mamba2, attention", "refused: no class", classes="no"),
     Family(("olmo_hybrid",), "gated delta nets, attention", "refused: needs Triton"),
     Family(
@@ -89,9 +101,15 @@ FAMILIES: Sequence[Family] = (
         grpo="two steps with transformers' engine",
     ),
     Family(
-        ("qwen2_5_vl", "qwen3_vl", "gemma3"), "attention; a tower", _VISION, "1e-6 nats, by hand", sync=_HF, sft=_UPDATE
+        ("qwen2_5_vl", "qwen3_vl", "gemma3"),
+        "attention; a tower",
+        _VISION,
+        "1e-6 nats, by hand",
+        sync=_HF,
+        sft=_UPDATE,
+        grpo=_HF_STEPS,
     ),
-    Family(("mistral3", "smolvlm"), "attention; a tower", _VISION, sync=_HF, sft=_UPDATE),
+    Family(("mistral3", "smolvlm"), "attention; a tower", _VISION, sync=_HF, sft=_UPDATE, grpo=_HF_STEPS),
     Family(("qwen3_next",), "gated delta nets, attention, experts", refused=f"{_EXPERTS} (1.4 nats)"),
     Family(
         ("qwen3_5_moe", "qwen3_5_moe_text"),
