@@ -90,6 +90,8 @@ FAMILIES: Sequence[Family] = (
         "no",
         sync="all weights, by hand",
         sft=_UPDATE,
+        grpo="three steps from its own SFT, by hand",
+        serve="log-probs to 0.014 nats, by hand",
     ),
     Family(
         ("qwen3_5",),
