@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -49,7 +49,7 @@ from verl.episodes.episode import EpisodeRunner
 from verl.episodes.group import GroupRollout
 from verl.episodes.manager import RolloutManager
 from verl.episodes.start_check import check_golds
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.host.daemon import run_async
 from verl.host.services import check_services
 from verl.pretrained import end_tokens, read_tokenizer
@@ -126,6 +126,18 @@ class Inputs:
         return f"reward: {', '.join(self.reward_names)}; tool-call format: {style}; validation rows: {validated}"
 
 
+@contextmanager
+def _with_reports(reports: Iterable[RowReport]) -> Iterator[None]:
+    """The error of a task has beside it what the reports, which are not printed yet, have found in its file."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        for report in reports:
+            if report.notes:
+                error.add_note(str(report))
+        raise
+
+
 def load_inputs(config: Config) -> Inputs:
     """Load algorithm, reward, tokenizer, environment, tasks and benchmarks. Raises ConfigError or DataError for invalid
     ones, ServiceDownError for unreachable services, before an engine has started and waits for them."""
@@ -140,8 +152,9 @@ def load_inputs(config: Config) -> Inputs:
     run_async(check_services([episode_runner, rewards.default]))
     train, val, reports = load_tasks(config, prompt_fn(episode_runner, rewards))
     run_async(check_services(services_of_rows(episode_runner, rewards, chain(*train, *val.values()))))
-    check_rewards(algorithm, rewards.for_tasks(rewards.require_gold(chain(*train))))
-    check_golds(episode_runner, rewards, chain(*train, *val.values()))
+    with _with_reports(reports):
+        check_rewards(algorithm, rewards.for_tasks(rewards.require_gold(chain(*train))))
+        check_golds(episode_runner, rewards, chain(*train, *val.values()))
     _check_history(config, episode_runner)
     train_tasks = TrainTasks.of(chain(*train), TrainTasks.read(config.model.path))
     online_eval = hooks.BENCHMARKS.load()(config, chat) if config.eval.benchmarks else None

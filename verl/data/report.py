@@ -67,8 +67,8 @@ class RowReport:
             num_bad = len({error.row for error in self.bad})  # each task of a row may be bad
             first = "; ".join(str(replace(error, file="", hint="")) for error in self.bad[:_SHOWN_BAD_ROWS])
             raise DataError(
-                f"{num_bad} of {self.num_rows} rows cannot be used{_in_brackets(self._notes())}, more than "
-                f"max_bad_share={max_bad_share:g} allows; the first: {first}",
+                f"{num_bad} of {self.num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} "
+                f"allows{_in_brackets(self._notes())}; the first: {first}",
                 hint=f"{self.bad[0].hint or 'Correct them'}, or raise data.max_bad_share",
                 file=self.source,
             )

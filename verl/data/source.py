@@ -1,5 +1,6 @@
 """Rows as tasks and demonstrations read them: mapped, renamed, without fill values, in a known layout."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 from verl.config.schema import DataConfig
 from verl.data.layouts import ConvertedRow, as_openai_row
+from verl.data.messages import read_object
 from verl.data.rows import JsonObject, checked_row, read_rows
 from verl.errors import DataError
 from verl.registry import resolve
 
-_CHAT_COLUMNS = ("prompt", "messages", "tools", "reward_model", "conversations", "answers")
+_TRUTH = "ground_truth"  # in veRL's layout within reward_model
+_CHAT_COLUMNS = ("prompt", "messages", "tools", "reward_model", _TRUTH, "conversations", "answers")
 _UNTYPED = (".json", ".jsonl", ".gz")  # formats without a schema: rows have only the fields that were written
 
 
@@ -59,8 +62,23 @@ def _mapped(row: Any, function: Callable[[Any], Any] | None) -> list[Any]:
 
 def _read(row: Any, source: str, data: DataConfig) -> Any:
     if isinstance(row, Mapping):
-        row = _without_fill_values(_renamed(row, data.columns), Path(source).suffix)
+        row = _with_gold(_without_fill_values(_renamed(row, data.columns), Path(source).suffix))
     return as_openai_row(row)
+
+
+def _with_gold(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A column ground_truth where veRL's layout has it. Raises DataError for two that differ."""
+    if (truth := row.get(_TRUTH)) is None:
+        return row
+    model = read_object(row, "reward_model") if row.get("reward_model") is not None else {}
+    if (other := model.get(_TRUTH)) is not None and _text(other) != _text(truth):
+        raise DataError(f"differs from reward_model.{_TRUTH}", hint="Remove one of the columns", field=_TRUTH)
+    others = {name: value for name, value in row.items() if name != _TRUTH}
+    return {**others, "reward_model": {**model, _TRUTH: truth if other is None else other}}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:

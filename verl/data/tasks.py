@@ -5,7 +5,7 @@ files --read_rows--> rows --to_task--> TaskSet (on disk) --TaskStream--> endless
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,8 +27,7 @@ from verl.utils.reward_score.base import named_reward
 DATA_SOURCE = "rlla"  # ToolRL's rows
 _AGENT_LOOPS = {"single_turn_agent": "single_turn", "tool_agent": "tool"}  # veRL's: the environment
 KNOWN_NAMES = RowNames()  # rows name no code
-_TRUTH = "ground_truth"
-_OTHER_GOLDS = ("answer", "solution", "gold", "target", "label", "expected_answer", "final_answer", "reference_answer")
+_OTHER_GOLDS = ("answer", "solution", "gold", "target", "expected_answer", "final_answer", "reference_answer")
 
 
 def to_tasks(
@@ -48,7 +47,7 @@ def to_tasks(
     check_columns(row)
     conversation = read_conversation(row, split_turns)
     shared = _shared({"data_source": data_source, **row}, names)
-    if row.get("reward_model") is not None or row.get(_TRUTH) is not None:
+    if row.get("reward_model") is not None:
         shared |= _answer(row)
     if row.get("id") is not None:
         shared["extra"] = {"id": row["id"], **shared["extra"]}
@@ -77,8 +76,8 @@ def to_task(row: Any, id: str, names: RowNames = KNOWN_NAMES) -> Task:
 
     names: that the row may use
 
-    Columns: data_source, prompt [OpenAI's messages], reward_model {ground_truth} or ground_truth; optional tools, env,
-    reward and extra_info. A ground truth that is not a text is converted to JSON. That of a ToolRL row must parse.
+    Columns: data_source, prompt [OpenAI's messages], reward_model {ground_truth}; optional tools, env, reward and
+    extra_info. A ground truth that is not a text is converted to JSON. That of a ToolRL row must parse.
     """
     if isinstance(row, DataError):
         raise row
@@ -156,24 +155,19 @@ def _reward(row: Mapping[str, Any], names: RowNames) -> str | None:
     return name
 
 
-def unread_golds(rows: Iterable[Any]) -> Iterator[str]:
-    """A note for each row with a column that others call the gold answer, and without one that is read."""
-    for row in rows:
-        if not isinstance(row, Mapping) or row.get("reward_model") is not None or row.get(_TRUTH) is not None:
-            continue
-        for name in _OTHER_GOLDS:
-            if row.get(name) is not None:
-                setting = f"data.columns={{{name}: {_TRUTH}}}"
-                yield f"with a column {name!r} that is not read: {setting} makes it the gold"
+def _other_gold(row: Mapping[str, Any]) -> str | None:
+    """Of a row without a gold: the column that others call so, and what makes it the gold."""
+    name = next((name for name in _OTHER_GOLDS if row.get(name) not in (None, "")), None)
+    if name is None:
+        return None
+    return f"a column {name!r} that is not read: 'data.columns={{{name}: ground_truth}}' makes it the gold"
 
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the answer: reward_model.ground_truth, or a column of that name."""
-    column, truth = row.get(_TRUTH), row.get(_TRUTH)
-    if column is None or row.get("reward_model") is not None:
-        truth = read_object(row, "reward_model").get(_TRUTH)
-    if column is not None and truth != column:
-        raise DataError(f"differs from {GROUND_TRUTH}", hint="Remove one of the columns", field=_TRUTH)
+    """The fields of the answer."""
+    if row.get("reward_model") is None and (column := _other_gold(row)) is not None:
+        raise DataError("is missing", "an object with ground_truth", f"It has {column}", field="reward_model")
+    truth = read_object(row, "reward_model").get("ground_truth")
     if truth is None:
         hint = "Where the environment scores, any text will do"
         raise DataError("is missing", "a text, or another JSON value", hint, field=GROUND_TRUTH)
@@ -243,7 +237,11 @@ class TaskSet(Sequence[Task]):
                 self.report.drop("left out by data.map", number)
                 continue
             self.report.num_split += len(tasks) - 1
-            self.report.notes.update([*notes_of(rows), *unread_golds(rows)])
+            without = [
+                row for row, each in zip(rows, made, strict=True) if not any(one.gold or one.answer for one in each)
+            ]
+            self.report.notes.update(notes_of(rows))
+            self.report.notes.update(f"with {column}" for row in without if (column := _other_gold(row)) is not None)
             if any(map(has_blank_arguments, rows)):
                 self.report.notes["with calls of blank arguments, read as {}"] += 1
             for task in tasks:

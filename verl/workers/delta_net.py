@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from verl.batch.packed import Segment, moved
+from verl.errors import ConfigError
 from verl.workers.attention import Gathering, gather
 from verl.workers.state import BySegments
 
@@ -213,22 +214,32 @@ class ByLevels(BySegments):
 def use_kernels(model: nn.Module, kernels: DeltaKernels) -> None:
     """Let the gated delta nets of a model that is set up for packs use them."""
     for module in model.modules():
-        if isinstance(before := module.forward, BySegments) and type(module).__name__ in FAMILIES:
+        if isinstance(before := module.forward, BySegments) and _is_known(module):
             module.forward = ByLevels(module, before.cache, kernels)
 
 
-def use_installed_kernels(model: nn.Module) -> None:
-    """fla-core's, if a tested release is installed. How layers with state are computed is logged."""
-    found = {type(each).__name__ for each in model.modules() if isinstance(each.forward, BySegments)}
-    if known := sorted(found & FAMILIES.keys()):
-        if version := _installed():
-            use_kernels(model, fla_kernels())
-            _log.warning("%s: all sequences of a pack at once, by fla-core %s", ", ".join(known), version)
-        else:
-            hint = f"pip install 'fla-core{_TESTED}' computes all at once"
-            _log.warning("%s: one sequence of a pack after the other; %s", ", ".join(known), hint)
-    if others := sorted(found - FAMILIES.keys()):
-        _log.warning("%s: one sequence of a pack after the other; no kernel is known", ", ".join(others))
+def _is_known(module: Any) -> bool:
+    """fla's convolution knows one activation, and leaves any other out; one over a single token has no tails."""
+    return type(module).__name__ in FAMILIES and module.activation in ("silu", "swish") and module.conv_kernel_size > 1
+
+
+def use_packages(model: nn.Module) -> None:
+    """Let the layers with state use kernels, and log which. Raises ConfigError for packages that cannot be imported."""
+    layers: list[Any] = [each for each in model.modules() if isinstance(each.forward, BySegments)]
+    known = sorted({type(each).__name__ for each in layers if _is_known(each)})
+    if known and (version := _installed()):
+        use_kernels(model, fla_kernels())
+        _log.warning("%s: all sequences of a pack at once, by fla-core %s", ", ".join(known), version)
+    elif known:
+        hint = f"pip install 'fla-core{_TESTED}' computes all at once"
+        _log.warning("%s: one sequence of a pack after the other; %s", ", ".join(known), hint)
+    for each in layers:
+        if not _is_known(each):
+            each.forward.by_packages = True
+    if others := sorted({type(each).__name__ for each in layers if not _is_known(each)}):
+        _log.warning(
+            "%s: one sequence of a pack after the other, by the kernels that transformers finds", ", ".join(others)
+        )
 
 
 def _installed() -> str | None:
@@ -241,5 +252,11 @@ def _installed() -> str | None:
 
 
 def fla_kernels() -> DeltaKernels:
-    convolve = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
-    return DeltaKernels(convolve, importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule)
+    try:
+        convolve = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
+        return DeltaKernels(convolve, importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule)
+    except ImportError as error:
+        raise ConfigError(
+            f"fla-core is installed but cannot be imported ({error}). Install what it lacks, or uninstall it, or set "
+            "model.fused_kernels=none"
+        ) from error

@@ -32,7 +32,7 @@ from verl.units import GIB
 from verl.weight_files import WeightFiles
 from verl.workers import fused
 from verl.workers.critic_worker import CriticWorker
-from verl.workers.delta_net import use_installed_kernels
+from verl.workers.delta_net import use_packages
 from verl.workers.export import AdapterExport, HfExport, start_adapter_export, start_export
 from verl.workers.fsdp_engine import NO_OFFLOAD, FSDPEngine, Offload, raise_any, write_state
 from verl.workers.logprobs import max_kept_bytes
@@ -394,7 +394,7 @@ def _engine(
         add_adapter(model, lora, spec.seed)  # after the kernels, which look for plain linear layers
     module = wrapper(model)
     if spec.device == "cuda" and spec.fused_kernels != "none" and spec.compute_dtype != torch.float32:
-        use_installed_kernels(module)
+        use_packages(module)
     if lora is not None and isinstance(module, PackedCritic):
         module.value_head.float()  # which is trained like the adapter
     if isinstance(module, PackedPolicy):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from inspect import signature, unwrap
+from inspect import getclosurevars, signature, unwrap
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -68,20 +69,21 @@ class BySegments:
     """The forward of a layer with state: the layer's own, segment by segment.
 
     segments: of the pack; None: one sequence, computed as transformers does
+    by_packages: whether transformers may take kernels of packages for it
     """
 
     def __init__(self, module: nn.Module, cache: str) -> None:
-        self.module, self.cache = module, cache
+        self.module, self.cache, self.by_packages = module, cache, False
         self.segments: Sequence[Segment] | None = None
 
     def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
         if self.segments is None:
-            whole: Tensor = self._own(hidden_states)(hidden_states, **options)
+            whole: Tensor = self._own()(hidden_states, **options)
             return whole
         return self.over_pack(hidden_states, self.segments, options)
 
     def over_pack(self, hidden_states: Tensor, segments: Sequence[Segment], options: Mapping[str, Any]) -> Tensor:
-        own = self._own(hidden_states)
+        own = self._own()
         parts = hidden_states.split([segment.end - segment.start for segment in segments], dim=1)
         ends: list[tuple[State, Tensor | None]] = []  # of each segment: a state, and tokens that it has not seen yet
         outputs = []
@@ -99,10 +101,9 @@ class BySegments:
             outputs.append(output[:, -part.shape[1] :])
         return torch.cat(outputs, dim=1)
 
-    def _own(self, hidden_states: Tensor) -> Callable[..., Any]:
+    def _own(self) -> Callable[..., Any]:
         forward: Any = type(self.module).forward
-        exact = hidden_states.device.type == "cpu" or hidden_states.dtype == torch.float32
-        return partial(by_formulas(forward) if exact else forward, self.module)
+        return partial(forward if self.by_packages else by_formulas(forward), self.module)
 
 
 @cache
@@ -114,7 +115,16 @@ def by_formulas(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
     own: Any = unwrap(forward)
     called = {name: own.__globals__.get(name) for name in own.__code__.co_names}
-    return with_functions(own, {name: unwrap(each) for name, each in called.items() if hasattr(each, "__wrapped__")})
+    formulas = {name: formula for name, each in called.items() if (formula := _formula(each)) is not None}
+    return with_functions(own, formulas)
+
+
+def _formula(function: Any) -> Callable[..., Any] | None:
+    """What transformers has put kernels in front of; None for another function."""
+    if isinstance(function, nn.Module):  # the package kernels makes a module of it
+        inside = getclosurevars(type(function).forward).nonlocals.values()
+        return next((formula for each in inside if (formula := _formula(each)) is not None), None)
+    return unwrap(function) if isinstance(function, FunctionType) and hasattr(function, "__wrapped__") else None
 
 
 def separate_states(decoder: nn.Module) -> None:

@@ -33,7 +33,7 @@ from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.report import RowReport
 from verl.data.rows import RowStore, encoded, read_rows
-from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task, to_tasks
+from verl.data.tasks import TaskCursor, TaskSet, TaskStream, to_task
 from verl.errors import ConfigError, DataError
 from verl.formats.toolrl_text import render_response
 from verl.types import Message
@@ -238,26 +238,52 @@ def test_a_small_archive_of_a_giant_line_is_refused_before_it_is_held(
 QUESTION = [{"role": "user", "content": "1+1"}]
 
 
+def tasks_of(tmp_path: Path, *rows: dict[str, Any], suffix: str = "jsonl", **data: Any) -> TaskSet:
+    file = tmp_path / f"mine.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([*rows]), file)
+    else:
+        write_jsonl(file, [*rows])
+    return TaskSet(str(file), data=DataConfig(**data))
+
+
+CALLS = [{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {"y": 2}}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("chat", ["prompt", "messages"])
-@pytest.mark.parametrize(("truth", "answer"), [("2", "2"), (2, "2"), (["2", "two"], '["2", "two"]')])
-def test_a_gold_may_have_a_column_of_its_own(chat: str, truth: Any, answer: str) -> None:
+@pytest.mark.parametrize("truth", ["2", 2, ["2", "two"], CALLS])
+def test_a_gold_may_have_a_column_of_its_own(chat: str, truth: Any, suffix: str, tmp_path: Path) -> None:
     alone, nested = {"ground_truth": truth}, {"reward_model": {"ground_truth": truth}}
+    beside = {"reward_model": {"style": "rule", "ground_truth": None}, **alone}
     shared = {chat: QUESTION, "data_source": "math"}
-    tasks = [to_tasks({**shared, **gold}, "x") for gold in (alone, nested, alone | nested)]
-    assert [task.answer for (task,) in tasks] == [answer] * 3
+    for gold in (alone, nested, alone | nested, beside):
+        (task,) = tasks_of(tmp_path, {**shared, **gold}, suffix=suffix)
+        assert task.answer == (truth if isinstance(truth, str) else json.dumps(truth))
     with pytest.raises(DataError, match=r"'ground_truth': differs from reward_model\.ground_truth"):
-        to_tasks({**shared, **alone, "reward_model": {"ground_truth": "3"}}, "x")
+        tasks_of(tmp_path, {**shared, **alone, "reward_model": {"ground_truth": "3"}}, suffix=suffix)
 
 
 @pytest.mark.parametrize("name", ["answer", "solution", "expected_answer"])
 def test_a_gold_under_another_name_is_reported_with_what_makes_it_one(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    write_jsonl(file, [{"messages": QUESTION, "data_source": "math", name: "2"}] * 3)
-    tasks = TaskSet(str(file))
-    setting = f"data.columns={{{name}: ground_truth}}"
-    assert f"3 with a column {name!r} that is not read: {setting} makes it the gold" in str(tasks.report)
-    renamed = TaskSet(str(file), data=DataConfig(columns={name: "ground_truth"}))
-    assert [task.answer for task in renamed] == ["2"] * 3 and "not read" not in str(renamed.report)
+    setting = f"'data.columns={{{name}: ground_truth}}'"
+    chat = {"messages": QUESTION, "data_source": "math", name: "2"}
+    tasks = tasks_of(tmp_path, chat, chat)
+    assert f"2 with a column {name!r} that is not read: {setting} makes it the gold" in str(tasks.report)
+    alone = {"prompt": QUESTION, "data_source": "math", name: "2"}
+    with pytest.raises(DataError, match="'reward_model': is missing") as caught:
+        tasks_of(tmp_path, alone)
+    assert setting in str(caught.value)
+    for row in (chat, alone):
+        renamed = tasks_of(tmp_path, row, columns={name: "ground_truth"})
+        assert [task.answer for task in renamed] == ["2"] and "not read" not in str(renamed.report)
+
+
+def test_other_columns_of_a_row_with_a_gold_are_no_golds(tmp_path: Path) -> None:
+    answered = [*QUESTION, {"role": "assistant", "content": "2"}]
+    nested = {"prompt": QUESTION, "data_source": "math", "reward_model": {"ground_truth": "2"}}
+    for row in ({"messages": answered, "answer": "3"}, {**nested, "answer": "3"}, {"messages": QUESTION, "answer": ""}):
+        assert not tasks_of(tmp_path, row).report.notes
 
 
 PLAIN = row(data_source="math", prompt=[{"role": "user", "content": "HERE"}], reward_model={"ground_truth": "5"})

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from tests.verl.workers.test_state import BOUND, CHAINS, largest_gap, mixers, mo
 from verl.batch.packed import Segment
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import batch_of
+from verl.errors import ConfigError
 from verl.workers import delta_net
-from verl.workers.delta_net import DeltaKernels, delta_plan, use_installed_kernels, use_kernels
+from verl.workers.delta_net import DeltaKernels, delta_plan, use_kernels, use_packages
 from verl.workers.model import PackedPolicy, checkpoint_layers
 from verl.workers.state import by_formulas, separate_states
 
@@ -174,7 +176,7 @@ def test_how_layers_are_computed_is_logged(
     monkeypatch.setattr(delta_net, "fla_kernels", lambda: KERNELS)
     policy = PackedPolicy(model_of("qwen3_5_text"))
     with caplog.at_level(logging.WARNING):
-        use_installed_kernels(policy)
+        use_packages(policy)
     assert message in caplog.text
     used = [each for each in mixers(policy) if isinstance(each, delta_net.ByLevels)]
     assert len(used) == (1 if version == "0.6.0" else 0)
@@ -182,8 +184,25 @@ def test_how_layers_are_computed_is_logged(
 
 def test_other_layers_with_state_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        use_installed_kernels(PackedPolicy(model_of("granitemoehybrid")))
-    assert caplog.messages == ["GraniteMoeHybridMambaLayer: one sequence of a pack after the other; no kernel is known"]
+        use_packages(PackedPolicy(model_of("granitemoehybrid")))
+    (message,) = caplog.messages
+    assert message.startswith("GraniteMoeHybridMambaLayer: one sequence of a pack after the other, by the kernels that")
+
+
+def test_an_activation_that_the_kernels_leave_out_stays_in_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("qwen3_5_text")
+    layer = model.get_decoder().layers[0].linear_attn
+    layer.activation = "gelu"
+    policy = PackedPolicy(model)
+    use_kernels(policy, KERNELS)
+    assert not any(isinstance(each, delta_net.ByLevels) for each in mixers(policy))
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_net, "_installed", lambda: "0.6.0")
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(ConfigError, match=r"fla-core is installed but cannot be imported .*fused_kernels=none"):
+        use_packages(PackedPolicy(model_of("qwen3_5_text")))
 
 
 PACKAGES = {  # where transformers looks for kernels
@@ -217,6 +236,19 @@ def test_packages_of_kernels_do_not_compute_on_a_cpu(tmp_path: Path) -> None:
         [sys.executable, "-c", CHECK], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.stdout.split() == ["seen", "True"], done.stderr
+
+
+def test_formulas_are_found_in_modules_that_the_package_kernels_makes() -> None:
+    """As its `_create_func_module` does."""
+    wrapped: Any = torch_chunk_gated_delta_rule
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return wrapped(*args, **options)
+
+    forward = FunctionType((lambda: rule()).__code__, {"rule": Func()})  # type: ignore[name-defined]  # noqa: F821
+    found: Any = by_formulas(forward)
+    assert found.__globals__["rule"] is torch_chunk_gated_delta_rule.__wrapped__
 
 
 def test_a_forward_by_formulas_calls_what_transformers_wraps() -> None:

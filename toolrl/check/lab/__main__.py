@@ -174,6 +174,8 @@ def run(args: CliArgs, console: Console) -> int:
     _print_rows("unusable: ", unusable, show, console)
     _print_rows("unlisted tool: ", unlisted, show, console)
     _print_rows("", report.violations, show, console)
+    for note, number in tasks.report.notes.items():
+        console.print(f"{number} rows {note}", markup=False, soft_wrap=True)
     rows = len({violation.task_id for violation in report.violations})
     counts = f"{len(unusable)} rows unusable, {len(unlisted)} call unlisted tools"
     console.print(f"{count} rows tried, {rows} with violations; {counts}", soft_wrap=True)
