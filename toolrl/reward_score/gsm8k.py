@@ -1,6 +1,7 @@
 """veRL's reward for GSM8K: 1 if the last `#### number` of the response is the gold number, else 0.
 
-Only the last 300 characters are read, and numbers are compared as texts without commas, as in veRL.
+Only the last 300 characters are read, and numbers are compared as texts without commas, as in veRL. The gold is a
+number, or a worked solution as GSM8K publishes it, of which veRL keeps the number.
 """
 
 import re
@@ -15,11 +16,11 @@ _TAIL = 300  # characters
 class Gsm8kReward(AtMostOne):
     def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
         numbers = _NUMBER.findall(written(trajectory)[-_TAIL:])
-        correct = float(bool(numbers) and numbers[-1].replace(",", "") == task.answer)
+        correct = float(bool(numbers) and numbers[-1].replace(",", "") == _gold(task))
         return Score(correct, {"correct": correct})
 
     def gold(self, task: Task, step: int) -> str:
-        return f"#### {task.answer}"
+        return f"#### {_gold(task)}"
 
     def mutations(self, task: Task, step: int) -> list[Mutation]:
         gold = self.gold(task, step)
@@ -27,8 +28,13 @@ class Gsm8kReward(AtMostOne):
             {
                 "empty text": "",
                 "wrong number": "#### -987654321",
-                "no mark": f"The answer is {task.answer}",
+                "no mark": f"The answer is {_gold(task)}",
                 "another number after it": f"{gold}\n#### -987654321",
                 "an answer far from the end": gold + " " * _TAIL,
             }
         )
+
+
+def _gold(task: Task) -> str:
+    numbers = _NUMBER.findall(task.answer)
+    return numbers[-1].replace(",", "") if numbers else task.answer

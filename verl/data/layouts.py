@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from verl.data.trl_rows import with_completion, with_pair
 from verl.errors import DataError
 from verl.plugins import LAYOUTS, Plugin
 
@@ -76,7 +77,10 @@ def _unchanged(row: Row) -> Row:
     return row
 
 
+_SAID = (str, list, tuple)
 OWN = (
+    Layout("TRL's pair", {"chosen": (object,), "rejected": (object,)}, with_pair),
+    Layout("TRL's prompt and completion", {"prompt": _SAID, "completion": _SAID}, with_completion),
     Layout("a task", {"prompt": (object,)}, _unchanged),
     Layout("OpenAI", {"messages": (object,)}, _unchanged),
     Layout("ToolRL's SFT file", {"input": (str,), "output": (str,)}, _unchanged),

@@ -62,8 +62,16 @@ def _mapped(row: Any, function: Callable[[Any], Any] | None) -> list[Any]:
 
 def _read(row: Any, source: str, data: DataConfig) -> Any:
     if isinstance(row, Mapping):
-        row = _with_gold(_without_fill_values(_renamed(row, data.columns), Path(source).suffix))
+        row = _with_messages(_with_gold(_without_fill_values(_renamed(row, data.columns), Path(source).suffix)))
     return as_openai_row(row)
+
+
+def _with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A prompt that is a text, as in rows for TRL, is the user's message."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or prompt.lstrip().startswith("["):  # JSON text
+        return row
+    return {**row, "prompt": [{"role": "user", "content": prompt}], "text_prompt": True}
 
 
 def _with_gold(row: Mapping[str, Any]) -> Mapping[str, Any]:

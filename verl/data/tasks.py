@@ -43,7 +43,8 @@ def to_tasks(
     if isinstance(row, DataError):
         raise row  # an unreadable row
     if row.get("prompt") is not None or row.get("messages") is None:
-        return [to_task(row, id, names)]
+        named = data_source and isinstance(row, Mapping) and row.get("data_source") is None
+        return [to_task({**row, "data_source": data_source} if named else row, id, names)]
     check_columns(row)
     conversation = read_conversation(row, split_turns)
     shared = _shared({"data_source": data_source, **row}, names)
@@ -165,8 +166,11 @@ def _other_gold(row: Mapping[str, Any]) -> str | None:
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the answer."""
-    if row.get("reward_model") is None and (column := _other_gold(row)) is not None:
-        raise DataError("is missing", "an object with ground_truth", f"It has {column}", field="reward_model")
+    if row.get("reward_model") is None:
+        column = _other_gold(row)
+        free = "A prompt whose reward needs no gold is written as messages: 'data.columns={prompt: messages}'"
+        hint = free if column is None else f"It has {column}"
+        raise DataError("is missing", "an object with ground_truth", hint, field="reward_model")
     truth = read_object(row, "reward_model").get("ground_truth")
     if truth is None:
         hint = "Where the environment scores, any text will do"

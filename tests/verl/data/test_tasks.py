@@ -76,10 +76,10 @@ def test_optional_columns_choose_environment_and_reward() -> None:
 CALL = render_response("t", [{"name": "get_weather", "parameters": {}}])
 BAD_ROWS: dict[str, tuple[Any, str, str]] = {
     "not an object": (3, "", "is of type int"),
-    "no source": ({key: value for key, value in row().items() if key != "data_source"}, "data_source", "is missing"),
+    "source is empty": (row(data_source=""), "data_source", "is empty"),
     "source of wrong type": (row(data_source=1), "data_source", "is of type int"),
     "no prompt": ({"data_source": "rlla", "reward_model": {"ground_truth": "x"}}, "prompt", "is missing"),
-    "prompt is a text": (row(prompt="hi"), "prompt", "is not JSON"),
+    "prompt is a text": (row(prompt="[hi"), "prompt", "is not JSON"),
     "empty prompt": (row(prompt=[]), "prompt", "is empty"),
     "message is a text": (row(prompt=["hi"]), "prompt[0]", "is of type str"),
     "message without content": (row(prompt=[{"role": "user"}]), "prompt[0].content", "is missing"),
@@ -121,7 +121,7 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
     assert report.startswith(
         f"t.jsonl: {len(BAD_ROWS) + 2} rows, 2 used, {len(BAD_ROWS)} dropped (1 unreadable, row 1: "
     )
-    assert "2 with a bad data_source, rows 2, 3: is missing;" in report and "\n" not in report
+    assert "2 with a bad data_source, rows 2, 3: is empty;" in report and "\n" not in report
 
 
 @pytest.mark.parametrize(("share", "allowed"), [(0.0, False), (0.19, False), (0.2, True), (1.0, True)])
@@ -277,6 +277,16 @@ def test_a_gold_under_another_name_is_reported_with_what_makes_it_one(name: str,
     for row in (chat, alone):
         renamed = tasks_of(tmp_path, row, columns={name: "ground_truth"})
         assert [task.answer for task in renamed] == ["2"] and "not read" not in str(renamed.report)
+
+
+def test_a_question_and_its_answer_are_a_task(tmp_path: Path) -> None:
+    """As in GSM8K and in rows for TRL: texts, and no data_source."""
+    rows = [{"question": "[1] + 1?", "answer": "#### 2"}, {"question": "1 + 1?", "answer": "#### 2"}]
+    with pytest.raises(DataError, match="'prompt': is not JSON"):  # what begins like a list is one
+        tasks_of(tmp_path, *rows, columns={"question": "prompt", "answer": "ground_truth"})
+    (task,) = tasks_of(tmp_path, rows[1], columns={"question": "prompt", "answer": "ground_truth"})
+    assert [(each.role, each.content) for each in task.prompt] == [("user", "1 + 1?")] and task.text_prompt
+    assert (task.answer, task.data_source) == ("#### 2", "mine")
 
 
 def test_other_columns_of_a_row_with_a_gold_are_no_golds(tmp_path: Path) -> None:

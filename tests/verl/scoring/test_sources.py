@@ -65,6 +65,13 @@ BOX = "\\boxed{{{}}}".format
     [
         ("auto", row("rlla", TOOLRL), TOOLRL, TOOLRL.replace("1", "2"), (4.0, 2.0, -3.0)),
         ("auto", row("openai/gsm8k", "72"), "#### 72", "#### 71", (1.0, 0.0, 0.0)),
+        (
+            "auto",
+            row("openai/gsm8k", "48+24=<<48+24=72>>72\n#### 72"),
+            "#### 72",
+            "#### 71",
+            (1.0, 0.0, 0.0),
+        ),  # as published
         ("auto", row("math_dapo", "34"), "Answer: 34", "Answer: 35", (1.0, -1.0, -1.0)),
         ("auto", row("aime2024", "34"), BOX(34), BOX(35), (1.0, -1.0, -1.0)),
         ("auto", row("DigitalLearningGmbH/MATH-lighteval", "x^2"), BOX("x^2"), BOX("x^3"), (1.0, 0.0, 0.0)),

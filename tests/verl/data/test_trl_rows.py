@@ -1,0 +1,86 @@
+"""Rows in TRL's forms: what SFT, DPO and RL learn of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.data.tasks import TaskSet
+from verl.errors import DataError
+from verl.sft.demonstrations import read_demonstrations
+from verl.sft.pairs import read_preferences
+from verl.tracking.jsonl import write_jsonl
+
+USER, RIGHT, WRONG = "2 + 2?", "It is 4.", "It is 5."
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+ASKED, ANSWERED, MISSED = message("user", USER), message("assistant", RIGHT), message("assistant", WRONG)
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+}
+
+
+def written(tmp_path: Path, row: dict[str, Any]) -> str:
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    return str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("row", [{"prompt": USER, "completion": RIGHT}, {"prompt": [ASKED], "completion": [ANSWERED]}])
+def test_a_completion_is_trained_and_is_the_gold(row: dict[str, Any], tmp_path: Path) -> None:
+    (demonstration,) = read_demonstrations(written(tmp_path, row))
+    (task,) = TaskSet(written(tmp_path, row))
+    assert [(each.role, each.content) for each in demonstration.messages] == [("user", USER), ("assistant", RIGHT)]
+    assert demonstration.first == 1 and task.answer == RIGHT and [each.content for each in task.prompt] == [USER]
+
+
+def test_a_completion_with_calls_and_results_trains_all_its_turns(tmp_path: Path) -> None:
+    row = {"prompt": [ASKED], "completion": [CALLED, message("tool", "4"), ANSWERED], "tools": [TOOL]}
+    (demonstration,) = read_demonstrations(written(tmp_path, row))
+    assert demonstration.first == 1 and len(demonstration.messages) == 4 and demonstration.tools[0].name == "add"
+    tasks = TaskSet(written(tmp_path, row))
+    assert [task.gold and task.gold.content for task in tasks] == ["", RIGHT]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": USER, "chosen": RIGHT, "rejected": WRONG},
+        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [MISSED]},
+        {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, MISSED]},
+        {"messages": [ASKED], "chosen": RIGHT, "rejected": MISSED},  # ours
+    ],
+)
+def test_a_pair_is_a_prompt_with_two_responses(row: dict[str, Any], tmp_path: Path) -> None:
+    (pair,) = read_preferences(written(tmp_path, row))
+    for side, content in ((pair.chosen, RIGHT), (pair.rejected, WRONG)):
+        assert [(each.role, each.content) for each in side.messages] == [("user", USER), ("assistant", content)]
+        assert side.first == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": USER, "completion": RIGHT, "label": False}, "'label': marks unpaired preferences"),
+        ({"prompt": [ASKED, ANSWERED, ASKED], "completion": RIGHT}, "'prompt': has turns of the assistant"),
+    ],
+)
+def test_what_trl_trains_otherwise_is_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for read in (read_demonstrations, TaskSet):
+        with pytest.raises(DataError, match=message):
+            read(written(tmp_path, row))
+
+
+def test_sides_without_a_prompt_and_a_common_beginning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'prompt': is missing, and chosen and rejected begin differently"):
+        read_preferences(written(tmp_path, {"chosen": RIGHT, "rejected": WRONG}))
+    longer = {"chosen": [ASKED, ANSWERED, ASKED, ANSWERED], "rejected": [ASKED, MISSED]}
+    with pytest.raises(DataError, match="'chosen': has 3 messages"):
+        read_preferences(written(tmp_path, longer))
