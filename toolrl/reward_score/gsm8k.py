@@ -1,7 +1,7 @@
 """veRL's reward for GSM8K: 1 if the last `#### number` of the response is the gold number, else 0.
 
 Only the last 300 characters are read, and numbers are compared as texts without commas, as in veRL. The gold is a
-number, or a worked solution as GSM8K publishes it, of which veRL keeps the number.
+number, or a worked solution as in GSM8K, of which veRL keeps the number.
 """
 
 import re

@@ -77,10 +77,10 @@ def _unchanged(row: Row) -> Row:
     return row
 
 
-_SAID = (str, list, tuple)
+_TURNS = (str, list, tuple)
 OWN = (
     Layout("TRL's pair", {"chosen": (object,), "rejected": (object,)}, with_pair),
-    Layout("TRL's prompt and completion", {"prompt": _SAID, "completion": _SAID}, with_completion),
+    Layout("TRL's prompt and completion", {"prompt": _TURNS, "completion": _TURNS}, with_completion),
     Layout("a task", {"prompt": (object,)}, _unchanged),
     Layout("OpenAI", {"messages": (object,)}, _unchanged),
     Layout("ToolRL's SFT file", {"input": (str,), "output": (str,)}, _unchanged),

@@ -19,7 +19,10 @@ def with_completion(row: Row) -> Row:
         raise DataError(
             "marks unpaired preferences (KTO), which are not trained", hint="Leave such rows out", field="label"
         )
-    prompt, completion = _said(row["prompt"], "prompt", "user"), _said(row["completion"], "completion", "assistant")
+    prompt, completion = (
+        _messages(row["prompt"], "prompt", "user"),
+        _messages(row["completion"], "completion", "assistant"),
+    )
     if any(_role(each) == "assistant" for each in prompt):
         raise DataError(
             "has turns of the assistant, of which TRL trains none",
@@ -33,9 +36,9 @@ def with_pair(row: Row) -> Row:
     """{prompt, chosen, rejected} -> messages for the prompt. Without one, both sides begin with it."""
     if row.get("messages") is not None:
         return row
-    sides = [_said(row[name], name, "assistant") for name in ("chosen", "rejected")]
+    sides = [_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]
     if row.get("prompt") is not None:
-        shared = _said(row["prompt"], "prompt", "user")
+        shared = _messages(row["prompt"], "prompt", "user")
     else:
         same = [one == other for one, other in zip(*sides, strict=False)]
         number = [*same, False].index(False)
@@ -45,7 +48,7 @@ def with_pair(row: Row) -> Row:
     return _with({"messages": shared, "chosen": sides[0], "rejected": sides[1]}, row, "prompt")
 
 
-def _said(value: Any, field: str, role: str) -> Sequence[Any]:
+def _messages(value: Any, field: str, role: str) -> Sequence[Any]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list | tuple):
