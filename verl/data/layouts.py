@@ -79,7 +79,7 @@ def _unchanged(row: Row) -> Row:
 
 _TURNS = (str, list, tuple)
 OWN = (
-    Layout("TRL's pair", {"chosen": (object,), "rejected": (object,)}, with_pair),
+    Layout("TRL's pair", {"chosen": _TURNS, "rejected": _TURNS}, with_pair),
     Layout("TRL's prompt and completion", {"prompt": _TURNS, "completion": _TURNS}, with_completion),
     Layout("a task", {"prompt": (object,)}, _unchanged),
     Layout("OpenAI", {"messages": (object,)}, _unchanged),

@@ -1,12 +1,14 @@
 """Rows as TRL's trainers read them: a prompt with its completion, and preference pairs.
 
-A prompt is a text, which is the user's message, or a list of messages; so is a completion, of the assistant.
+A prompt is a text, which is the user's message (`source.py`), or a list of messages; so is a completion, of the
+assistant.
 Source: TRL 1.16, docs/source/dataset_formats.md.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.data.messages import read_list
 from verl.errors import DataError
 
 Row = Mapping[str, Any]
@@ -15,14 +17,12 @@ _MESSAGES = "a text, or a list of {role, content} messages"
 
 def with_completion(row: Row) -> Row:
     """{prompt, completion} -> messages whose assistant turns are trained: those of the completion alone, as in TRL."""
+    if row.get("reward_model") is not None:  # a task, whatever else it has
+        return row
     if isinstance(row.get("label"), bool):
-        raise DataError(
-            "marks unpaired preferences (KTO), which are not trained", hint="Leave such rows out", field="label"
-        )
-    prompt, completion = (
-        _messages(row["prompt"], "prompt", "user"),
-        _messages(row["completion"], "completion", "assistant"),
-    )
+        hint = "Leave the rows with false out, and the column"
+        raise DataError("marks unpaired preferences (KTO), which are not trained", hint=hint, field="label")
+    prompt, completion = _prompt(row), _response(row, "completion")
     if any(_role(each) == "assistant" for each in prompt):
         raise DataError(
             "has turns of the assistant, of which TRL trains none",
@@ -33,27 +33,26 @@ def with_completion(row: Row) -> Row:
 
 
 def with_pair(row: Row) -> Row:
-    """{prompt, chosen, rejected} -> messages for the prompt. Without one, both sides begin with it."""
+    """{prompt, chosen, rejected} -> messages for the prompt. Both sides may begin with it, also beside its text."""
     if row.get("messages") is not None:
         return row
-    sides = [_messages(row[name], name, "assistant") for name in ("chosen", "rejected")]
-    if row.get("prompt") is not None:
-        shared = _messages(row["prompt"], "prompt", "user")
-    else:
-        same = [one == other for one, other in zip(*sides, strict=False)]
-        number = [*same, False].index(False)
-        shared, sides = sides[0][:number], [each[number:] for each in sides]
-        if not shared:
-            raise DataError("is missing, and chosen and rejected begin differently", _MESSAGES, field="prompt")
-    return _with({"messages": shared, "chosen": sides[0], "rejected": sides[1]}, row, "prompt")
+    sides = [_response(row, name) for name in ("chosen", "rejected")]
+    same = [one == other for one, other in zip(*sides, strict=False)]
+    number = min([*same, False].index(False), *(len(each) - 1 for each in sides))  # each keeps a response
+    if row.get("prompt") is None and not number:
+        raise DataError("is missing, and chosen and rejected begin differently", _MESSAGES, field="prompt")
+    messages = sides[0][:number] if number else _prompt(row)
+    chosen, rejected = (each[number:] for each in sides)
+    return _with({"messages": messages, "chosen": chosen, "rejected": rejected}, row, "prompt")
 
 
-def _messages(value: Any, field: str, role: str) -> Sequence[Any]:
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list | tuple):
-        raise DataError(f"is of type {type(value).__name__}", _MESSAGES, field=field)
-    return value
+def _prompt(row: Row) -> Sequence[Any]:
+    return read_list(row["prompt"], "prompt", _MESSAGES)
+
+
+def _response(row: Row, name: str) -> Sequence[Any]:
+    value = row[name]
+    return [{"role": "assistant", "content": value}] if isinstance(value, str) else value
 
 
 def _role(message: Any) -> Any:

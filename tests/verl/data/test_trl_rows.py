@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ def test_a_completion_is_trained_and_is_the_gold(row: dict[str, Any], tmp_path: 
     assert demonstration.first == 1 and task.answer == RIGHT and [each.content for each in task.prompt] == [USER]
 
 
+def test_a_task_with_a_completion_stays_a_task(tmp_path: Path) -> None:
+    row = {"prompt": [ASKED], "completion": "4", "reward_model": {"ground_truth": "5"}}
+    (task,) = TaskSet(written(tmp_path, row))
+    assert task.gold is None and task.answer == "5"
+
+
 def test_a_completion_with_calls_and_results_trains_all_its_turns(tmp_path: Path) -> None:
     row = {"prompt": [ASKED], "completion": [CALLED, message("tool", "4"), ANSWERED], "tools": [TOOL]}
     (demonstration,) = read_demonstrations(written(tmp_path, row))
@@ -54,7 +61,9 @@ def test_a_completion_with_calls_and_results_trains_all_its_turns(tmp_path: Path
     [
         {"prompt": USER, "chosen": RIGHT, "rejected": WRONG},
         {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [MISSED]},
+        {"prompt": json.dumps([ASKED]), "chosen": RIGHT, "rejected": WRONG},
         {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, MISSED]},
+        {"prompt": USER, "chosen": [ASKED, ANSWERED], "rejected": [ASKED, MISSED]},
         {"messages": [ASKED], "chosen": RIGHT, "rejected": MISSED},  # ours
     ],
 )
@@ -76,6 +85,13 @@ def test_what_trl_trains_otherwise_is_refused(row: dict[str, Any], message: str,
     for read in (read_demonstrations, TaskSet):
         with pytest.raises(DataError, match=message):
             read(written(tmp_path, row))
+
+
+@pytest.mark.parametrize("shared", [{"prompt": USER}, {}])
+def test_equal_sides_are_refused(shared: dict[str, Any], tmp_path: Path) -> None:
+    side = [ANSWERED] if shared else [ASKED, ANSWERED]
+    with pytest.raises(DataError, match="'rejected': is the same as chosen"):
+        read_preferences(written(tmp_path, {**shared, "chosen": side, "rejected": side}))
 
 
 def test_sides_without_a_prompt_and_a_common_beginning_are_refused(tmp_path: Path) -> None:
