@@ -156,6 +156,14 @@ def _reward(row: Mapping[str, Any], names: RowNames) -> str | None:
     return name
 
 
+def _unread(row: Mapping[str, Any], tasks: Sequence[Task]) -> Iterator[str]:
+    """Notes on columns from which a reader would expect something to be learned."""
+    if not any(task.gold or task.answer for task in tasks) and (column := _other_gold(row)) is not None:
+        yield f"with {column}"
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        yield "with chosen and rejected responses, which toolrl sft sft.loss=dpo reads"
+
+
 def _other_gold(row: Mapping[str, Any]) -> str | None:
     """Of a row without a gold: the column that others call so, and what makes it the gold."""
     name = next((name for name in _OTHER_GOLDS if row.get(name) not in (None, "")), None)
@@ -241,11 +249,8 @@ class TaskSet(Sequence[Task]):
                 self.report.drop("left out by data.map", number)
                 continue
             self.report.num_split += len(tasks) - 1
-            without = [
-                row for row, each in zip(rows, made, strict=True) if not any(one.gold or one.answer for one in each)
-            ]
             self.report.notes.update(notes_of(rows))
-            self.report.notes.update(f"with {column}" for row in without if (column := _other_gold(row)) is not None)
+            self.report.notes.update(note for row, each in zip(rows, made, strict=True) for note in _unread(row, each))
             if any(map(has_blank_arguments, rows)):
                 self.report.notes["with calls of blank arguments, read as {}"] += 1
             for task in tasks:

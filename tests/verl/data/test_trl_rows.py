@@ -72,6 +72,9 @@ def test_a_pair_is_a_prompt_with_two_responses(row: dict[str, Any], tmp_path: Pa
     for side, content in ((pair.chosen, RIGHT), (pair.rejected, WRONG)):
         assert [(each.role, each.content) for each in side.messages] == [("user", USER), ("assistant", content)]
         assert side.first == 1
+    (task,) = tasks = TaskSet(written(tmp_path, row))
+    assert [each.content for each in task.prompt] == [USER] and task.gold is None
+    assert "1 with chosen and rejected responses, which toolrl sft sft.loss=dpo reads" in str(tasks.report)
 
 
 @pytest.mark.parametrize(
