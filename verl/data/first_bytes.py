@@ -6,6 +6,7 @@ from pathlib import Path
 
 from verl.errors import DataError
 
+DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _HINT = "Write or copy it again"
 _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
 _FOOTER = 12  # bytes of a parquet file behind its metadata, their length among them, and of the mark at its start

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from verl.data.trl_rows import with_completion, with_pair
+from verl.data.trl_rows import with_completion, with_pair, with_prompt
 from verl.errors import DataError
 from verl.plugins import LAYOUTS, Plugin
 
@@ -81,6 +81,7 @@ _TURNS = (str, list, tuple)
 OWN = (
     Layout("TRL's pair", {"chosen": _TURNS, "rejected": _TURNS}, with_pair),
     Layout("TRL's prompt and completion", {"prompt": _TURNS, "completion": _TURNS}, with_completion),
+    Layout("TRL's prompt", {"prompt": (list, tuple)}, with_prompt),
     Layout("a task", {"prompt": (object,)}, _unchanged),
     Layout("OpenAI", {"messages": (object,)}, _unchanged),
     Layout("ToolRL's SFT file", {"input": (str,), "output": (str,)}, _unchanged),

@@ -87,8 +87,7 @@ def to_task(row: Any, id: str, names: RowNames = KNOWN_NAMES) -> Task:
     check_columns(row)
     prompt = _prompt(row)
     tools = offered_tools(row, read_tools(row.get("tools")), {})
-    own = {"tools": tools, "text_prompt": row.get("text_prompt") is True, **_shared(row, names)}
-    task = Task(id=id, prompt=prompt, **_answer(row), **own)
+    task = Task(id=id, prompt=prompt, tools=tools, **_answer(row), **_shared(row, names))
     if task.data_source == DATA_SOURCE or listed_tools(prompt) is not None:
         _gold_calls(task)
     return task
@@ -100,6 +99,7 @@ def _shared(row: Mapping[str, Any], names: RowNames) -> dict[str, Any]:
         "data_source": read_text(row.get("data_source"), "data_source"),
         "env": _env(row, names),
         "reward": _reward(row, names),
+        "text_prompt": row.get("text_prompt") is True,
         "extra": dict(read_object(row, "extra_info")) if row.get("extra_info") is not None else {},
     }
 
@@ -174,11 +174,6 @@ def _other_gold(row: Mapping[str, Any]) -> str | None:
 
 def _answer(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the answer."""
-    if row.get("reward_model") is None:
-        column = _other_gold(row)
-        free = "A prompt whose reward needs no gold is written as messages: 'data.columns={prompt: messages}'"
-        hint = free if column is None else f"It has {column}"
-        raise DataError("is missing", "an object with ground_truth", hint, field="reward_model")
     truth = read_object(row, "reward_model").get("ground_truth")
     if truth is None:
         hint = "Where the environment scores, any text will do"

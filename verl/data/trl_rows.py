@@ -1,4 +1,4 @@
-"""Rows as TRL's trainers read them: a prompt with its completion, and preference pairs.
+"""Rows as TRL's trainers read them: a prompt alone or with its completion, and preference pairs.
 
 A prompt is a text, which is the user's message (`source.py`), or a list of messages; so is a completion, of the
 assistant.
@@ -13,6 +13,14 @@ from verl.errors import DataError
 
 Row = Mapping[str, Any]
 _MESSAGES = "a text, or a list of {role, content} messages"
+
+
+def with_prompt(row: Row) -> Row:
+    """{prompt} -> messages without a gold. Tasks, and prompts with turns that would be golds, stay as they are."""
+    task = any(row.get(name) is not None for name in ("reward_model", "agent_name"))
+    if task or any(_role(each) == "assistant" for each in row["prompt"]):
+        return row
+    return _with({"messages": row["prompt"]}, row, "prompt")
 
 
 def with_completion(row: Row) -> Row:

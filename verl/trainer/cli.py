@@ -24,7 +24,7 @@ from verl.config.commands import Command
 from verl.config.load import SHORTHANDS, load_config, shorthand_help
 from verl.config.schema import Config, ModelConfig, RewardConfig
 from verl.config.show import as_yaml, key_help
-from verl.data.first_bytes import check_ends
+from verl.data.first_bytes import DATA_SUFFIXES, check_ends
 from verl.errors import ConfigError, DataError, VerlError
 from verl.host.arguments import read_arguments, unknown_option
 from verl.host.exits import exit_code_of
@@ -50,7 +50,6 @@ _RESUME_NOTE = (
 _OPTIONS = ("--help", "--config=", "--user-code", "--cfg=")  # every command has them
 _CONFIG = "--config="
 _USER_CODE = "--user_code"  # in the spelling of parsed options
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 
 
 @dataclass(frozen=True)
@@ -230,12 +229,12 @@ def check_files(key: str, files: Sequence[str], needed: bool = False) -> None:
     if needed and not files:
         raise ConfigError(f"{key} is not set; give a .parquet, .jsonl, .json or .csv file, or several as [a,b]")
     for source in files:
-        if source.endswith(_DATA_SUFFIXES) and not Path(source).is_file():
+        if source.endswith(DATA_SUFFIXES) and not Path(source).is_file():
             raise ConfigError(
                 f"{key}: there is no file {source!r}; {script('dataset/README.md')} lists data sources, and "
                 "embedded:train.parquet names an embedded file"
             )
-        if source.endswith(_DATA_SUFFIXES):
+        if source.endswith(DATA_SUFFIXES):
             check_ends(source)
     for source in files:
         if source.endswith(".parquet"):

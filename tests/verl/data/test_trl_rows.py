@@ -34,6 +34,20 @@ def written(tmp_path: Path, row: dict[str, Any]) -> str:
     return str(tmp_path / "rows.jsonl")
 
 
+@pytest.mark.parametrize(("prompt", "text"), [(USER, True), ([ASKED], False)])
+def test_a_prompt_alone_is_a_task_without_a_gold(prompt: Any, text: bool, tmp_path: Path) -> None:
+    """Whose reward a function of the user's may compute, of texts where the prompt is one."""
+    (task,) = TaskSet(written(tmp_path, {"prompt": prompt}))
+    assert [(each.role, each.content) for each in task.prompt] == [("user", USER)]
+    assert (task.gold, task.answer, task.text_prompt) == (None, "", text)
+
+
+def test_a_prompt_alone_with_a_turn_that_would_be_its_gold_is_refused(tmp_path: Path) -> None:
+    for row in ({"prompt": [ASKED, ANSWERED]}, {"prompt": [ASKED], "agent_name": "tool_agent"}):
+        with pytest.raises(DataError, match="'reward_model'"):
+            TaskSet(written(tmp_path, row))
+
+
 @pytest.mark.parametrize("row", [{"prompt": USER, "completion": RIGHT}, {"prompt": [ASKED], "completion": [ANSWERED]}])
 def test_a_completion_is_trained_and_is_the_gold(row: dict[str, Any], tmp_path: Path) -> None:
     (demonstration,) = read_demonstrations(written(tmp_path, row))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from toolrl.benchmarks.runner.benchmark import Benchmark, BenchmarkContext
 from toolrl.benchmarks.runner.rows import rows_benchmark
+from verl.data.first_bytes import DATA_SUFFIXES
 from verl.errors import ConfigError
 from verl.registry import nearest, resolve
 
@@ -20,7 +21,6 @@ BENCHMARKS: Mapping[str, str] = {
     "math": "toolrl.benchmarks.qa.math:math",
     "tau2": "toolrl.benchmarks.tau2.benchmark:tau2",
 }
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json")
 
 
 def check_benchmarks(names: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def check_benchmarks(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"eval.benchmarks has duplicates: {', '.join(names)}")
     for whole in _by_benchmark(names):
-        if not whole.endswith(_DATA_SUFFIXES):
+        if not whole.endswith(DATA_SUFFIXES):
             resolve("benchmark", whole, BENCHMARKS)
 
 
@@ -50,14 +50,14 @@ def _by_benchmark(names: Sequence[str]) -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
     for name in names:
         place, colon, rest = name.rpartition(":")
-        whole = name if name.endswith(_DATA_SUFFIXES) else place + colon + rest.partition("/")[0]
+        whole = name if name.endswith(DATA_SUFFIXES) else place + colon + rest.partition("/")[0]
         named.setdefault(whole, []).append(name)
     return named
 
 
 def _build(name: str, parts: Sequence[str], context: BenchmarkContext) -> Benchmark:
     """The benchmark with the categories in `parts`; with all of them if its own name is among `parts`."""
-    if name.endswith(_DATA_SUFFIXES):
+    if name.endswith(DATA_SUFFIXES):
         return rows_benchmark(name, context)
     if context.env is not None:
         raise ConfigError(f"{name} has an environment of its own; env.name={context.env.name} suits data files")
