@@ -20,7 +20,11 @@ def with_prompt(row: Row) -> Row:
     task = any(row.get(name) is not None for name in ("reward_model", "agent_name"))
     if task or any(_role(each) == "assistant" for each in row["prompt"]):
         return row
-    return _with({"messages": row["prompt"]}, row, "prompt")
+    if (messages := row.get("messages")) is None:
+        return _with({"messages": row["prompt"]}, row, "prompt")
+    if list(messages[: len(row["prompt"])]) != list(row["prompt"]):
+        raise DataError("is no beginning of messages", "one of the two columns", field="prompt")
+    return _with({}, row, "prompt")
 
 
 def with_completion(row: Row) -> Row:
@@ -30,6 +34,8 @@ def with_completion(row: Row) -> Row:
     if isinstance(row.get("label"), bool):
         hint = "Leave the rows with false out, and the column"
         raise DataError("marks unpaired preferences (KTO), which are not trained", hint=hint, field="label")
+    if row.get("messages") is not None:
+        raise DataError("is given beside messages", "one of the two", "Remove one of the columns", field="completion")
     prompt, completion = _prompt(row), _response(row, "completion")
     if any(_role(each) == "assistant" for each in prompt):
         raise DataError(
@@ -42,15 +48,18 @@ def with_completion(row: Row) -> Row:
 
 def with_pair(row: Row) -> Row:
     """{prompt, chosen, rejected} -> messages for the prompt. Both sides may begin with it, also beside its text."""
-    if row.get("messages") is not None:
+    if row.get("messages") not in (None, row["chosen"]):  # else they repeat it, as in ultrafeedback_binarized
         return row
     sides = [_response(row, name) for name in ("chosen", "rejected")]
     same = [one == other for one, other in zip(*sides, strict=False)]
     number = min([*same, False].index(False), *(len(each) - 1 for each in sides))  # each keeps a response
     if row.get("prompt") is None and not number:
         raise DataError("is missing, and chosen and rejected begin differently", _MESSAGES, field="prompt")
-    messages = sides[0][:number] if number else _prompt(row)
+    shared = list(sides[0][:number])
+    prompt = [] if row.get("prompt") is None else list(_prompt(row))
+    repeated = shared[: len(prompt)] == prompt or (row.get("text_prompt") is True and prompt[0] in shared)
     chosen, rejected = (each[number:] for each in sides)
+    messages = shared if repeated else prompt + shared
     return _with({"messages": messages, "chosen": chosen, "rejected": rejected}, row, "prompt")
 
 

@@ -68,7 +68,7 @@ class State:
 class BySegments:
     """The forward of a layer with state: the layer's own, segment by segment.
 
-    segments: of the pack; None: one sequence, computed as transformers does
+    segments: of the pack; None: one sequence
     by_packages: whether transformers may take kernels of packages for it
     """
 

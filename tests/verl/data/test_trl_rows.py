@@ -42,6 +42,14 @@ def test_a_prompt_alone_is_a_task_without_a_gold(prompt: Any, text: bool, tmp_pa
     assert (task.gold, task.answer, task.text_prompt) == (None, "", text)
 
 
+def test_messages_that_begin_with_the_prompt_are_all_read(tmp_path: Path) -> None:
+    """As in ultrachat_200k."""
+    row = {"prompt": USER, "prompt_id": "x", "messages": [ASKED, ANSWERED, ASKED, MISSED]}
+    (demonstration,) = read_demonstrations(written(tmp_path, row))
+    assert len(demonstration.messages) == 4 and demonstration.first == 1
+    assert [task.answer for task in TaskSet(written(tmp_path, row))] == [RIGHT, WRONG]
+
+
 def test_a_prompt_alone_with_a_turn_that_would_be_its_gold_is_refused(tmp_path: Path) -> None:
     for row in ({"prompt": [ASKED, ANSWERED]}, {"prompt": [ASKED], "agent_name": "tool_agent"}):
         with pytest.raises(DataError, match="'reward_model'"):
@@ -78,6 +86,12 @@ def test_a_completion_with_calls_and_results_trains_all_its_turns(tmp_path: Path
         {"prompt": json.dumps([ASKED]), "chosen": RIGHT, "rejected": WRONG},
         {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, MISSED]},
         {"prompt": USER, "chosen": [ASKED, ANSWERED], "rejected": [ASKED, MISSED]},
+        {
+            "prompt": USER,  # as in ultrafeedback_binarized
+            "messages": [ASKED, ANSWERED],
+            "chosen": [ASKED, ANSWERED],
+            "rejected": [ASKED, MISSED],
+        },
         {"messages": [ASKED], "chosen": RIGHT, "rejected": MISSED},  # ours
     ],
 )
@@ -91,11 +105,35 @@ def test_a_pair_is_a_prompt_with_two_responses(row: dict[str, Any], tmp_path: Pa
     assert "1 with chosen and rejected responses, which toolrl sft sft.loss=dpo reads" in str(tasks.report)
 
 
+SYSTEM, MORE = message("system", "Be brief."), message("user", "And 3 + 3?")
+
+
+@pytest.mark.parametrize(
+    ("row", "contents"),
+    [
+        ({"prompt": [ASKED]}, [USER, RIGHT, MORE["content"]]),  # the sides share turns of a longer response
+        ({"prompt": USER}, [USER, RIGHT, MORE["content"]]),
+        ({"prompt": [SYSTEM, ASKED]}, ["Be brief.", USER, RIGHT, MORE["content"]]),
+        ({"prompt": [SYSTEM], "before": [ASKED]}, ["Be brief.", USER, RIGHT, MORE["content"]]),
+        ({"prompt": USER, "before": [SYSTEM, ASKED]}, ["Be brief.", USER, RIGHT, MORE["content"]]),
+        ({"before": [SYSTEM, ASKED]}, ["Be brief.", USER, RIGHT, MORE["content"]]),
+    ],
+)
+def test_nothing_of_a_pair_that_shares_turns_is_lost(row: dict[str, Any], contents: list[str], tmp_path: Path) -> None:
+    begins = [*row.get("before", []), ANSWERED, MORE]
+    sides = {"chosen": [*begins, message("assistant", "6")], "rejected": [*begins, message("assistant", "7")]}
+    (pair,) = read_preferences(written(tmp_path, {**row, **sides}))
+    assert [each.content for each in pair.chosen.messages] == [*contents, "6"]
+    assert [each.content for each in pair.rejected.messages] == [*contents, "7"]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": USER, "completion": RIGHT, "label": False}, "'label': marks unpaired preferences"),
         ({"prompt": [ASKED, ANSWERED, ASKED], "completion": RIGHT}, "'prompt': has turns of the assistant"),
+        ({"prompt": USER, "completion": RIGHT, "messages": [ASKED, MISSED]}, "'completion': is given beside messages"),
+        ({"prompt": "3 + 3?", "messages": [ASKED, ANSWERED]}, "'prompt': is no beginning of messages"),
     ],
 )
 def test_what_trl_trains_otherwise_is_refused(row: dict[str, Any], message: str, tmp_path: Path) -> None:

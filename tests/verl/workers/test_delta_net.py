@@ -23,7 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from tests.conftest import ROOT
 from tests.verl.workers.test_parity import own_logprobs
-from tests.verl.workers.test_state import BOUND, CHAINS, largest_gap, mixers, model_of, some_samples
+from tests.verl.workers.test_state import BOUND, CHAINS, largest_gap, mixers, model_of, segments_of, some_samples
 from verl.batch.packed import Segment
 from verl.batch.packing import make_units, pack
 from verl.batch.samples import batch_of
@@ -95,7 +95,7 @@ def test_random_packs_equal_separate_sequences(kind: str, seed: int) -> None:
     assert largest_gap(ours, torch.autograd.grad(loss, [*plain.parameters()], allow_unused=True)) < BOUND
 
 
-# Prompts behind responses, and a level of the pack's beginning and end
+# Prompts behind responses
 FOREST = [(3, None), (2, 0), (70, None), (1, 2), (4, 0), (2, 3), (5, None)]
 
 
@@ -105,10 +105,7 @@ def test_a_layer_equals_the_loop_over_its_segments(kind: str, chain: list[tuple[
     """Prefixes of prefixes, and one-token segments; the gradients, too."""
     model = model_of(kind)
     separate_states(model.get_decoder())
-    segments: list[Segment] = []
-    for length, prefix in chain:
-        start = segments[-1].end if segments else 0
-        segments.append(Segment(start, start + length, prefix))
+    segments = segments_of(chain)
     hidden = torch.randn(1, segments[-1].end, model.config.hidden_size, requires_grad=True)
     weight = torch.randn_like(hidden)
     results = []

@@ -124,6 +124,15 @@ CHAINS = [
 ]
 
 
+def segments_of(chain: Sequence[tuple[int, int | None]]) -> list[Segment]:
+    """(tokens, prefix) of each"""
+    segments: list[Segment] = []
+    for length, prefix in chain:
+        start = segments[-1].end if segments else 0
+        segments.append(Segment(start, start + length, prefix))
+    return segments
+
+
 @pytest.mark.parametrize("chain", CHAINS, ids=["short", "long"])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2"])
 def test_a_layer_continues_prefixes_of_prefixes(kind: str, chain: list[tuple[int, int | None]]) -> None:
@@ -131,10 +140,7 @@ def test_a_layer_continues_prefixes_of_prefixes(kind: str, chain: list[tuple[int
     model = model_of(kind)
     separate_states(model.get_decoder())
     layer = mixers(model)[0]
-    segments: list[Segment] = []
-    for length, prefix in chain:
-        start = segments[-1].end if segments else 0
-        segments.append(Segment(start, start + length, prefix))
+    segments = segments_of(chain)
     hidden = torch.randn(1, segments[-1].end, model.config.hidden_size, requires_grad=True)
     weight = torch.randn_like(hidden)
     layer.segments = segments
