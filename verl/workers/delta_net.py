@@ -227,7 +227,7 @@ def use_packages(model: nn.Module) -> None:
     """Let the layers with state use kernels, and log which. Raises ConfigError for packages that cannot be imported."""
     layers: list[Any] = [each for each in model.modules() if isinstance(each.forward, BySegments)]
     known = sorted({type(each).__name__ for each in layers if _is_known(each)})
-    if known and (version := _installed()):
+    if known and (version := fla_release()):
         use_kernels(model, fla_kernels())
         _log.warning("%s: all sequences of a pack at once, by fla-core %s", ", ".join(known), version)
     elif known:
@@ -242,7 +242,7 @@ def use_packages(model: nn.Module) -> None:
         )
 
 
-def _installed() -> str | None:
+def fla_release() -> str | None:
     """The release of fla-core; None if it is not a tested one."""
     try:
         version = importlib.metadata.version("fla-core")

@@ -2,14 +2,15 @@
 
 N parameters, T packed tokens, A trained tokens of a pack, E hidden size, V vocabulary, c bytes of the compute dtype.
 Every term states its source; `_attention` and `loss_chunk` must be kept in sync with `attention.py` and `logprobs.py`.
-Ranks choose by it how many layers they recompute, and `toolrl plan` prints it. Dense decoders with gated
-MLPs; a test compares the activations with those that autograd saves.
+Ranks choose by it how many layers they recompute, and `toolrl plan` prints it. Dense decoders with gated MLPs, one in
+each layer; a test compares the activations with those that autograd saves.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.lora import adapter_tensors
@@ -19,6 +20,7 @@ from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.pre_norm import selects_in_last_layer
 from verl.workers.state_cost import StateCost, state_cost
+from verl.workers.state_memory import SavedState, saved_by_state
 
 Terms = dict[str, float]
 
@@ -52,11 +54,17 @@ class ModelShape:
     largest_of_adapter: int = 0  # parameters of its largest tensor
     in_four_bits: int = 0  # of the parameters, those that every rank holds in NF4, not sharded
     states: StateCost | None = None  # of layers with state, if there are some
+    saved: Mapping[int, SavedState] = field(default_factory=dict)  # by one of them, by bytes of the compute dtype
 
     @property
     def attending(self) -> int:
         """Layers with attention, whose keys and values are cached."""
         return self.layers if self.states is None else self.states.attending
+
+    @property
+    def with_state(self) -> int:
+        """Layers with state. In some models a layer has attention beside it."""
+        return 0 if self.states is None else self.states.layers
 
     @property
     def trained(self) -> int:
@@ -88,6 +96,13 @@ class PackShape:
         group = prompt + responses * response if together else responses * (prompt + response)
         segments = responses * tokens / group
         return cls(tokens, segments * response, segments if together else 0, prompt, response)
+
+    @property
+    def all_segments(self) -> float:
+        """Prompts and responses; whole sequences where no prompt is shared."""
+        if self.segments:
+            return self.segments + (self.tokens - self.trained) / self.prompt
+        return self.tokens / max(1.0, self.prompt + self.response)
 
     @property
     def fewest_trained(self) -> float:
@@ -140,6 +155,7 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         largest_of_adapter=max(adapter, default=0),
         in_four_bits=quantized,
         states=state_cost(decoder),
+        saved=saved_by_state(decoder),
     )
 
 
@@ -159,22 +175,39 @@ def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> floa
     return pack.tokens * (2 * (shape.query + width) * c + 4 * shape.heads) + copies + masks
 
 
+def _mixers(shape: ModelShape, pack: PackShape, settings: RankSettings) -> tuple[float, float]:
+    """Saved by a layer's attention with its linear layers, and by a layer with state."""
+    c = settings.compute
+    head_norms = (c if settings.fused else 4 + c) * shape.head_norms * (shape.query + shape.key)
+    linear = pack.tokens * (head_norms + shape.hidden * c + shape.query * c)
+    saved = shape.saved[c].num_bytes(pack.tokens, pack.all_segments) if shape.states else 0.0
+    return linear + _attention(shape, pack, c, settings.on_cpu), saved
+
+
 def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings, selects: bool = False) -> float:
-    """Saved by one layer: norms save a float32 copy and the normalized input (fused: their input), linear layers their
-    input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the product.
+    """Saved by one layer, the mean of all: norms save a float32 copy and the normalized input (fused: their input),
+    linear layers their input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the
+    product.
 
     selects: whether the second norm and the MLP see the trained positions alone
     """
     c, fused = settings.compute, settings.fused
     norm = c if fused else 4 + c
     mlp = (norm + c) * shape.hidden + (3 if fused else 4) * shape.intermediate * c
-    norms = norm * ((shape.norms - 1) * shape.hidden + shape.head_norms * (shape.query + shape.key))
-    attention = norms + shape.hidden * c + shape.query * c
+    attention, state = _mixers(shape, pack, settings)
     return (
-        pack.tokens * attention
+        pack.tokens * norm * (shape.norms - 1) * shape.hidden
         + (pack.trained if selects else pack.tokens) * mlp
-        + _attention(shape, pack, c, settings.on_cpu)
+        + (shape.attending * attention + shape.with_state * state) / shape.layers
     )
+
+
+def _largest_layer(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
+    """As `_layer`, where layers differ."""
+    attention, state = _mixers(shape, pack, settings)
+    mean = (shape.attending * attention + shape.with_state * state) / shape.layers
+    both = shape.attending + shape.with_state > shape.layers
+    return _layer(shape, pack, settings) - mean + (attention + state if both else max(attention, state))
 
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
@@ -221,7 +254,7 @@ def scoring(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Terms
     settings = replace(settings, kept_bytes=0)
     return {
         "gathered": gathered(shape, settings),
-        "activations": _layer(shape, pack, settings),
+        "activations": _largest_layer(shape, pack, settings),
         "loss chunk": loss_chunk(shape, pack, settings),
     }
 
@@ -235,7 +268,7 @@ def updating(shape: ModelShape, pack: PackShape, settings: RankSettings) -> Term
     """
     c = settings.compute
     saved = activations(shape, pack, settings)
-    recomputed = _layer(shape, pack, settings) if settings.checkpointed >= shape.layers else 0.0
+    recomputed = _largest_layer(shape, pack, settings) if settings.checkpointed >= shape.layers else 0.0
     in_layer = recomputed + 3 * pack.tokens * shape.intermediate * c
     terms = {
         "gradients": MASTER * shape.trained / settings.shards,

@@ -29,6 +29,9 @@ _EXPERTS = "Experts"  # the end of their class's name in transformers, in every 
 _WRITES_TAIL = "update_conv_state"  # the method of the cache that such layers call, and no other
 # Scans of transformers that begin without a state whenever they compute several tokens: Mamba's, unlike Mamba2's.
 _FORGETS = "mamba_selective_scan"
+# Tokens that a scan computes together, at most: Mamba2's up to 256 by its checkpoints. The result is the same. Segments
+# are padded to whole chunks, and what a chunk takes grows with its square.
+CHUNK = 64
 
 
 class State:
@@ -133,9 +136,11 @@ def separate_states(decoder: nn.Module) -> None:
     Raises ConfigError for a layer that cannot continue a state.
     """
     for layer in getattr(decoder, "layers", []):
-        found = {module: cache for module in layer.modules() if (cache := _cache_of(module))}
+        found: dict[Any, str] = {module: cache for module in layer.modules() if (cache := _cache_of(module))}
         for module, cache in found.items():
             module.forward = BySegments(module, cache)
+            if hasattr(module, "chunk_size"):
+                module.chunk_size = min(module.chunk_size, CHUNK)
         if found:
             layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
 

@@ -24,10 +24,11 @@ _DELTA, _MAMBA2 = 3, 2  # multiply-adds per element of a state and token
 class StateCost:
     """Of all layers of a decoder.
 
-    attending: layers with attention; products: multiply-adds with states per token
+    layers: with state; attending: with attention; products: multiply-adds with states per token
     elements: of the states and convolution tails of a sequence, as vLLM keeps them
     """
 
+    layers: int
     attending: int
     products: int
     elements: int
@@ -48,6 +49,7 @@ def state_cost(decoder: nn.Module) -> StateCost | None:
         if isinstance(each, nn.Conv1d)
     ]
     return StateCost(
+        layers=len(mixers),
         attending=attending,
         products=sum(size * times for size, times in states),
         elements=sum(size for size, _ in states) + sum(tails),

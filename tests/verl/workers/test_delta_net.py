@@ -196,7 +196,7 @@ def test_an_activation_that_the_kernels_leave_out_stays_in_the_loop(caplog: pyte
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_net, "_installed", lambda: "0.6.0")
+    monkeypatch.setattr(delta_net, "fla_release", lambda: "0.6.0")
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(ConfigError, match=r"fla-core is installed but cannot be imported .*fused_kernels=none"):
         use_packages(PackedPolicy(model_of("qwen3_5_text")))

@@ -39,6 +39,7 @@ from verl.tracking.flops import DEVICES, FROZEN, TRAINING, DecoderShape, Device,
 from verl.transfer.bucket import BUCKET_BYTES
 from verl.types import Task
 from verl.units import GIB
+from verl.workers.delta_net import fla_release, use_kernels
 from verl.workers.fsdp_engine import Offload
 from verl.workers.logprobs import max_kept_bytes
 from verl.workers.memory import (
@@ -60,6 +61,7 @@ from verl.workers.memory import (
 )
 from verl.workers.model import PackedCritic, PackedPolicy
 from verl.workers.parity import check_packs
+from verl.workers.state_memory import KEEPING
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 _AWAKE = ("rollout", "weight_sync", "save")  # phases in which a colocated vLLM engine holds its memory
@@ -451,14 +453,15 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
     build_kl_control(config.algorithm, algorithm)
     check_packs(config.model.path, longest)
     check_adapter(config)
-    policy, critic = read_shape(config.model.path, PackedPolicy, lora=lora_of(config.lora)), None
     dtype, on_cpu = config.model.compute_dtype, hardware.on_cpu
+    fused = config.model.fused_kernels != "none" and dtype == "bfloat16" and not on_cpu
+    policy, critic = read_shape(config.model.path, PackedPolicy, lora=lora_of(config.lora), fused=fused), None
     check_head_size(policy.head_size, "model.path", on_cpu, config.rollout.name, dtype)
     if algorithm.needs_critic:
         key = "model.path" if config.critic.path is None else "critic.path"
         path = config.critic.path or config.model.path
         check_packs(path, longest, key)
-        critic = read_shape(path, PackedCritic, key, lora_of(config.lora))
+        critic = read_shape(path, PackedCritic, key, lora_of(config.lora), fused)
         check_head_size(critic.head_size, key, on_cpu, None, dtype)
     teacher = None
     if config.teacher.local is not None:
@@ -469,9 +472,16 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
 
 
 def read_shape(
-    path: str, wrapper: type[PackedPolicy] | type[PackedCritic], key: str = "model.path", lora: Lora | None = None
+    path: str,
+    wrapper: type[PackedPolicy] | type[PackedCritic],
+    key: str = "model.path",
+    lora: Lora | None = None,
+    fused: bool = False,
 ) -> ModelShape:
-    """From the model's configuration. Raises ConfigError, naming `key`, if there is none."""
+    """From the model's configuration. Raises ConfigError, naming `key`, if there is none.
+
+    fused: whether layers with state use fla-core where it is installed
+    """
     config = read_model_config(path, key)
     try:
         with torch.device("meta"):
@@ -479,6 +489,8 @@ def read_shape(
             if lora is not None:
                 add_adapter(model, replace(lora, path=None))
             module = wrapper(model)
+        if fused and fla_release():
+            use_kernels(module, KEEPING)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{key}: {path!r} contains no causal language model ({error})") from error
     return shape_of(module, config.get_text_config())

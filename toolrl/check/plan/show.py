@@ -43,6 +43,8 @@ def show(plan: Plan, console: Console) -> None:
 def format_model(plan: Plan) -> str:
     shape = plan.policy
     text = f"{shape.parameters / 1e6:.1f}M parameters, {shape.layers} layers"
+    if shape.with_state:
+        text += f", {shape.with_state} of them with state"
     if not shape.adapter:
         return text
     lr, sync = plan.config.actor.optim.lr, plan.config.lora.sync

@@ -29,6 +29,7 @@ from transformers import (
 from tests.conftest import ROOT
 from tests.support.service import free_port
 from tests.support.tiny import MINI, with_heads
+from tests.verl.workers.test_state import model_of
 from toolrl.check.plan.__main__ import main
 from toolrl.check.plan.plan import (
     Hardware,
@@ -65,6 +66,7 @@ from verl.workers.model import PackedCritic, PackedPolicy, head_size
 from verl.workers.optim import OptimizerSettings
 from verl.workers.policy_worker import PolicyWorker
 from verl.workers.rank import RankSpec, TrainingRank, build_rank
+from verl.workers.state import CHUNK
 
 PROMPT, RESPONSE = 64, 24
 RESPONSES = "data.max_response_length=128"
@@ -79,16 +81,18 @@ SHAPE = {
 }
 
 
-def one_group(shared: bool) -> tuple[PackedBatch, PackShape]:
+def one_group(
+    shared: bool, prompt: int = PROMPT, response: int = RESPONSE, vocabulary: int = 1000
+) -> tuple[PackedBatch, PackShape]:
     """Two responses of one prompt."""
     if shared:
-        ends = PROMPT + RESPONSE
-        segments = (Segment(0, PROMPT), Segment(PROMPT, ends, 0), Segment(ends, ends + RESPONSE, 0))
+        ends = prompt + response
+        segments = (Segment(0, prompt), Segment(prompt, ends, 0), Segment(ends, ends + response, 0))
     else:
-        segments = tuple(Segment(at, at + PROMPT + RESPONSE) for at in (0, PROMPT + RESPONSE))
+        segments = tuple(Segment(at, at + prompt + response) for at in (0, prompt + response))
     tokens = segments[-1].end
-    source = torch.arange(tokens - 2 * RESPONSE, tokens)
-    ids = torch.randint(1000, (tokens,))
+    source = torch.arange(tokens - 2 * response, tokens)
+    ids = torch.randint(vocabulary, (tokens,))
     batch = PackedBatch(
         token_ids=ids,
         position_ids=torch.arange(tokens),
@@ -97,7 +101,7 @@ def one_group(shared: bool) -> tuple[PackedBatch, PackShape]:
         target=ids[source],
         sample=torch.zeros_like(source),
     )
-    return batch, PackShape.of(tokens, PROMPT, RESPONSE, 2, shared)
+    return batch, PackShape.of(tokens, prompt, response, 2, shared)
 
 
 def saved_bytes(policy: PackedPolicy, packed: PackedBatch) -> int:
@@ -133,6 +137,18 @@ def test_activations_are_what_autograd_saves(
     settings = RankSettings(dtype.itemsize, shards=1, checkpointed=shape.layers * checkpointing, on_cpu=True)
     expected = activations(shape, pack, settings)
     assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.08)  # recomputed layers hold the angles
+
+
+def test_a_gpu_with_fla_core_keeps_less_of_layers_with_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_of("qwen3_5_text").config.save_pretrained(tmp_path)
+    shapes = []
+    for release in (None, "0.6.0"):
+        monkeypatch.setattr("toolrl.check.plan.plan.fla_release", lambda release=release: release)
+        shapes += [read_shape(str(tmp_path), each, fused=True) for each in (PackedPolicy, PackedCritic)]
+    loop, of_critic, kernels, kernels_of_critic = (each.saved[2] for each in shapes)
+    assert loop == of_critic and kernels == kernels_of_critic
+    assert (loop.chunk, kernels.chunk) == (CHUNK, 1) and loop.per_token > kernels.per_token
+    assert read_shape(str(tmp_path), PackedPolicy).saved[2] == loop
 
 
 @pytest.mark.slow
@@ -460,8 +476,8 @@ def test_nodes_of_cpus_share_the_need() -> None:
 def test_the_critic_has_no_head(model: Path) -> None:
     config = LlamaConfig(**SHAPE, tie_word_embeddings=False)
     with torch.device("meta"):
-        model_of = AutoModelForCausalLM.from_config(config)
-        policy, critic = shape_of(PackedPolicy(model_of), config), shape_of(PackedCritic(model_of), config)
+        decoder = AutoModelForCausalLM.from_config(config)
+        policy, critic = shape_of(PackedPolicy(decoder), config), shape_of(PackedCritic(decoder), config)
     assert policy.parameters - critic.parameters == 1000 * 96 - 96
     assert critic.vocabulary == 1
     assert policy.root_parameters == 2 * 1000 * 96 + 96
