@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError
 from verl.formats.toolrl_text import RESPONSE, THINK, TOOL_CALL
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import (
@@ -16,6 +16,7 @@ from verl.utils.reward_score.base import (
     Reward,
     build_reward,
     named_reward,
+    no_gold,
     reads_step,
 )
 from verl.utils.reward_score.weighted import SUM, WeightedSum
@@ -86,12 +87,13 @@ class Rewards:
     def require_gold(self, tasks: Iterable[Task]) -> Iterator[Task]:
         """The tasks. Raises DataError for the first one without gold, with which name auto compares responses."""
         for task in tasks:
-            if self.name == AUTO and task.reward is None and task.gold is None and not task.answer:
-                raise DataError(
-                    "has no gold, neither a last assistant turn nor reward_model.ground_truth",
-                    hint="Add one, or set reward.name to a reward that needs none",
-                ).of_row(task.id)
+            if self.lack_gold(task):
+                raise no_gold().of_row(task.id)
             yield task
+
+    def lack_gold(self, task: Task) -> bool:
+        """Whether name auto selects a reward that compares responses with the task's gold, and it has none."""
+        return self.name == AUTO and task.reward is None and task.gold is None and not task.answer
 
     def reads_step(self, task: Task) -> bool:
         """Whether the task's scores may depend on the step."""

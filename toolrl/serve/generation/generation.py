@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
 from verl.types import Score, Task
+from verl.utils.reward_score.base import NONE
 
 
 async def generate(config: Config, console: Console) -> None:
@@ -40,12 +42,17 @@ async def generate(config: Config, console: Console) -> None:
     episode_runner = build_episode_runner(config, chat)
     rewards = build_rewards(config.reward.name, config.reward.options)
     await check_services([episode_runner, rewards.default])
-    prompt_ids = prompt_fn(episode_runner, rewards)
+    scored, unscored = prompt_fn(episode_runner, rewards), prompt_fn(episode_runner)
+
+    def prompt_ids(task: Task) -> Sequence[int]:
+        return unscored(task) if rewards.lack_gold(task) else scored(task)
+
     tasks: list[Task] = []
     for source in data.val_files:
         found, report = read_tasks(source, prompt_ids, data, RowNames.of(config))
         console.print(str(report), markup=False, soft_wrap=True)
-        tasks += islice(found, config.eval.limit)
+        for task in islice(found, config.eval.limit):
+            tasks.append(replace(task, reward=NONE) if rewards.lack_gold(task) else task)
     episode_runner = truncating(data, episode_runner)
     await check_services(services_of_rows(episode_runner, rewards, tasks))
     with build_scorer(config) as scorer:
@@ -56,13 +63,17 @@ async def generate(config: Config, console: Console) -> None:
             finally:
                 await rollout.close()
     write_jsonl(Path(output), [row for group in groups for row in group_rows(0, group)])
-    scores = [score for group in groups for score in group.scores]
+    responses = sum(len(group.scores) for group in groups)
+    judged = [group for group in groups if group.task.reward != NONE]
+    scores = [score for group in judged for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:
         console.print(f"not scored, skipped: {fault}", markup=False)
-    if len(faults) > config.reward.max_fault_share * (len(faults) + len(scores)):
+    if len(faults) > config.reward.max_fault_share * (len(faults) + responses):
         raise RewardFaultError(f"{len(faults)} responses could not be scored, more than reward.max_fault_share allows")
-    console.print(f"{len(scores)} responses to {len(groups)} prompts, {_format_means(scores)}", markup=False)
+    console.print(f"{responses} responses to {len(groups)} prompts, {_format_means(scores)}", markup=False)
+    if len(judged) < len(groups):
+        console.print(f"not scored: {len(groups) - len(judged)} prompts without a gold", markup=False)
     console.print(f"transcripts: {output}", markup=False)
 
 

@@ -6,18 +6,20 @@ from functools import cache
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from verl import plugins
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.registry import check_options, resolve
 from verl.types import Message, Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.functions import FunctionReward, check_function
 from verl.verl_compat.published import AUTO
 
+NONE = "none"
 REWARDS: Mapping[str, str] = {
     AUTO: "verl.utils.reward_score.rlla:RllaReward",  # ToolRL's rows; for others: verl/scoring/rewards.py
     "rlla": "verl.utils.reward_score.rlla:RllaReward",
     "sum": "verl.utils.reward_score.weighted:WeightedSum",
     "calls": "verl.utils.reward_score.calls:CallsReward",
     "env": "verl.utils.reward_score.base:EnvReward",
+    NONE: "verl.utils.reward_score.base:NoReward",
     **plugins.REWARDS,
 }
 FIRST_STEP = 1  # first step of a schedule; gold responses are tried at it
@@ -114,6 +116,21 @@ class EnvReward:
             absent = "the environment does not judge (`async judge()`, verl/envs/base.py)"
             raise ConfigError(f"reward env: there is no verdict; {absent}, or its agent ended without a reward")
         return trajectory.score
+
+
+class NoReward:
+    """0 for every response. `toolrl generate` takes it for rows without a gold."""
+
+    reads_step: ClassVar[bool] = False
+
+    def score(self, trajectory: Trajectory, task: Task, step: int) -> Score:
+        return Score(0.0, {})
+
+
+def no_gold() -> DataError:
+    """Of a task whose reward would compare responses with an empty answer."""
+    hint = "Add one, or set reward.name to a reward that needs none"
+    return DataError("has no gold, neither a last assistant turn nor reward_model.ground_truth", hint=hint)
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> Reward:

@@ -41,7 +41,7 @@ from verl.formats.toolrl_text import (
 )
 from verl.registry import check_options
 from verl.types import GROUND_TRUTH, Score, Task, Trajectory
-from verl.utils.reward_score.base import FIRST_STEP, Mutation
+from verl.utils.reward_score.base import FIRST_STEP, Mutation, no_gold
 from verl.utils.reward_score.matching import (
     Agreement,
     Call,
@@ -312,11 +312,12 @@ class RllaReward:
         self.reads_step = self.options.follows_schedule
 
     def check_task(self, task: Task) -> None:
-        """Raises DataError for gold calls that cannot be parsed, for a gold that quotes the mark of a turn, which cuts
-        every response that reproduces it, and for a gold turn that is not in ToolRL's format: only the format of a
-        thought would be scored."""
-        is_conversation = task.gold is not None or not task.answer
-        if is_conversation and not any(tag in task.answer for tag in (THINK, TOOL_CALL, RESPONSE)):
+        """Raises DataError for a task without a gold, for gold calls that cannot be parsed, for a gold that quotes the
+        mark of a turn, which cuts every response that reproduces it, and for a gold turn that is not in ToolRL's
+        format: only the format of a thought would be scored."""
+        if task.gold is None and not task.answer:
+            raise no_gold().of_row(task.id)
+        if task.gold is not None and not any(tag in task.answer for tag in (THINK, TOOL_CALL, RESPONSE)):
             raise DataError(
                 "does not end with a turn in ToolRL's format, which reward.name=rlla compares responses with",
                 f"{THINK}, {TOOL_CALL} or {RESPONSE} in its content",

@@ -148,9 +148,11 @@ def test_the_response_is_stripped_and_a_task_needs_a_gold_turn_in_toolrls_format
     task = Task("t#0", (Message("user", "?"),), GOLD, "rlla")
     reward = build_reward("rlla")
     assert reward.score(as_trajectory(task, f"\n {GOLD}\n\n"), task, 0).total == 4.0
-    for answer, gold in (("", None), ("", Message("assistant", "")), ("plain", Message("assistant", "plain"))):
+    for answer in ("", "plain"):
         with pytest.raises(DataError, match="does not end with a turn in ToolRL's format"):
-            reward.check_task(replace(task, answer=answer, gold=gold))
+            reward.check_task(replace(task, answer=answer, gold=Message("assistant", answer)))
+    with pytest.raises(DataError, match=r"t, row 0: has no gold.*set reward\.name to a reward that needs none"):
+        reward.check_task(replace(task, answer="", gold=None))
     reward.check_task(task)
     reward.check_task(replace(task, answer="plain"))  # a gold answer that is no conversation's
 
