@@ -26,7 +26,7 @@ _EACH, _ALL, _HF = "each kind of weight alone", "all weights", "to transformers'
 _UPDATE = "an update of FSDP"
 _BY_HAND = "two steps, by hand"
 _STEPS = "two steps of a tool loop from its own SFT, by hand"
-_HF_STEPS = "two steps with transformers' engine, by hand"
+_SERVED = "log-probs to 3e-6 nats, by hand"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,26 @@ FAMILIES: Sequence[Family] = (
         grpo=_STEPS,
         serve="answers of a base and of an adapter",
     ),
-    Family(("falcon_h1",), "Mamba2 beside attention", _PREFIX, TESTED, sync=_EACH, sft=_BY_HAND, grpo=_STEPS),
-    Family(("nemotron_h",), "Mamba2, attention", _PREFIX, TESTED, sync=_ALL, sft=_BY_HAND, grpo=_STEPS),
+    Family(
+        ("falcon_h1",),
+        "Mamba2 beside attention",
+        _PREFIX,
+        TESTED,
+        sync=_EACH,
+        sft=_BY_HAND,
+        grpo=_STEPS,
+        serve=_SERVED,
+    ),
+    Family(
+        ("nemotron_h",),
+        "Mamba2, attention",
+        _PREFIX,
+        TESTED,
+        sync=_ALL,
+        sft=_BY_HAND,
+        grpo=_STEPS,
+        serve=_SERVED,
+    ),
     Family(
         ("lfm2",),
         "short convolutions, attention",
@@ -79,6 +97,7 @@ FAMILIES: Sequence[Family] = (
         sync=_EACH,
         sft=_UPDATE,
         grpo=_STEPS,
+        serve=_SERVED,
     ),
     Family(("bamba",), "Mamba2, attention", "refused: no class", classes="no"),
     Family(("olmo_hybrid",), "gated delta nets, attention", "refused: needs Triton"),

@@ -45,7 +45,9 @@ GROUPS = {
     },
     "use and measure a model": {
         "eval": Subcommand("toolrl.benchmarks.runner.command", "benchmarks and your rows, one model or two compared"),
-        "generate": Subcommand("toolrl.serve.generation.command", "responses to the prompts of a file, scored where rows have a gold"),
+        "generate": Subcommand(
+            "toolrl.serve.generation.command", "responses to the prompts of a file, scored where rows have a gold"
+        ),
         "chat": Subcommand("toolrl.serve.chat", "talk to it in the terminal, with tools"),
         "serve": Subcommand("toolrl.serve.openai_server", "as an OpenAI server"),
         "export": Subcommand("toolrl.serve.export", "write it for other programs, with its card"),

@@ -69,10 +69,12 @@ def _chunk(mixer: Any) -> int:
 
 
 def _without_data(mixer: nn.Module, dtype: torch.dtype) -> Any:
-    tensors = [*mixer.parameters(), *mixer.buffers()]
-    own = {id(each): torch.empty(each.shape, dtype=dtype, device=_META) for each in tensors}
+    """Weights in four bits are buffers, which keep their dtypes."""
+    own: dict[int, Tensor] = {}
     for each in mixer.parameters():
-        own[id(each)] = nn.Parameter(own[id(each)], each.requires_grad)
+        own[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=dtype, device=_META), each.requires_grad)
+    for each in mixer.buffers():
+        own[id(each)] = torch.empty(each.shape, dtype=each.dtype, device=_META)
     return copy.deepcopy(mixer, own)
 
 

@@ -17,6 +17,7 @@ from tests.verl.workers.test_delta_net import KINDS
 from tests.verl.workers.test_parity import tiny_config
 from tests.verl.workers.test_state import mixers, model_of
 from verl.batch.packed import Segment
+from verl.lora import Lora, add_adapter
 from verl.pretrained import class_of
 from verl.workers import state_memory
 from verl.workers.delta_net import use_kernels
@@ -109,6 +110,18 @@ def test_frozen_weights_keep_less_and_the_layer_stays_as_it_is() -> None:
     mixers(model)[0].module.requires_grad_(False)
     assert 0 < saved_by_state(model.get_decoder())[4].per_token < whole.per_token
     assert saved_by_state(class_of(tiny_config("qwen2")).from_config(tiny_config("qwen2")).get_decoder()) == {}
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "qwen3_5_text", "lfm2"])
+def test_weights_in_four_bits_are_not_kept(kind: str) -> None:
+    """An adapter's layer keeps as much beside them as beside frozen weights in 16 bits."""
+    found = []
+    for nf4 in (False, True):
+        model = model_of(kind).to("meta")
+        add_adapter(model, Lora(2, 4.0, ("all-linear",), nf4=nf4))
+        separate_states(model.get_decoder())
+        found.append(saved_by_state(model.get_decoder()))
+    assert found[0] == found[1] and found[0][2].per_token > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
