@@ -22,7 +22,8 @@ COLUMNS = (
     "GRPO",
     "serve",
 )
-_EACH, _ALL, _HF = "each kind of weight alone", "all weights", "to transformers' engine"
+_EACH, _ALL = "each kind of weight alone", "all weights"
+_BOTH = "to transformers' engine; all weights to vLLM, by hand"
 _UPDATE = "an update of FSDP"
 _BY_HAND = "two steps, by hand"
 _STEPS = "two steps of a tool loop from its own SFT, by hand"
@@ -117,20 +118,21 @@ FAMILIES: Sequence[Family] = (
         "gated delta nets, attention; a tower",
         f"in bfloat16, {_VISION}",
         "0.026 nats, by hand",
-        sync=_HF,
+        sync=_BOTH,
         sft=_UPDATE,
-        grpo="two steps with transformers' engine",
+        grpo=_STEPS,
+        serve="log-probs to 0.014 nats, by hand",
     ),
     Family(
-        ("qwen2_5_vl", "qwen3_vl", "gemma3"),
+        ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "smolvlm"),
         "attention; a tower",
         _VISION,
         "1e-6 nats, by hand",
-        sync=_HF,
+        sync=_BOTH,
         sft=_UPDATE,
-        grpo=_HF_STEPS,
+        grpo=_STEPS,
+        serve=_SERVED,
     ),
-    Family(("mistral3", "smolvlm"), "attention; a tower", _VISION, sync=_HF, sft=_UPDATE, grpo=_HF_STEPS),
     Family(("qwen3_next",), "gated delta nets, attention, experts", refused=f"{_EXPERTS} (1.4 nats)"),
     Family(
         ("qwen3_5_moe", "qwen3_5_moe_text"),

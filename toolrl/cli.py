@@ -46,7 +46,7 @@ GROUPS = {
     "use and measure a model": {
         "eval": Subcommand("toolrl.benchmarks.runner.command", "benchmarks and your rows, one model or two compared"),
         "generate": Subcommand(
-            "toolrl.serve.generation.command", "responses to the prompts of a file, scored where rows have a gold"
+            "toolrl.serve.generation.command", "responses to prompts, scored where rows have a gold"
         ),
         "chat": Subcommand("toolrl.serve.chat", "talk to it in the terminal, with tools"),
         "serve": Subcommand("toolrl.serve.openai_server", "as an OpenAI server"),

@@ -73,8 +73,8 @@ def _without_data(mixer: nn.Module, dtype: torch.dtype) -> Any:
     own: dict[int, Tensor] = {}
     for each in mixer.parameters():
         own[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=dtype, device=_META), each.requires_grad)
-    for each in mixer.buffers():
-        own[id(each)] = torch.empty(each.shape, dtype=each.dtype, device=_META)
+    for buffer in mixer.buffers():
+        own[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=_META)
     return copy.deepcopy(mixer, own)
 
 
