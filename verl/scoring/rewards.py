@@ -10,6 +10,7 @@ from verl.errors import ConfigError
 from verl.formats.toolrl_text import RESPONSE, THINK, TOOL_CALL
 from verl.types import Score, Task, Trajectory, TrajectoryGroup
 from verl.utils.reward_score.base import (
+    NONE,
     REWARDS,
     GroupReward,
     LabReward,
@@ -87,11 +88,11 @@ class Rewards:
     def require_gold(self, tasks: Iterable[Task]) -> Iterator[Task]:
         """The tasks. Raises DataError for the first one without gold, with which name auto compares responses."""
         for task in tasks:
-            if self.lack_gold(task):
+            if self.lacks_gold(task):
                 raise no_gold().of_row(task.id)
             yield task
 
-    def lack_gold(self, task: Task) -> bool:
+    def lacks_gold(self, task: Task) -> bool:
         """Whether name auto selects a reward that compares responses with the task's gold, and it has none."""
         return self.name == AUTO and task.reward is None and task.gold is None and not task.answer
 
@@ -146,7 +147,7 @@ def _choice(task: Task) -> tuple[str, Mapping[str, Any]]:
         )
     else:
         return source.reward, source.options_of(task.extra)
-    names = ", ".join(sorted(REWARDS.keys() - {AUTO, SUM}))
+    names = ", ".join(sorted(REWARDS.keys() - {AUTO, SUM, NONE}))
     raise ConfigError(
         f"{task.id}: data_source {task.data_source!r} {problem}. Set reward.name to one of {names}, or to "
         "path/to/file.py:function (docs/reward.md); docs/migration.md lists the sources that select one"

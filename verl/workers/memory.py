@@ -19,6 +19,7 @@ from verl.nf4 import num_in_four_bits
 from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.pre_norm import selects_in_last_layer
+from verl.workers.state import CHUNK
 from verl.workers.state_cost import StateCost, state_cost
 from verl.workers.state_memory import SavedState, saved_by_state
 
@@ -101,7 +102,7 @@ class PackShape:
     def all_segments(self) -> float:
         """Prompts and responses; whole sequences where no prompt is shared."""
         if self.segments:
-            return self.segments + (self.tokens - self.trained) / self.prompt
+            return self.segments + (self.tokens - self.trained) / max(1.0, self.prompt)
         return self.tokens / max(1.0, self.prompt + self.response)
 
     @property
@@ -176,7 +177,7 @@ def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> floa
 
 
 def _mixers(shape: ModelShape, pack: PackShape, settings: RankSettings) -> tuple[float, float]:
-    """Saved by a layer's attention with its linear layers, and by a layer with state."""
+    """Saved by a layer's attention with its linear layers, and by a layer's module with state."""
     c = settings.compute
     head_norms = (c if settings.fused else 4 + c) * shape.head_norms * (shape.query + shape.key)
     linear = pack.tokens * (head_norms + shape.hidden * c + shape.query * c)
@@ -285,7 +286,7 @@ def layers_to_checkpoint(
     shape: ModelShape, pack: PackShape, settings: RankSettings, device_bytes: float, held_bytes: float
 ) -> int:
     """The fewest layers to recompute so that an update fits on a GPU, whatever the length of the responses; all of them
-    if nothing suffices.
+    if nothing suffices. With layers with state, also if segments have only `CHUNK` tokens on average.
 
     held_bytes: of the GPU, by parameters and optimizer states
     """
@@ -295,6 +296,8 @@ def layers_to_checkpoint(
     chunk = LOGITS_AT_ONCE["cuda"] / shape.vocabulary
     fewest, most = pack.fewest_trained, pack.trained
     packs = [pack, *(pack.with_trained(min(max(each, fewest), most)) for each in (fewest, kept, kept + 1, chunk))]
+    if shape.states is not None:  # which keep more, the more segments there are
+        packs.append(PackShape.of(pack.tokens, CHUNK / 2, CHUNK / 2, 1, shared=False))
 
     def needed(layers: int) -> float:
         candidate = replace(settings, checkpointed=layers)

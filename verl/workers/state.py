@@ -29,8 +29,8 @@ _EXPERTS = "Experts"  # the end of their class's name in transformers, in every 
 _WRITES_TAIL = "update_conv_state"  # the method of the cache that such layers call, and no other
 # Scans of transformers that begin without a state whenever they compute several tokens: Mamba's, unlike Mamba2's.
 _FORGETS = "mamba_selective_scan"
-# Tokens that a scan computes together, at most: Mamba2's up to 256 by its checkpoints. The result is the same. Segments
-# are padded to whole chunks, and what a chunk takes grows with its square.
+# Tokens that a scan computes together, at most: Mamba2's up to 256 by its checkpoints. The result is the same but for
+# rounding. Segments are padded to whole chunks, and what a chunk takes grows with its square.
 CHUNK = 64
 
 

@@ -1,12 +1,14 @@
 """What autograd keeps of a layer with state, in bytes: counted in the layer's own code, over tensors without data.
 
 transformers computes tokens in chunks, keeps the intermediates of every chunk, and pads a sequence's last chunk.
-Kernels in Triton do not run without data: what those of fla-core keep is stated here.
+Kernels in Triton do not run without data: what those of fla-core keep is stated here. Where transformers finds other
+packages of kernels, less is kept than is counted.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +52,7 @@ def _of_layer(mixer: Any, width: int, dtype: torch.dtype) -> SavedState:
     mixer.forward.by_packages, chunk = False, _chunk(mixer)
     if isinstance(mixer.forward, ByLevels):
         mixer.forward.kernels, chunk = KEEPING, 1
-    length = max(chunk, CHUNK)
+    length = chunk * math.ceil(CHUNK / chunk)
 
     def counted(*responses: int) -> int:
         """Of a prompt and responses; lengths in multiples of `length`."""
@@ -69,7 +71,8 @@ def _chunk(mixer: Any) -> int:
 
 
 def _without_data(mixer: nn.Module, dtype: torch.dtype) -> Any:
-    """Weights in four bits are buffers, which keep their dtypes."""
+    """A copy whose tensors have shapes alone. Parameters get this dtype; buffers, such as weights in four bits, keep
+    theirs."""
     own: dict[int, Tensor] = {}
     for each in mixer.parameters():
         own[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=dtype, device=_META), each.requires_grad)
@@ -105,12 +108,14 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def convolve(inputs: Tensor, **_: Any) -> tuple[Tensor, None]:
+def keeping_convolution(inputs: Tensor, **_: Any) -> tuple[Tensor, None]:
     """As fla's, it keeps its inputs alone, and computes its activation again."""
     return inputs.square(), None
 
 
-def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def keeping_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     """Keeps as much as fla's does, and computes nothing."""
     apply: Any = _Rule.apply
     output, state = apply(q, k, v, g, beta, options["initial_state"], options["cu_seqlens"])
@@ -119,7 +124,8 @@ def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: An
 
 class _Rule(torch.autograd.Function):
     """As fla-core 0.6's `ChunkGatedDeltaRuleFunction`, it keeps normalized queries and keys with their norms, values,
-    betas, sums of decays, an inverse of [chunk, chunk] per chunk and head, and the states that sequences begin with."""
+    betas, sums of decays, an inverse of [chunk, chunk] per chunk and head, and the states that sequences begin with. It
+    has no backward."""
 
     @staticmethod
     def forward(
@@ -131,4 +137,4 @@ class _Rule(torch.autograd.Function):
         return torch.empty_like(v), v.new_empty(len(ends) - 1, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
 
 
-KEEPING = DeltaKernels(convolve, rule)
+KEEPING = DeltaKernels(keeping_convolution, keeping_rule)

@@ -85,7 +85,7 @@ def test_what_the_kernels_keep_by_hand() -> None:
     before, kept = torch.randn(sequences, 4, 8, 8).requires_grad_(), []
     with saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes), lambda none: none):
         options = {"initial_state": before, "cu_seqlens": torch.tensor([0, 2, 6])}
-        state_memory.rule(query, key, value, decay, beta, output_final_state=False, **options)
+        state_memory.keeping_rule(query, key, value, decay, beta, output_final_state=False, **options)
     token = 2 * (2 * 2 * 8 + 4 * 8 + 4 + 4 * 64) + 4 * (2 * 2 + 4)
     assert sum(kept) == tokens * token + sequences * 4 * 4 * 8 * 8
 
@@ -149,6 +149,12 @@ def test_layers_of_a_state_take_more_so_more_are_recomputed() -> None:
     room = sum(updating(plain, pack, settings).values()) / USED_SHARE
     fewer, chosen = (layers_to_checkpoint(each, pack, settings, room, 0) for each in (plain, mixed))
     assert fewer < chosen
+    room = sum(updating(mixed, pack.with_trained(pack.fewest_trained), settings).values()) / USED_SHARE + 1
+    assert layers_to_checkpoint(mixed, pack, settings, room, 0) == 0
+    of_many = replace(mixed, saved={2: SavedState(1000.0, 50_000.0)})  # for each of 100 / 64 segments at least
+    few = PackShape(100, 0, 0, 60, 40)  # one sequence
+    room = sum(updating(of_many, few, settings).values()) / USED_SHARE + 1
+    assert layers_to_checkpoint(of_many, few, settings, room, 0) > 0
     recomputed = replace(settings, checkpointed=4)
     largest = updating(mixed, pack, recomputed)["loss chunk"] - updating(plain, pack, recomputed)["loss chunk"]
     assert largest == pytest.approx(1000 * 110 + 250 - attention)

@@ -466,7 +466,7 @@ def build_plan(config: Config, lengths: Lengths, hardware: Hardware) -> Plan:
     teacher = None
     if config.teacher.local is not None:
         check_packs(config.teacher.local, longest, "teacher.path")
-        teacher = read_shape(config.teacher.local, PackedPolicy, "teacher.path")
+        teacher = read_shape(config.teacher.local, PackedPolicy, "teacher.path", fused=fused)
         check_head_size(teacher.head_size, "teacher.path", on_cpu, None, dtype)
     return Plan(config, algorithm, policy, critic, lengths, hardware, teacher)
 

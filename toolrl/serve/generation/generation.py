@@ -45,14 +45,15 @@ async def generate(config: Config, console: Console) -> None:
     scored, unscored = prompt_fn(episode_runner, rewards), prompt_fn(episode_runner)
 
     def prompt_ids(task: Task) -> Sequence[int]:
-        return unscored(task) if rewards.lack_gold(task) else scored(task)
+        return unscored(task) if rewards.lacks_gold(task) else scored(task)
 
     tasks: list[Task] = []
     for source in data.val_files:
         found, report = read_tasks(source, prompt_ids, data, RowNames.of(config))
         console.print(str(report), markup=False, soft_wrap=True)
-        for task in islice(found, config.eval.limit):
-            tasks.append(replace(task, reward=NONE) if rewards.lack_gold(task) else task)
+        tasks += islice(found, config.eval.limit)
+    without_gold = sum(map(rewards.lacks_gold, tasks))
+    tasks = [replace(task, reward=NONE) if rewards.lacks_gold(task) else task for task in tasks]
     episode_runner = truncating(data, episode_runner)
     await check_services(services_of_rows(episode_runner, rewards, tasks))
     with build_scorer(config) as scorer:
@@ -64,16 +65,15 @@ async def generate(config: Config, console: Console) -> None:
                 await rollout.close()
     write_jsonl(Path(output), [row for group in groups for row in group_rows(0, group)])
     responses = sum(len(group.scores) for group in groups)
-    judged = [group for group in groups if group.task.reward != NONE]
-    scores = [score for group in judged for score in group.scores]
+    scores = [score for group in groups if NONE not in rewards.names(group.task) for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:
         console.print(f"not scored, skipped: {fault}", markup=False)
     if len(faults) > config.reward.max_fault_share * (len(faults) + responses):
         raise RewardFaultError(f"{len(faults)} responses could not be scored, more than reward.max_fault_share allows")
     console.print(f"{responses} responses to {len(groups)} prompts, {_format_means(scores)}", markup=False)
-    if len(judged) < len(groups):
-        console.print(f"not scored: {len(groups) - len(judged)} prompts without a gold", markup=False)
+    if without_gold:
+        console.print(f"without a gold and not scored: {without_gold}", markup=False)
     console.print(f"transcripts: {output}", markup=False)
 
 

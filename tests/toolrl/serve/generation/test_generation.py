@@ -25,7 +25,7 @@ def test_prompts_without_a_gold_are_answered_and_not_scored(tmp_path: Path, caps
     settings += ["rollout.name=hf", "data.max_response_length=4", "reward.num_workers=1", "trainer.device=cpu"]
     assert command.main(settings) == 0
     printed = capsys.readouterr().out
-    assert "3 responses to 3 prompts, mean reward" in printed and "not scored: 2 prompts without a gold" in printed
+    assert "3 responses to 3 prompts, mean reward" in printed and "without a gold and not scored: 2" in printed
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [set(each["score"]["parts"]) for each in written] == [{"format", "correctness", "length"}, set(), set()]
     assert all(each["responses"] for each in written)
