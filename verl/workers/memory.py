@@ -2,16 +2,19 @@
 
 N parameters, T packed tokens, A trained tokens of a pack, E hidden size, V vocabulary, c bytes of the compute dtype.
 Every term states its source; `_attention` and `loss_chunk` must be kept in sync with `attention.py` and `logprobs.py`.
-Ranks choose by it how many layers they recompute, and `toolrl plan` prints it. Dense decoders with gated MLPs, one in
-each layer; a test compares the activations with those that autograd saves.
+Ranks choose by it how many layers they recompute, and `toolrl plan` prints it. Dense decoders with gated MLPs; a test
+compares the activations with those that autograd saves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from verl.lora import adapter_tensors
 from verl.nf4 import BYTES as NF4_BYTES
@@ -20,7 +23,7 @@ from verl.workers.logprobs import LOGITS_AT_ONCE
 from verl.workers.model import PackedCritic, PackedPolicy, decoder_layers, head_size
 from verl.workers.pre_norm import selects_in_last_layer
 from verl.workers.state import CHUNK
-from verl.workers.state_cost import StateCost, state_cost
+from verl.workers.state_cost import Parts, StateCost, state_cost
 from verl.workers.state_memory import SavedState, saved_by_state
 
 Terms = dict[str, float]
@@ -55,7 +58,13 @@ class ModelShape:
     largest_of_adapter: int = 0  # parameters of its largest tensor
     in_four_bits: int = 0  # of the parameters, those that every rank holds in NF4, not sharded
     states: StateCost | None = None  # of layers with state, if there are some
+    output_gates: bool = False  # whether attention's output is multiplied by a gate that its query projection computes
     saved: Mapping[int, SavedState] = field(default_factory=dict)  # by one of them, by bytes of the compute dtype
+
+    @property
+    def parts(self) -> tuple[Parts, ...]:
+        """Of each layer."""
+        return (Parts(),) * self.layers if self.states is None else self.states.parts
 
     @property
     def attending(self) -> int:
@@ -65,7 +74,7 @@ class ModelShape:
     @property
     def with_state(self) -> int:
         """Layers with state. In some models a layer has attention beside it."""
-        return 0 if self.states is None else self.states.layers
+        return sum(each.state for each in self.parts)
 
     @property
     def trained(self) -> int:
@@ -147,17 +156,31 @@ def shape_of(module: PackedPolicy | PackedCritic, config: Any) -> ModelShape:
         heads=config.num_attention_heads,
         query=config.num_attention_heads * width,
         key=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * width,
-        intermediate=config.intermediate_size,
+        intermediate=_mlp_width(layers) or config.intermediate_size,
         vocabulary=config.vocab_size if isinstance(module, PackedPolicy) else 1,  # a critic returns one value
         norms=sum("norm" in name and each.numel() == config.hidden_size for name, each in named.items()),
-        head_norms=any("q_norm" in name for name in named),
+        head_norms=any("q_norm" in name for layer in layers for name, _ in layer.named_parameters()),
         selects=selects_in_last_layer(decoder),
         adapter=sum(adapter),
         largest_of_adapter=max(adapter, default=0),
         in_four_bits=quantized,
         states=state_cost(decoder),
+        output_gates=_has_output_gates(layers, config.num_attention_heads * width),
         saved=saved_by_state(decoder),
     )
+
+
+def _mlp_width(layers: Sequence[nn.Module]) -> int | None:
+    """Inputs of an MLP's last projection: some models compute them from `intermediate_size`. None without an MLP."""
+    modules = (each for layer in layers for each in layer.modules())
+    mlp = next((each for each in modules if type(each).__name__.endswith("MLP")), None)
+    projections: list[Any] = [each for each in mlp.children() if hasattr(each, "in_features")] if mlp else []
+    return projections[-1].in_features if projections else None
+
+
+def _has_output_gates(layers: Sequence[nn.Module], query: int) -> bool:
+    named = (pair for layer in layers for pair in layer.named_modules())
+    return any(name.endswith("q_proj") and getattr(each, "out_features", 0) == 2 * query for name, each in named)
 
 
 def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> float:
@@ -176,47 +199,40 @@ def _attention(shape: ModelShape, pack: PackShape, c: int, on_cpu: bool) -> floa
     return pack.tokens * (2 * (shape.query + width) * c + 4 * shape.heads) + copies + masks
 
 
-def _mixers(shape: ModelShape, pack: PackShape, settings: RankSettings) -> tuple[float, float]:
-    """Saved by a layer's attention with its linear layers, and by a layer's module with state."""
-    c = settings.compute
-    head_norms = (c if settings.fused else 4 + c) * shape.head_norms * (shape.query + shape.key)
-    linear = pack.tokens * (head_norms + shape.hidden * c + shape.query * c)
-    saved = shape.saved[c].num_bytes(pack.tokens, pack.all_segments) if shape.states else 0.0
-    return linear + _attention(shape, pack, c, settings.on_cpu), saved
-
-
-def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings, selects: bool = False) -> float:
-    """Saved by one layer, the mean of all: norms save a float32 copy and the normalized input (fused: their input),
-    linear layers their input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the
-    product.
+def _layer(shape: ModelShape, pack: PackShape, settings: RankSettings, parts: Parts, selects: bool = False) -> float:
+    """Saved by one layer: norms save a float32 copy and the normalized input (fused: their input), linear layers their
+    input, the gated MLP its gate, the gate's activation (not if fused), the other factor and the product.
 
     selects: whether the second norm and the MLP see the trained positions alone
     """
     c, fused = settings.compute, settings.fused
     norm = c if fused else 4 + c
-    mlp = (norm + c) * shape.hidden + (3 if fused else 4) * shape.intermediate * c
-    attention, state = _mixers(shape, pack, settings)
-    return (
-        pack.tokens * norm * (shape.norms - 1) * shape.hidden
-        + (pack.trained if selects else pack.tokens) * mlp
-        + (shape.attending * attention + shape.with_state * state) / shape.layers
-    )
+    saved = pack.tokens * norm * (shape.norms - 1) * shape.hidden
+    mlp = (c * shape.hidden + (3 if fused else 4) * shape.intermediate * c) * parts.mlp
+    saved += (pack.trained if selects else pack.tokens) * (norm * shape.hidden + mlp)
+    if parts.attention:
+        head_norms = norm * shape.head_norms * (shape.query + shape.key)
+        gates = 2 * shape.query * c * shape.output_gates
+        saved += pack.tokens * (head_norms + shape.hidden * c + shape.query * c + gates)
+        saved += _attention(shape, pack, c, settings.on_cpu)
+    if parts.state:
+        saved += shape.saved[c].num_bytes(pack.tokens, pack.all_segments)
+    return saved
 
 
 def _largest_layer(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
-    """As `_layer`, where layers differ."""
-    attention, state = _mixers(shape, pack, settings)
-    mean = (shape.attending * attention + shape.with_state * state) / shape.layers
-    both = shape.attending + shape.with_state > shape.layers
-    return _layer(shape, pack, settings) - mean + (attention + state if both else max(attention, state))
+    return max(_layer(shape, pack, settings, each) for each in {*shape.parts})
 
 
 def activations(shape: ModelShape, pack: PackShape, settings: RankSettings) -> float:
     """Saved for one backward: layers (with checkpointing their inputs), final norm, loss inputs."""
     c, recomputed = settings.compute, min(settings.checkpointed, shape.layers)
-    layers = recomputed * pack.tokens * shape.hidden * c + (shape.layers - recomputed) * _layer(shape, pack, settings)
+    layers = recomputed * pack.tokens * shape.hidden * c
+    kept = Counter(shape.parts[recomputed:])
+    layers += sum(number * _layer(shape, pack, settings, each) for each, number in kept.items())
     if shape.selects and recomputed < shape.layers:
-        layers += _layer(shape, pack, settings, selects=True) - _layer(shape, pack, settings)
+        parts = shape.parts[-1]
+        layers += _layer(shape, pack, settings, parts, selects=True) - _layer(shape, pack, settings, parts)
     rotary = 2 * pack.tokens * shape.query / shape.heads * c
     read = pack.trained if shape.selects else pack.tokens
     last = read * (c if settings.fused else 4 + c) * shape.hidden

@@ -10,8 +10,9 @@ The convolution is depthwise: its products are those of its weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -20,27 +21,38 @@ from verl.workers.state import has_state
 _DELTA, _MAMBA2 = 3, 2  # multiply-adds per element of a state and token
 
 
+class Parts(NamedTuple):
+    """Which parts a decoder layer has."""
+
+    attention: bool = True
+    state: bool = False
+    mlp: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class StateCost:
     """Of all layers of a decoder.
 
-    layers: with state; attending: with attention; products: multiply-adds with states per token
+    parts: of each layer; products: multiply-adds with states per token
     elements: of the states and convolution tails of a sequence, as vLLM keeps them
     """
 
-    layers: int
-    attending: int
+    parts: tuple[Parts, ...]
     products: int
     elements: int
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention."""
+        return sum(each.attention for each in self.parts)
 
 
 def state_cost(decoder: nn.Module) -> StateCost | None:
     """None for a decoder whose layers have no state."""
-    modules = [each for layer in getattr(decoder, "layers", []) for each in layer.modules()]
-    mixers = [each for each in modules if has_state(each)]
+    layers = [[*layer.modules()] for layer in getattr(decoder, "layers", [])]
+    mixers = [each for modules in layers for each in modules if has_state(each)]
     if not mixers:
         return None
-    attending = sum(type(each).__name__.endswith("Attention") and each not in mixers for each in modules)
     states = [_state(each) for each in mixers]
     tails = [
         each.in_channels * (each.kernel_size[0] - 1)
@@ -49,10 +61,19 @@ def state_cost(decoder: nn.Module) -> StateCost | None:
         if isinstance(each, nn.Conv1d)
     ]
     return StateCost(
-        layers=len(mixers),
-        attending=attending,
+        parts=tuple(map(_parts, layers)),
         products=sum(size * times for size, times in states),
         elements=sum(size for size, _ in states) + sum(tails),
+    )
+
+
+def _parts(modules: Sequence[nn.Module]) -> Parts:
+    """By the names of transformers' classes."""
+    names = [type(each).__name__ for each in modules if not has_state(each)]
+    return Parts(
+        attention=any(name.endswith("Attention") for name in names),
+        state=len(names) < len(modules),
+        mlp=any(name.endswith("MLP") for name in names),
     )
 
 

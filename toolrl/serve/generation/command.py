@@ -6,7 +6,7 @@
     --cfg job  print the resulting configuration and exit
 
 Rows have the format of training data (docs/data.md); every response is scored with the reward and written to
-`eval.output`. With reward.name=auto, responses to rows without a gold are not scored.
+`eval.output`. With reward.name=auto, responses to rows without a gold are not scored: their score is null.
 """
 
 from __future__ import annotations

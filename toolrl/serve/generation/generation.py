@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -29,7 +30,7 @@ from verl.scoring.rewards import build_rewards
 from verl.tracking.jsonl import write_jsonl
 from verl.tracking.transcripts import group_rows
 from verl.trainer.metrics import score_means
-from verl.types import Score, Task
+from verl.types import Score, Task, TrajectoryGroup
 from verl.utils.reward_score.base import NONE
 
 
@@ -63,9 +64,10 @@ async def generate(config: Config, console: Console) -> None:
                 groups = await rollout.run_all(tasks, config.rollout.n, config.trainer.seed)
             finally:
                 await rollout.close()
-    write_jsonl(Path(output), [row for group in groups for row in group_rows(0, group)])
+    judged = [NONE not in rewards.names(group.task) for group in groups]
+    write_jsonl(Path(output), [row for each in zip(groups, judged, strict=True) for row in _rows(*each)])
     responses = sum(len(group.scores) for group in groups)
-    scores = [score for group in groups if NONE not in rewards.names(group.task) for score in group.scores]
+    scores = [score for group in compress(groups, judged) for score in group.scores]
     faults = [fault for group in groups for fault in group.faults]
     for fault in faults[:3]:
         console.print(f"not scored, skipped: {fault}", markup=False)
@@ -75,6 +77,12 @@ async def generate(config: Config, console: Console) -> None:
     if without_gold:
         console.print(f"without a gold and not scored: {without_gold}", markup=False)
     console.print(f"transcripts: {output}", markup=False)
+
+
+def _rows(group: TrajectoryGroup, judged: bool) -> list[dict[str, Any]]:
+    """Transcripts. A response that is not scored has no score, where one that is wrong has a low one."""
+    unscored = {} if judged else {"score": None, "reward": None}
+    return [{**row, **unscored} for row in group_rows(0, group)]
 
 
 def _format_means(scores: Sequence[Score]) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 from tests.conftest import ROOT
+from tests.support.saved import saved_bytes
 from tests.support.service import free_port
 from tests.support.tiny import MINI, with_heads
 from tests.verl.workers.test_state import model_of
@@ -104,22 +104,6 @@ def one_group(
     return batch, PackShape.of(tokens, prompt, response, 2, shared)
 
 
-def saved_bytes(policy: PackedPolicy, packed: PackedBatch) -> int:
-    """What autograd keeps for the backward beside the parameters, each storage once."""
-    owned = {each.untyped_storage().data_ptr() for each in policy.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in owned:
-            kept[address] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy(packed, 1.0, True)
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -136,7 +120,9 @@ def test_activations_are_what_autograd_saves(
     shape = shape_of(policy, model.config)
     settings = RankSettings(dtype.itemsize, shards=1, checkpointed=shape.layers * checkpointing, on_cpu=True)
     expected = activations(shape, pack, settings)
-    assert saved_bytes(policy, packed) == pytest.approx(expected, rel=0.08)  # recomputed layers hold the angles
+    assert saved_bytes(policy, lambda: policy(packed, 1.0, True)) == pytest.approx(
+        expected, rel=0.08
+    )  # recomputed layers hold the angles
 
 
 def test_a_gpu_with_fla_core_keeps_less_of_layers_with_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
