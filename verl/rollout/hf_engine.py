@@ -154,10 +154,11 @@ class HFEngine(SingleEngine):
     async def _decode(self, prompts: list[Sequence[int]], samplings: list[Sampling]) -> list[Completion]:
         if self._version is None:
             raise EngineError("a weight sync failed halfway, so the engine's weights are inconsistent; restart it")
-        longest = max(len(prompt) for prompt in prompts)
-        pads_B = torch.tensor([longest - len(prompt) for prompt in prompts])
+        distinct = list(dict.fromkeys(map(tuple, prompts)))  # a group's common prompt is computed once
+        longest = max(map(len, distinct))
+        pads_B = torch.tensor([longest - len(prompt) for prompt in distinct])
         device = self._model.device
-        ids_BL = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        ids_BL = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in distinct])
         mask_BL = (torch.arange(longest)[None] >= pads_B[:, None]).long()
         generators = [  # a seeded completion has its own, others torch's default one
             torch.default_generator if sampling.seed is None else torch.Generator().manual_seed(sampling.seed)
@@ -167,7 +168,8 @@ class HFEngine(SingleEngine):
         logprobs: list[list[float]] = [[] for _ in prompts]
         reasons: list[FinishReason | None] = [None] * len(prompts)
         cache, step_BL = DynamicCache(config=self._model.config), ids_BL
-        while any(reason is None for reason in reasons) and not self._interrupted:
+        rows = list(range(len(prompts)))  # of the forward pass, in its order
+        while rows and not self._interrupted:
             positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)[:, -step_BL.shape[1] :]
             with torch.no_grad():
                 output = self._model(
@@ -179,17 +181,26 @@ class HFEngine(SingleEngine):
                     logits_to_keep=1,
                 )
             logits_BV = output.logits[:, -1].cpu()
-            next_B = torch.zeros(len(prompts), dtype=torch.long)
-            for row, sampling in enumerate(samplings):
+            if len(logits_BV) < len(rows):  # the prompts
+                index = {prompt: place for place, prompt in enumerate(distinct)}
+                owners = torch.tensor([index[tuple(prompt)] for prompt in prompts])
+                cache.reorder_cache(owners)
+                logits_BV, mask_BL = logits_BV[owners], mask_BL[owners]
+            next_B = torch.zeros(len(rows), dtype=torch.long)
+            for place, row in enumerate(rows):
                 if reasons[row] is None:
                     seen = [*prompts[row], *tokens[row]]
-                    token, logprob = _draw(logits_BV[row], sampling, seen, generators[row])
-                    next_B[row] = token
+                    token, logprob = _draw(logits_BV[place], samplings[row], seen, generators[row])
+                    next_B[place] = token
                     tokens[row].append(token)
                     logprobs[row].append(logprob)
-                    reasons[row] = self._finished(tokens[row], sampling)
+                    reasons[row] = self._finished(tokens[row], samplings[row])
             step_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
+            places = torch.tensor([place for place, row in enumerate(rows) if reasons[row] is None], dtype=torch.long)
+            if len(places) <= len(rows) * 7 // 8:  # a selection copies the cache, as every step does that appends to it
+                cache.reorder_cache(places)
+                step_BL, mask_BL, rows = step_BL[places], mask_BL[places], [rows[place] for place in places.tolist()]
             await asyncio.sleep(0)  # gives `interrupt` a chance to run
         self._written = ()
         return [

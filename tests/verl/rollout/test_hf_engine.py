@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,30 @@ def test_several_completions_of_a_prompt_count_their_seeds_up() -> None:
     alone = [generate(engine, PROMPTS[:1], Sampling(8, seed=seed))[0] for seed in (5, 6, 7)]
     together = generate(engine, PROMPTS[:1], Sampling(8, n=3, seed=5))
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
+def test_a_batch_that_shares_prompts_and_shrinks_answers_as_each_request_alone() -> None:
+    engine = HFEngine(rollout_model())
+    prompts = [PROMPTS[row % 3] for row in range(9)]
+    samplings = [Sampling(1 + 3 * row, temperature=0.0) for row in (4, 0, 1, 5, 2, 2, 0, 8, 3)]
+    together = generate(engine, prompts, *samplings)
+    for prompt, sampling, completion in zip(prompts, samplings, together, strict=True):
+        (alone,) = generate(engine, [prompt], sampling)
+        assert completion.token_ids == alone.token_ids and len(alone.token_ids) == sampling.max_tokens
+        assert list(completion.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-4)
+
+
+def test_a_shared_prompt_is_computed_once_and_ended_rows_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rollout_model()
+    engine, forward, shapes = HFEngine(model), model.forward, list[tuple[int, ...]]()
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", recording)
+    generate(engine, [PROMPTS[0]] * 8, *(Sampling(1 + row // 4, temperature=0.0) for row in range(8)))
+    assert shapes == [(1, 3), (4, 1)]
 
 
 def test_greedy_takes_the_likeliest_token_and_stops_at_stop_tokens() -> None:

@@ -198,11 +198,13 @@ def test_a_copy_of_a_model_has_layers_of_its_own(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*DENSE])
 def test_the_transformers_engine_computes_what_the_trainer_does(kind: str) -> None:
-    """Prompts of several lengths in one padded batch, longer responses than a convolution sees."""
+    """Prompts of several lengths in one padded batch, two of each, and responses longer than a convolution sees. Half of
+    the batch ends early."""
     model = model_of(kind).eval()
-    prompts = [[*range(5, 5 + length)] for length in (1, 3, 9)]
+    prompts = [[*range(5, 5 + length)] for length in (1, 3, 9)] * 2
+    samplings = [Sampling(8)] * 3 + [Sampling(3)] * 3
     model.set_attn_implementation("sdpa")
-    completions = generate(HFEngine(model), prompts, *[Sampling(8)] * len(prompts))
+    completions = generate(HFEngine(model), prompts, *samplings)
     model.set_attn_implementation(attention.PACKED)
     for prompt, each in zip(prompts, completions, strict=True):
         wanted = trainer_logprobs(PackedPolicy(model), prompt, each.token_ids, 1.0)
