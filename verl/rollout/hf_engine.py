@@ -183,7 +183,7 @@ class HFEngine(SingleEngine):
             logits_BV = output.logits[:, -1].cpu()
             if len(logits_BV) < len(rows):  # the prompts
                 index = {prompt: place for place, prompt in enumerate(distinct)}
-                owners = torch.tensor([index[tuple(prompt)] for prompt in prompts])
+                owners = torch.LongTensor([index[tuple(prompt)] for prompt in prompts])
                 cache.reorder_cache(owners)
                 logits_BV, mask_BL = logits_BV[owners], mask_BL[owners]
             next_B = torch.zeros(len(rows), dtype=torch.long)
@@ -197,7 +197,7 @@ class HFEngine(SingleEngine):
                     reasons[row] = self._finished(tokens[row], samplings[row])
             step_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, torch.ones_like(step_BL)], dim=1)
-            places = torch.tensor([place for place, row in enumerate(rows) if reasons[row] is None], dtype=torch.long)
+            places = torch.LongTensor([place for place, row in enumerate(rows) if reasons[row] is None])
             if len(places) <= len(rows) * 7 // 8:  # a selection copies the cache, as every step does that appends to it
                 cache.reorder_cache(places)
                 step_BL, mask_BL, rows = step_BL[places], mask_BL[places], [rows[place] for place in places.tolist()]

@@ -198,8 +198,8 @@ def test_a_copy_of_a_model_has_layers_of_its_own(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*DENSE])
 def test_the_transformers_engine_computes_what_the_trainer_does(kind: str) -> None:
-    """Prompts of several lengths in one padded batch, two of each, and responses longer than a convolution sees. Half of
-    the batch ends early."""
+    """Prompts of several lengths in one padded batch, two of each. Half of the responses end early, the others are
+    longer than a convolution sees."""
     model = model_of(kind).eval()
     prompts = [[*range(5, 5 + length)] for length in (1, 3, 9)] * 2
     samplings = [Sampling(8)] * 3 + [Sampling(3)] * 3

@@ -1,0 +1,110 @@
+"""What the runs of the study show: rates of the sweep, differences to GRPO, and which of them are equivalent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from bench.algorithms.design import BASE, RATES, RULES, TASKS, StudyRun
+from toolrl.analysis.compare.paired import Difference, Scores, difference, holm
+
+Results = Mapping[StudyRun, Mapping[str, Any]]
+SIGNIFICANT = 0.05
+_NEAREST, _FARTHEST = 3, 4
+
+
+def mean_score(result: Mapping[str, Any]) -> float:
+    """The mean reward over the validation sets, which have equally many rows."""
+    return fmean(fmean(scores) for scores in result["scores"].values())
+
+
+def best_rates(results: Results) -> dict[str, float]:
+    """By rule, the rate with the highest validation reward of the sweep."""
+    scores: dict[str, dict[float, float]] = defaultdict(dict)
+    for run, result in results.items():
+        if run.stage == "sweep":
+            scores[run.rule][run.rate] = mean_score(result)
+    return {rule: max(by_rate, key=by_rate.__getitem__) for rule, by_rate in scores.items()}
+
+
+def scores_of(results: Results, stage: str) -> dict[tuple[str, str], dict[str, dict[int, Scores]]]:
+    """{(task, validation set): {rule: {seed: score by row}}}"""
+    found: dict[tuple[str, str], dict[str, dict[int, Scores]]] = defaultdict(lambda: defaultdict(dict))
+    for run, result in results.items():
+        if run.stage == stage:
+            for name, scores in result["scores"].items():
+                found[run.task, name][run.rule][run.seed] = dict(enumerate(scores))
+    return found
+
+
+def differences(by_rule: Mapping[str, Mapping[int, Scores]]) -> dict[str, Difference]:
+    """Of every rule to GRPO, over the seeds that both have; rules with fewer than two are left out."""
+    base = by_rule.get(BASE, {})
+    found = {}
+    for rule, by_seed in by_rule.items():
+        seeds = sorted(by_seed.keys() & base.keys())
+        if rule != BASE and len(seeds) > 1:
+            found[rule] = difference([by_seed[seed] for seed in seeds], [base[seed] for seed in seeds])
+    return found
+
+
+def chosen_rules(results: Results) -> list[str]:
+    """GRPO, its three nearest and the four farthest, by the mean over validation sets of |difference| / margin."""
+    distances: dict[str, list[float]] = defaultdict(list)
+    for (task, _), by_rule in scores_of(results, "sort").items():
+        for rule, found in differences(by_rule).items():
+            distances[rule].append(abs(found.mean) / TASKS[task].margin)
+    order = sorted(distances, key=lambda rule: fmean(distances[rule]))
+    return [BASE, *order[:_NEAREST], *order[-_FARTHEST:]]
+
+
+def verdict(found: Difference, p: float, margin: float) -> str:
+    """p: corrected"""
+    low, high = found.interval
+    if p < SIGNIFICANT:
+        return "differs"
+    return "equivalent" if -margin < low and high < margin else ""
+
+
+def tables(results: Results) -> str:
+    """Markdown: the sweep, then a table per stage, task and validation set."""
+    parts = [_sweep_table(results)]
+    for stage in ("sort", "confirm"):
+        for (task, name), by_rule in sorted(scores_of(results, stage).items()):
+            parts.append(_stage_table(f"{stage}, {task}, {name}", by_rule, TASKS[task].margin))
+    seconds = [result["cpu_s"] for result in results.values()]
+    parts.append(f"{len(results)} runs, {sum(seconds) / 3600:.1f} CPU hours.")
+    return "\n\n".join(parts)
+
+
+def _sweep_table(results: Results) -> str:
+    scores = {(run.rule, run.rate): mean_score(result) for run, result in results.items() if run.stage == "sweep"}
+    lines = [f"| rule | {' | '.join(f'{rate:g}' for rate in RATES)} |", "| --- " * (len(RATES) + 1) + "|"]
+    for rule in RULES:
+        cells = [f"{scores[rule, rate]:.3f}" if (rule, rate) in scores else "" for rate in RATES]
+        lines.append(f"| {rule} | {' | '.join(cells)} |")
+    return "\n".join(["sweep", "", *lines])
+
+
+def _stage_table(title: str, by_rule: Mapping[str, Mapping[int, Scores]], margin: float) -> str:
+    lines = ["| rule | mean | seeds | difference | 95 % interval | p | verdict |", "| --- " * 7 + "|"]
+    found = differences(by_rule)
+    corrected = dict(zip(found, holm([each.p for each in found.values()]), strict=True))
+    for rule in sorted(by_rule, key=lambda rule: -_mean(by_rule[rule])):
+        cells = [rule, f"{_mean(by_rule[rule]):.3f}", str(len(by_rule[rule]))]
+        if rule in found:
+            low, high = found[rule].interval
+            judged = verdict(found[rule], corrected[rule], margin)
+            cells += [f"{found[rule].mean:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{corrected[rule]:.2g}", judged]
+        else:
+            cells += [""] * 4
+        lines.append(f"| {' | '.join(cells)} |")
+    detectable = [each.detectable for each in found.values()]
+    note = f"Detectable on average: {fmean(detectable):.2f}; margin {margin:g}." if detectable else ""
+    return "\n".join([title, "", *lines, "", note])
+
+
+def _mean(by_seed: Mapping[int, Scores]) -> float:
+    return fmean(fmean(scores.values()) for scores in by_seed.values())

@@ -1,0 +1,146 @@
+"""The study of the algorithms: its runs, how it resumes, and what its tables conclude."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from bench.algorithms import child, study
+from bench.algorithms.design import CALLS, RATES, RULES, SORT_SEEDS, SWEEP_SEED, TASKS, StudyRun, sort, sweep
+from bench.algorithms.tables import best_rates, chosen_rules, differences, scores_of, tables, verdict
+from tests.support.tiny import MINI
+from toolrl.analysis.compare.paired import Difference
+from verl.algorithms import ALGORITHMS
+from verl.algorithms.algorithm import KLPlacement
+from verl.build.algorithm import algorithm_of
+from verl.config.load import load_config
+
+DATA = ("model.path=embedded:model", "data.train_files=[train.jsonl]", "data.val_files=[test.jsonl]")
+RATE = 3e-4
+
+
+def result(*scores: float) -> dict[str, Any]:
+    return {"scores": {"test": list(scores)}, "rewards": [0.0], "cpu_s": 60.0}
+
+
+def run_of(rule: str, seed: int, stage: str = "sort", rate: float = RATE) -> StudyRun:
+    return StudyRun(stage, CALLS, rule, rate, seed, 6)
+
+
+def sorted_runs(levels: Mapping[str, float]) -> dict[StudyRun, dict[str, Any]]:
+    """Four rows a run, whose scores are the rule's level, a little more in the next row and seed."""
+    return {
+        run_of(rule, seed): result(*(level + 0.01 * (seed + row) for row in range(4)))
+        for rule, level in levels.items()
+        for seed in SORT_SEEDS
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_run_is_a_configuration_of_its_rule(rule: str, task: str) -> None:
+    config = load_config(StudyRun("sort", task, rule, RATE, 2, 6).overrides(DATA))
+    algorithm = algorithm_of(config)
+    assert config.algorithm.name == rule and config.actor.optim.lr == RATE and config.trainer.seed == 2
+    assert (config.trainer.total_training_steps, config.trainer.test_freq) == (6, 6)
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (16, 8, 8)
+    assert algorithm.kl.placement is KLPlacement.NONE
+    assert algorithm.entropy_coefficient == 0 and (algorithm.entropy_target is not None) == (rule == "skywork")
+
+
+def test_the_sweep_and_the_first_stage_have_every_rule() -> None:
+    assert {*RULES} == {*ALGORITHMS} - {"opd"}
+    assert {(run.rule, run.rate) for run in sweep()} == {(rule, rate) for rule in RULES for rate in RATES}
+    runs = [*sort(dict.fromkeys(RULES, RATE))]
+    assert len(runs) == len({run.name for run in runs}) == len(RULES) * len(TASKS) * 3
+    assert SWEEP_SEED not in {run.seed for run in runs}
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)  # whole comparisons first
+
+
+def test_the_rate_of_a_rule_is_that_of_its_best_run() -> None:
+    scores = dict(zip(RATES, (1.0, 2.0, 1.5), strict=True))
+    results = {run_of("grpo", SWEEP_SEED, "sweep", rate): result(score, score) for rate, score in scores.items()}
+    assert best_rates({**results, run_of("grpo", 0, rate=9.0): result(4.0, 4.0)}) == {"grpo": RATES[1]}
+
+
+def test_differences_are_to_grpo_over_rows_and_seeds() -> None:
+    results = sorted_runs({"grpo": 1.0, "gspo": 0.5, "rloo": 1.0})
+    del results[run_of("rloo", 1)], results[run_of("rloo", 2)]
+    found = differences(scores_of(results, "sort")[CALLS, "test"])
+    assert list(found) == ["gspo"]  # one seed makes no difference
+    assert found["gspo"].mean == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "p", "expected"),
+    [
+        (-0.3, 0.01, 0.001, "differs"),
+        (0.02, 0.01, 0.6, "equivalent"),
+        (0.02, 0.1, 0.9, ""),  # too few runs
+        (0.14, 0.01, 0.06, ""),  # the interval ends beyond the margin
+    ],
+)
+def test_a_verdict_needs_a_p_value_or_an_interval_within_the_margin(
+    mean: float, error: float, p: float, expected: str
+) -> None:
+    assert verdict(Difference(mean, error, freedom=50), p, margin=0.15) == expected
+
+
+def test_the_second_stage_has_the_nearest_and_the_farthest_rules() -> None:
+    levels = dict(zip(("grpo", *"abcdefghij"), (1.0, 1.01, 0.98, 1.03, 1.2, 0.7, 1.5, 0.4, 1.7, 0.0, 2.5), strict=True))
+    assert chosen_rules(sorted_runs(levels)) == ["grpo", "a", "b", "c", "g", "h", "i", "j"]
+
+
+def test_the_table_of_a_stage(tmp_path: Path) -> None:
+    text = tables(sorted_runs({"grpo": 1.0, "gspo": 0.5}))
+    assert "sort, calls, test\n\n| rule | mean | seeds | difference |" in text
+    assert "| grpo | 1.025 | 3 |  |  |  |  |" in text
+    assert "| gspo | 0.525 | 3 | -0.500 | -0.500 to -0.500 | 0 | differs |" in text
+    assert text.endswith("6 runs, 0.1 CPU hours.")
+
+
+def test_finished_runs_are_not_run_again_and_a_stage_waits_for_the_one_before(tmp_path: Path) -> None:
+    first, *others = sweep()
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / f"{first.name}.json").write_text(json.dumps({"run": asdict(first), "result": result(1.0)}))
+    (folder / f"{others[0].name}.tmp").write_text('{"run"')  # left by an interruption
+    finished = study.finished(tmp_path)
+    assert finished == {first: result(1.0)}
+    assert [run for run in study.planned("sweep", finished) if run not in finished] == others
+    with pytest.raises(SystemExit, match="sort needs all runs of sweep: 104 are missing"):
+        list(study.planned("sort", finished))
+
+
+def test_exported_runs_are_known_to_a_later_call(tmp_path: Path) -> None:
+    results = sorted_runs({"grpo": 1.0})
+    for name in ("one.jsonl.gz", "two.jsonl.gz"):
+        study.export(results, tmp_path / name)
+    assert study.finished(tmp_path / "empty", tmp_path / "one.jsonl.gz") == results
+    assert (tmp_path / "one.jsonl.gz").read_bytes() == (tmp_path / "two.jsonl.gz").read_bytes()
+    assert not [*tmp_path.glob("*.tmp")]
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        study.main([str(tmp_path), "sorting"])
+    assert "unknown stage: sorting; known: sweep, sort, confirm" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_trains_and_is_the_same_again(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.parquet"
+    pq.write_table(pq.read_table(MINI / "composed/test.parquet").slice(0, 16), rows)
+    overrides = StudyRun("sort", CALLS, "grpo", 1e-3, 0, 2).overrides(
+        [f"data.{each}_files=[{rows}]" for each in ("train", "val")]
+    )
+    first, second = child.train(overrides), child.train(overrides)
+    assert len(first["scores"]["rows"]) == 16 and len(first["rewards"]) == 2 and first["cpu_s"] > 0
+    assert {**first, "cpu_s": 0} == {**second, "cpu_s": 0}
+    assert first["rewards"] != child.train([*overrides, "trainer.seed=1"])["rewards"]
