@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.support.tiny import MINI
 from toolrl.analysis.compare.paired import Difference
 from verl.algorithms import ALGORITHMS
 from verl.algorithms.algorithm import KLPlacement
+from verl.algorithms.losses.policy_loss import policy_gradient
 from verl.build.algorithm import algorithm_of
 from verl.config.load import load_config
 
@@ -45,11 +45,13 @@ def sorted_runs(levels: Mapping[str, float]) -> dict[StudyRun, dict[str, Any]]:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_run_is_a_configuration_of_its_rule(rule: str, task: str) -> None:
-    config = load_config(StudyRun("sort", task, rule, RATE, 2, 6).overrides(DATA))
+    config = load_config([*StudyRun("sort", task, rule, RATE, 2, 6).settings(), *DATA])
     algorithm = algorithm_of(config)
     assert config.algorithm.name == rule and config.actor.optim.lr == RATE and config.trainer.seed == 2
     assert (config.trainer.total_training_steps, config.trainer.test_freq) == (6, 6)
-    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (16, 8, 8)
+    assert config.data.train_batch_size * config.rollout.n == 128
+    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size
+    assert updates == (1 if algorithm.policy_loss is policy_gradient else 2)
     assert algorithm.kl.placement is KLPlacement.NONE
     assert algorithm.entropy_coefficient == 0 and (algorithm.entropy_target is not None) == (rule == "skywork")
 
@@ -94,7 +96,22 @@ def test_a_verdict_needs_a_p_value_or_an_interval_within_the_margin(
 
 def test_the_second_stage_has_the_nearest_and_the_farthest_rules() -> None:
     levels = dict(zip(("grpo", *"abcdefghij"), (1.0, 1.01, 0.98, 1.03, 1.2, 0.7, 1.5, 0.4, 1.7, 0.0, 2.5), strict=True))
-    assert chosen_rules(sorted_runs(levels)) == ["grpo", "a", "b", "c", "g", "h", "i", "j"]
+    aside = {"kpop": 1.0, "raft_pp": -3.0}  # a copy of GRPO on this task, and a rule that its reward does not suit
+    assert chosen_rules(sorted_runs({**levels, **aside})) == ["grpo", "a", "b", "c", "g", "h", "i", "j"]
+
+
+def test_a_copy_is_in_the_table_and_is_not_tested() -> None:
+    text = tables(sorted_runs({"grpo": 1.0, "gspo": 0.99, "kpop": 1.0}))
+    assert "| kpop | 1.025 | 3 | +0.000 | +0.000 to +0.000 |  | a copy |" in text
+
+
+def test_a_failed_run_is_an_outcome() -> None:
+    results = {run_of("grpo", SWEEP_SEED, "sweep", rate): result(1.0, 2.0) for rate in RATES[:2]}
+    failed = run_of("grpo", SWEEP_SEED, "sweep", RATES[2])
+    text = tables({**results, failed: {"failed": "no group has an advantage"}})
+    assert best_rates({**results, failed: {"failed": "x"}}) == {"grpo": RATES[0]}
+    assert "| grpo | 1.500 | 1.500 |  |" in text
+    assert text.endswith(f"3 runs, 0.0 CPU hours.\n\n- failed: {failed.name}: no group has an advantage")
 
 
 def test_the_table_of_a_stage(tmp_path: Path) -> None:
@@ -109,7 +126,10 @@ def test_finished_runs_are_not_run_again_and_a_stage_waits_for_the_one_before(tm
     first, *others = sweep()
     folder = tmp_path / "runs"
     folder.mkdir()
-    (folder / f"{first.name}.json").write_text(json.dumps({"run": asdict(first), "result": result(1.0)}))
+    (folder / f"{first.name}.json").write_text(study.record_of(first, result(1.0)))
+    other = json.loads(study.record_of(others[1], result(2.0)))
+    other["settings"][0] = "recipe=tool_loop"  # of an earlier design
+    (folder / f"{others[1].name}.json").write_text(json.dumps(other))
     (folder / f"{others[0].name}.tmp").write_text('{"run"')  # left by an interruption
     finished = study.finished(tmp_path)
     assert finished == {first: result(1.0)}
@@ -129,7 +149,7 @@ def test_exported_runs_are_known_to_a_later_call(tmp_path: Path) -> None:
 
 def test_an_unknown_stage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        study.main([str(tmp_path), "sorting"])
+        study.main([str(tmp_path), "--jobs", "2", "sorting"])
     assert "unknown stage: sorting; known: sweep, sort, confirm" in capsys.readouterr().err
 
 

@@ -1,7 +1,7 @@
 """Trains one run after another in this process, with the packages loaded once: a side of bench/algorithms/study.py.
 
-Request: {"overrides": [..]}; answer: {"scores": {validation set: [reward of every row]}, "rewards": [mean of every
-step], "cpu_s": ..}, or {"error": ..} of a configuration that is refused.
+Request: {"overrides": [..]}; answer: {"scores": {validation set: [reward of every row, in their order]}, "rewards":
+[mean of every step], "cpu_s": ..}, or {"failed": ..} if the run has ended without a policy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl.build.run import Inputs, Processes, load_inputs, start_run
 from verl.build.workers import start_workers
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.errors import VerlError
+from verl.errors import DataError, VerlError
 from verl.host.daemon import run_async
 from verl.rollout.engine import Sampling
 from verl.scoring.pool import DirectScorer
@@ -79,11 +79,14 @@ def train(overrides: Sequence[str]) -> dict[str, Any]:
             run_async(run.run())
         rows = [each for file in sorted((folder / "validation").glob("*.jsonl")) for each in read_jsonl(file)]
         metrics = list(read_jsonl(folder / "metrics.jsonl"))
-    scores: dict[str, list[float]] = {}
+    scores: dict[str, dict[int, float]] = {}
     for row in rows:
-        scores.setdefault(row["set"], []).append(round(row["reward"], 4))
+        scores.setdefault(row["set"], {})[int(row["task_id"].rpartition("#")[2])] = round(row["reward"], 4)
+    if lacking := [name for name, by_row in scores.items() if max(by_row) >= len(by_row)]:
+        raise DataError(f"validation of {', '.join(lacking)}: not every row has a reward")
     rewards = [round(each["reward/total"], 4) for each in metrics if "reward/total" in each]
-    return {"scores": scores, "rewards": rewards, "cpu_s": round(time.process_time() - began, 1)}
+    ordered = {name: [by_row[row] for row in sorted(by_row)] for name, by_row in scores.items()}
+    return {"scores": ordered, "rewards": rewards, "cpu_s": round(time.process_time() - began, 1)}
 
 
 def main() -> None:
@@ -91,7 +94,7 @@ def main() -> None:
         try:
             answer(train(request["overrides"]))
         except VerlError as error:
-            answer({"error": str(error)})
+            answer({"failed": str(error)})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The study's design, written before its runs: rules, tasks, learning rates, seeds, steps and margins.
 
-A run has the same prompts, rollouts and updates under every rule: 16 prompts of 8 responses a step, two updates each.
-KL and entropy bonus are off, so rules differ in what names them: advantage, loss, aggregation, filters, critic.
+A run has the same number of responses under every rule: 128 a step, of 16 prompts, for two updates. Exceptions are
+those that a rule's own page asks for (`_OWN`). KL and entropy bonus are off, so rules differ in what names them:
+advantage, loss, aggregation, filters, critic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl.algorithms import ALGORITHMS
 
@@ -15,9 +16,15 @@ BASE = "grpo"
 RULES = [name for name in ALGORITHMS if name != "opd"]  # which learns from a teacher, not from rewards
 RATES = (1e-4, 3e-4, 1e-3)
 SWEEP_SEED = 100  # of the runs that select a rate: no other run has it
-_RIGHT = 3  # of ToolRL's reward, at most 4 where calls are due: one of two calls is not right
-_WITH_CRITIC = ("ppo", "vapo")
 _CRITIC = ("critic.optim.lr=1e-3", "critic.optim.weight_decay=0")
+_ONE_UPDATE = ("actor.ppo_mini_batch_size=16",)  # the loss corrects for no other policy
+_OWN: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("rloo", "remax", "opo", "gpg"), _ONE_UPDATE),
+    "ppo": _CRITIC,
+    "vapo": (*_CRITIC, "algorithm.options.length_alpha=1"),  # its lambda of responses of fewer than 20 tokens is 0
+    # Of eight responses two are mostly equal best, and then none has an advantage; pairs show more.
+    "pass_at_k": ("rollout.n=2", "data.train_batch_size=64", "actor.ppo_mini_batch_size=32"),
+}
 _SAME = (
     "algorithm.kl_placement=none",
     "algorithm.entropy_coefficient=0",
@@ -42,25 +49,26 @@ _SAME = (
 class StudyTask:
     """margin: difference of mean rewards up to which two rules count as equivalent
 
-    own: overrides that a rule needs on this task, by its name
+    copies: rules that compute on this task what `toolrl_grpo` does, up to rounding and the scale of the gradient: they
+        show what chance alone makes of a difference, and are neither tested nor selected
+    unsuited: rules that the rewards of this task do not suit; neither selected
     """
 
     overrides: Sequence[str]
     margin: float
-    own: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    copies: Sequence[str] = ()
+    unsuited: Sequence[str] = ()
 
 
 CALLS, TOOL_LOOP = "calls", "tool_loop"
 TASKS: Mapping[str, StudyTask] = {
     CALLS: StudyTask(
-        ("recipe=composed_grpo", "data.max_response_length=96"),
+        ("recipe=composed_grpo",),
         0.15,
-        {
-            "raft_pp": (f"algorithm.options.threshold={_RIGHT}",),
-            "vapo": (f"algorithm.options.threshold={_RIGHT}",),
-        },
+        copies=("aspo", "gigpo", "kpop", "matchtir", "simpletir"),
+        unsuited=("grpo_roc", "max_rl", "raft_pp"),
     ),
-    TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1),
+    TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1, copies=("kpop",), unsuited=("max_rl",)),
 }
 
 
@@ -77,21 +85,15 @@ class StudyRun:
     def name(self) -> str:
         return f"{self.stage}-{self.task}-{self.rule}-{self.rate:g}-{self.seed}"
 
-    def overrides(self, data: Sequence[str]) -> list[str]:
-        """The run's settings. data: files and initial model, where the task's recipe names none"""
-        task = TASKS[self.task]
-        own = [*task.own.get(self.rule, ())]
-        if self.rule in _WITH_CRITIC:
-            own += _CRITIC
-        if self.rule == "vapo":  # its lambda of responses of fewer than 20 tokens is 0
-            own.append("algorithm.options.length_alpha=1")
+    def settings(self) -> list[str]:
+        """Overrides of the task's recipe."""
         steps = f"trainer.total_training_steps={self.steps}", f"trainer.test_freq={self.steps}"
         chosen = f"algorithm.name={self.rule}", f"actor.optim.lr={self.rate:g}", f"trainer.seed={self.seed}"
-        return [*task.overrides, *data, *_SAME, *steps, *chosen, *own]
+        return [*TASKS[self.task].overrides, *_SAME, *steps, *chosen, *_OWN.get(self.rule, ())]
 
 
 STEPS = {"sweep": 6, "sort": 6, "confirm": 24}
-SORT_SEEDS, CONFIRM_SEEDS = range(3), range(8)
+SORT_SEEDS, CONFIRM_SEEDS = range(3), range(10, 18)  # apart: the first stage selects the rules of the second
 
 
 def sweep() -> Iterator[StudyRun]:
@@ -106,7 +108,8 @@ def sort(rates: Mapping[str, float]) -> Iterator[StudyRun]:
     for seed in SORT_SEEDS:
         for task in TASKS:
             for rule in RULES:
-                yield StudyRun("sort", task, rule, rates[rule], seed, STEPS["sort"])
+                rate = rates.get(rule, RATES[0])  # if all runs of its sweep have failed
+                yield StudyRun("sort", task, rule, rate, seed, STEPS["sort"])
 
 
 def confirm(rules: Sequence[str], rates: Mapping[str, float]) -> Iterator[StudyRun]:

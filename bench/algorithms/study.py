@@ -14,11 +14,13 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -28,9 +30,10 @@ from bench.algorithms import design
 from bench.algorithms.design import TOOL_LOOP, StudyRun
 from bench.algorithms.tables import Results, best_rates, chosen_rules, tables
 from bench.common import Side
+from verl.host.lock import alone_in
 
 STAGES = ("sweep", "sort", "confirm")
-_TRAINING_ROWS = 1000  # of the composed tasks: more than a run draws, and read in a second
+_TRAINING_ROWS = 1000  # of the composed tasks: 62 batches, read in a second
 
 
 def data_of(task: str, out: Path) -> list[str]:
@@ -43,24 +46,29 @@ def data_of(task: str, out: Path) -> list[str]:
         ]
         return [f"model.path={folder}/cold_start/checkpoints/step-000400/hf", *files]
     rows = out.resolve() / "calls.parquet"
-    if not rows.exists():
-        pq.write_table(pq.read_table(ROOT / "dataset/mini/composed/train.parquet").slice(0, _TRAINING_ROWS), rows)
+    temporary = rows.with_suffix(".tmp")
+    pq.write_table(pq.read_table(ROOT / "dataset/mini/composed/train.parquet").slice(0, _TRAINING_ROWS), temporary)
+    temporary.rename(rows)
     return [f"data.train_files=[{rows}]"]
 
 
 def finished(out: Path, known: Path | None = None) -> Results:
-    """The results below `out`, and those in the file `known`."""
+    """The results below `out`, and those in the file `known`, but for runs with other settings than the design's."""
     lines = [] if known is None else gzip.decompress(known.read_bytes()).decode().splitlines()
     lines += [file.read_text() for file in sorted((out / "runs").glob("*.json"))]
     records = [json.loads(line) for line in lines]
-    return {StudyRun(**record["run"]): record["result"] for record in records}
+    return {run: each["result"] for each in records if (run := StudyRun(**each["run"])).settings() == each["settings"]}
+
+
+def record_of(run: StudyRun, result: Mapping[str, Any]) -> str:
+    return json.dumps({"run": asdict(run), "settings": run.settings(), "result": result})
 
 
 def export(results: Results, file: Path) -> None:
     """One line per run; the same runs make the same bytes."""
-    lines = [json.dumps({"run": asdict(run), "result": results[run]}) for run in sorted(results)]
+    lines = [f"{record_of(run, results[run])}\n" for run in sorted(results)]
     temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    temporary.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
     temporary.rename(file)
 
 
@@ -80,6 +88,17 @@ def planned(stage: str, results: Results) -> Iterator[StudyRun]:
         yield from design.confirm(chosen_rules(results), best_rates(results))
 
 
+def in_the_design(results: Results) -> Results:
+    """Those that the design plans: other runs, of a rate that a later sweep has not chosen, are in no table."""
+    chosen: dict[StudyRun, Any] = {}
+    for stage in STAGES:
+        runs = [*planned(stage, results)]
+        chosen |= {run: results[run] for run in runs if run in results}
+        if not all(run in results for run in runs):
+            break
+    return chosen
+
+
 def train_missing(runs: Sequence[StudyRun], out: Path, jobs: int) -> None:
     """In as many processes, each of which trains one run after another."""
     data = {task: data_of(task, out) for task in dict.fromkeys(run.task for run in runs)}
@@ -89,20 +108,19 @@ def train_missing(runs: Sequence[StudyRun], out: Path, jobs: int) -> None:
         waiting.put(run)
 
     def work(_: int) -> None:
-        with Side([sys.executable, str(Path(__file__).with_name("child.py"))]) as side:
-            while not waiting.empty():
+        with Side([sys.executable, str(Path(__file__).with_name("child.py"))]) as side, suppress(Empty):
+            while True:
                 run = waiting.get_nowait()
-                result = side.ask({"overrides": run.overrides(data[run.task])})
-                if "error" in result:
-                    raise SystemExit(f"{run.name}: {result['error']}")
+                result = side.ask({"overrides": [*run.settings(), *data[run.task]]})
                 file = out / "runs" / f"{run.name}.json"
                 temporary = file.with_suffix(".tmp")
-                temporary.write_text(json.dumps({"run": asdict(run), "result": result}))
+                temporary.write_text(record_of(run, result))
                 temporary.rename(file)
-                print(f"{run.name}: {result['cpu_s']:.0f} CPU s, {waiting.qsize()} wait", file=sys.stderr, flush=True)
+                end = result.get("failed") or f"{result['cpu_s']:.0f} CPU s"
+                print(f"{run.name}: {end}, {waiting.qsize()} wait", file=sys.stderr, flush=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(work, range(jobs)):
+    with alone_in(out, "name another folder"), ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(work, range(min(jobs, len(runs)))):
             pass
 
 
@@ -114,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--known", type=Path, metavar="FILE", help="exported runs, which are not run again")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write all runs to this .jsonl.gz")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)  # stages may follow options
     if unknown := [stage for stage in args.stages if stage not in STAGES]:
         parser.error(f"unknown stage: {', '.join(unknown)}; known: {', '.join(STAGES)}")
     if args.jobs < 1:
@@ -124,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for stage in args.stages or STAGES:
             results = finished(args.out, args.known)
             train_missing([run for run in planned(stage, results) if run not in results], args.out, args.jobs)
-    results = finished(args.out, args.known)
+    results = in_the_design(finished(args.out, args.known))
     if args.export:
         export(results, args.export)
     print(tables(results))

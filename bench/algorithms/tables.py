@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from bench.algorithms.design import BASE, RATES, RULES, TASKS, StudyRun
+from bench.algorithms.design import BASE, RATES, RULES, TASKS, StudyRun, StudyTask
 from toolrl.analysis.compare.paired import Difference, Scores, difference, holm
 
 Results = Mapping[StudyRun, Mapping[str, Any]]
@@ -24,16 +24,16 @@ def best_rates(results: Results) -> dict[str, float]:
     """By rule, the rate with the highest validation reward of the sweep."""
     scores: dict[str, dict[float, float]] = defaultdict(dict)
     for run, result in results.items():
-        if run.stage == "sweep":
+        if run.stage == "sweep" and "scores" in result:
             scores[run.rule][run.rate] = mean_score(result)
     return {rule: max(by_rate, key=by_rate.__getitem__) for rule, by_rate in scores.items()}
 
 
 def scores_of(results: Results, stage: str) -> dict[tuple[str, str], dict[str, dict[int, Scores]]]:
-    """{(task, validation set): {rule: {seed: score by row}}}"""
+    """{(task, validation set): {rule: {seed: score by row}}}, of the runs that have not failed"""
     found: dict[tuple[str, str], dict[str, dict[int, Scores]]] = defaultdict(lambda: defaultdict(dict))
     for run, result in results.items():
-        if run.stage == stage:
+        if run.stage == stage and "scores" in result:
             for name, scores in result["scores"].items():
                 found[run.task, name][run.rule][run.seed] = dict(enumerate(scores))
     return found
@@ -51,17 +51,22 @@ def differences(by_rule: Mapping[str, Mapping[int, Scores]]) -> dict[str, Differ
 
 
 def chosen_rules(results: Results) -> list[str]:
-    """GRPO, its three nearest and the four farthest, by the mean over validation sets of |difference| / margin."""
-    distances: dict[str, list[float]] = defaultdict(list)
+    """GRPO, its three nearest and the four farthest, by the mean over tasks of |difference| / margin.
+
+    A task does not count for its copies and for rules that it does not suit.
+    """
+    by_task: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (task, _), by_rule in scores_of(results, "sort").items():
         for rule, found in differences(by_rule).items():
-            distances[rule].append(abs(found.mean) / TASKS[task].margin)
+            if rule not in (*TASKS[task].copies, *TASKS[task].unsuited):
+                by_task[rule][task].append(abs(found.mean) / TASKS[task].margin)
+    distances = {rule: [fmean(each) for each in found.values()] for rule, found in by_task.items()}
     order = sorted(distances, key=lambda rule: fmean(distances[rule]))
     return [BASE, *order[:_NEAREST], *order[-_FARTHEST:]]
 
 
 def verdict(found: Difference, p: float, margin: float) -> str:
-    """p: corrected"""
+    """p: corrected. A difference that is found may still be within the margin."""
     low, high = found.interval
     if p < SIGNIFICANT:
         return "differs"
@@ -73,14 +78,16 @@ def tables(results: Results) -> str:
     parts = [_sweep_table(results)]
     for stage in ("sort", "confirm"):
         for (task, name), by_rule in sorted(scores_of(results, stage).items()):
-            parts.append(_stage_table(f"{stage}, {task}, {name}", by_rule, TASKS[task].margin))
-    seconds = [result["cpu_s"] for result in results.values()]
-    parts.append(f"{len(results)} runs, {sum(seconds) / 3600:.1f} CPU hours.")
+            parts.append(_stage_table(f"{stage}, {task}, {name}", by_rule, TASKS[task]))
+    seconds = sum(result["cpu_s"] for result in results.values() if "scores" in result)
+    parts.append(f"{len(results)} runs, {seconds / 3600:.1f} CPU hours.")
+    parts += [f"- failed: {run.name}: {result['failed']}" for run, result in results.items() if "failed" in result]
     return "\n\n".join(parts)
 
 
 def _sweep_table(results: Results) -> str:
-    scores = {(run.rule, run.rate): mean_score(result) for run, result in results.items() if run.stage == "sweep"}
+    sweep = {run: result for run, result in results.items() if run.stage == "sweep" and "scores" in result}
+    scores = {(run.rule, run.rate): mean_score(result) for run, result in sweep.items()}
     lines = [f"| rule | {' | '.join(f'{rate:g}' for rate in RATES)} |", "| --- " * (len(RATES) + 1) + "|"]
     for rule in RULES:
         cells = [f"{scores[rule, rate]:.3f}" if (rule, rate) in scores else "" for rate in RATES]
@@ -88,21 +95,25 @@ def _sweep_table(results: Results) -> str:
     return "\n".join(["sweep", "", *lines])
 
 
-def _stage_table(title: str, by_rule: Mapping[str, Mapping[int, Scores]], margin: float) -> str:
+def _stage_table(title: str, by_rule: Mapping[str, Mapping[int, Scores]], task: StudyTask) -> str:
     lines = ["| rule | mean | seeds | difference | 95 % interval | p | verdict |", "| --- " * 7 + "|"]
     found = differences(by_rule)
-    corrected = dict(zip(found, holm([each.p for each in found.values()]), strict=True))
+    tested = [rule for rule in found if rule not in task.copies]
+    corrected = dict(zip(tested, holm([found[rule].p for rule in tested]), strict=True))
     for rule in sorted(by_rule, key=lambda rule: -_mean(by_rule[rule])):
         cells = [rule, f"{_mean(by_rule[rule]):.3f}", str(len(by_rule[rule]))]
         if rule in found:
             low, high = found[rule].interval
-            judged = verdict(found[rule], corrected[rule], margin)
-            cells += [f"{found[rule].mean:+.3f}", f"{low:+.3f} to {high:+.3f}", f"{corrected[rule]:.2g}", judged]
+            cells += [f"{found[rule].mean:+.3f}", f"{low:+.3f} to {high:+.3f}"]
+            if rule in corrected:
+                cells += [f"{corrected[rule]:.2g}", verdict(found[rule], corrected[rule], task.margin)]
+            else:
+                cells += ["", "a copy"]
         else:
             cells += [""] * 4
         lines.append(f"| {' | '.join(cells)} |")
     detectable = [each.detectable for each in found.values()]
-    note = f"Detectable on average: {fmean(detectable):.2f}; margin {margin:g}." if detectable else ""
+    note = f"Detectable on average: {fmean(detectable):.2f}; margin {task.margin:g}." if detectable else ""
     return "\n".join([title, "", *lines, "", note])
 
 
