@@ -157,9 +157,8 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_run_trains_and_is_the_same_again(tmp_path: Path) -> None:
     rows = tmp_path / "rows.parquet"
     pq.write_table(pq.read_table(MINI / "composed/test.parquet").slice(0, 16), rows)
-    overrides = StudyRun("sort", CALLS, "grpo", 1e-3, 0, 2).overrides(
-        [f"data.{each}_files=[{rows}]" for each in ("train", "val")]
-    )
+    run = StudyRun("sort", CALLS, "grpo", 1e-3, 0, 2)
+    overrides = [*run.settings(), *(f"data.{each}_files=[{rows}]" for each in ("train", "val"))]
     first, second = child.train(overrides), child.train(overrides)
     assert len(first["scores"]["rows"]) == 16 and len(first["rewards"]) == 2 and first["cpu_s"] > 0
     assert {**first, "cpu_s": 0} == {**second, "cpu_s": 0}
