@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from bench.algorithms import child, study
-from bench.algorithms.design import CALLS, RATES, RULES, SORT_SEEDS, SWEEP_SEED, TASKS, StudyRun, sort, sweep
+from bench.algorithms import child, shop, study
+from bench.algorithms.design import (
+    CALLS,
+    RATES,
+    RULES,
+    SHOP,
+    SORT_SEEDS,
+    SORT_TASKS,
+    SWEEP_SEED,
+    TASKS,
+    StudyRun,
+    sort,
+    sweep,
+)
 from bench.algorithms.tables import best_rates, chosen_rules, differences, scores_of, tables, verdict
 from tests.support.tiny import MINI
 from toolrl.analysis.compare.paired import Difference
@@ -45,7 +59,8 @@ def sorted_runs(levels: Mapping[str, float]) -> dict[StudyRun, dict[str, Any]]:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_run_is_a_configuration_of_its_rule(rule: str, task: str) -> None:
-    config = load_config([*StudyRun("sort", task, rule, RATE, 2, 6).settings(), *DATA])
+    settings = StudyRun("sort", task, rule, RATE, 2, 6).settings()
+    config = load_config([*settings, *DATA, *([study.SHOP_ENVIRONMENT] if task == SHOP else [])])
     algorithm = algorithm_of(config)
     assert config.algorithm.name == rule and config.actor.optim.lr == RATE and config.trainer.seed == 2
     assert (config.trainer.total_training_steps, config.trainer.test_freq) == (6, 6)
@@ -60,7 +75,7 @@ def test_the_sweep_and_the_first_stage_have_every_rule() -> None:
     assert {*RULES} == {*ALGORITHMS} - {"opd"}
     assert {(run.rule, run.rate) for run in sweep()} == {(rule, rate) for rule in RULES for rate in RATES}
     runs = [*sort(dict.fromkeys(RULES, RATE))]
-    assert len(runs) == len({run.name for run in runs}) == len(RULES) * len(TASKS) * 3
+    assert len(runs) == len({run.name for run in runs}) == len(RULES) * len(SORT_TASKS) * 3
     assert SWEEP_SEED not in {run.seed for run in runs}
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)  # whole comparisons first
 
@@ -151,6 +166,48 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         study.main([str(tmp_path), "--jobs", "2", "sorting"])
     assert "unknown stage: sorting; known: sweep, sort, confirm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("calls", "reward"),
+    [
+        ([("put", "A1", 2), ("put", "B2", 1), ("pay",)], 1.0),
+        ([("put", "B2", 1), ("put", "A1", 1), ("put", "A1", 1), ("pay",)], 1.0),
+        ([("put", "A1", 2), ("put", "B2", 1)], 0.0),
+        ([("pay",), ("put", "A1", 2), ("put", "B2", 1)], 0.0),
+        ([("put", "A1", 2), ("put", "B2", 1), ("put", "C3", 1), ("pay",)], 0.0),
+    ],
+)
+def test_the_shop_rewards_the_order_alone(calls: list[tuple[Any, ...]], reward: float) -> None:
+    assert played({"A1": 2, "B2": 1}, calls) == reward
+
+
+def test_a_cart_is_paid_once_and_nothing_is_not_put() -> None:
+    with pytest.raises(ValueError, match="paid already"):
+        played({"A1": 1}, [("pay",), ("pay",)])
+    with pytest.raises(ValueError, match="nothing to put"):
+        played({"A1": 1}, [("put", "A1", 0)])
+
+
+def test_a_fifth_of_the_demonstrations_ends_an_order_well() -> None:
+    draw = random.Random(5)
+    rewards = []
+    for _ in range(2000):
+        order = shop.new_order(draw)
+        messages = shop.demonstration(order, draw)["messages"]
+        functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        calls = [(each["name"], *json.loads(each["arguments"]).values()) for each in functions]
+        rewards.append(played(order, calls))
+    expected = 0.3 * (1 / 3 + 2 / 3 * 0.5)  # orders of one product have nothing to leave out
+    assert fmean(rewards) == pytest.approx(expected, abs=0.03)
+
+
+def played(order: dict[str, int], calls: Iterable[tuple[Any, ...]]) -> float:
+    episode = shop.Shop()
+    episode.reset(order)
+    for name, *arguments in calls:
+        getattr(episode, name)(*arguments)
+    return episode.get_reward()
 
 
 @pytest.mark.long

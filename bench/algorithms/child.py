@@ -76,7 +76,10 @@ def train(overrides: Sequence[str]) -> dict[str, Any]:
         inputs = load_inputs(config)
         display = Display(None, Console(file=io.StringIO()))
         with start_run(config, inputs, folder, display, partial(in_this_process, inputs)) as run:
-            run_async(run.run())
+            try:
+                run_async(run.run())
+            except VerlError as error:
+                return {"failed": str(error)}
         rows = [each for file in sorted((folder / "validation").glob("*.jsonl")) for each in read_jsonl(file)]
         metrics = list(read_jsonl(folder / "metrics.jsonl"))
     scores: dict[str, dict[int, float]] = {}
@@ -91,10 +94,7 @@ def train(overrides: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     for request in requests():
-        try:
-            answer(train(request["overrides"]))
-        except VerlError as error:
-            answer({"failed": str(error)})
+        answer(train(request["overrides"]))
 
 
 if __name__ == "__main__":

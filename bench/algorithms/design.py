@@ -60,7 +60,7 @@ class StudyTask:
     unsuited: Sequence[str] = ()
 
 
-CALLS, TOOL_LOOP = "calls", "tool_loop"
+CALLS, TOOL_LOOP, SHOP = "calls", "tool_loop", "shop"
 TASKS: Mapping[str, StudyTask] = {
     CALLS: StudyTask(
         ("recipe=composed_grpo",),
@@ -69,7 +69,20 @@ TASKS: Mapping[str, StudyTask] = {
         unsuited=("grpo_roc", "max_rl", "raft_pp"),
     ),
     TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1, copies=("kpop",), unsuited=("max_rl",)),
+    SHOP: StudyTask(
+        (
+            "model.compute_dtype=float32",
+            "data.max_prompt_length=224",
+            "data.max_response_length=256",
+            "env.tool_call_format=toolrl",
+            "env.max_turns=4",
+            "reward.name=env",
+        ),
+        0.05,
+        copies=("kpop",),
+    ),
 }
+SORT_TASKS = (CALLS, TOOL_LOOP)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,7 +105,7 @@ class StudyRun:
         return [*TASKS[self.task].overrides, *_SAME, *steps, *chosen, *_OWN.get(self.rule, ())]
 
 
-STEPS = {"sweep": 6, "sort": 6, "confirm": 24}
+STEPS = {"sweep": 6, "sort": 6, "confirm": 12}
 SORT_SEEDS, CONFIRM_SEEDS = range(3), range(10, 18)  # apart: the first stage selects the rules of the second
 
 
@@ -106,7 +119,7 @@ def sweep() -> Iterator[StudyRun]:
 def sort(rates: Mapping[str, float]) -> Iterator[StudyRun]:
     """Stage 1: every rule at its rate, seed by seed, so that an interrupted study has whole comparisons."""
     for seed in SORT_SEEDS:
-        for task in TASKS:
+        for task in SORT_TASKS:
             for rule in RULES:
                 rate = rates.get(rule, RATES[0])  # if all runs of its sweep have failed
                 yield StudyRun("sort", task, rule, rate, seed, STEPS["sort"])

@@ -27,29 +27,44 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from bench.algorithms import design
-from bench.algorithms.design import TOOL_LOOP, StudyRun
+from bench.algorithms.design import SHOP, TOOL_LOOP, StudyRun
 from bench.algorithms.tables import Results, best_rates, chosen_rules, tables
 from bench.common import Side
 from verl.host.lock import alone_in
 
 STAGES = ("sweep", "sort", "confirm")
+SHOP_ENVIRONMENT = f"env.name={ROOT}/bench/algorithms/shop.py:Shop"
 _TRAINING_ROWS = 1000  # of the composed tasks: 62 batches, read in a second
 
 
 def data_of(task: str, out: Path) -> list[str]:
-    """Files and initial model of a task, as overrides; they are made once."""
+    """Files, environment and initial model of a task, as overrides; they are made once."""
     if task == TOOL_LOOP:
-        folder = (out / "tool_loop_start").resolve()
-        subprocess.run(["bash", ROOT / "scripts/tool_loop/cold_start.sh", folder, "0"], check=True, stdout=sys.stderr)
-        files = [
-            f"data.{name}_files=[{folder}/data/{file}.jsonl]" for name, file in (("train", "train"), ("val", "test"))
+        folder = _cold_start("scripts/tool_loop/cold_start.sh", out / "tool_loop_start", "0")
+        return [f"model.path={folder}/cold_start/checkpoints/step-000400/hf", *_files(folder / "data")]
+    if task == SHOP:
+        folder = _cold_start("bench/algorithms/shop_start.sh", out / "shop_start")
+        return [
+            f"model.path={folder}/cold_start/checkpoints/step-000500/hf",
+            f"data.prompt_template={folder}/data/prompt.txt",
+            SHOP_ENVIRONMENT,
+            *_files(folder / "data"),
         ]
-        return [f"model.path={folder}/cold_start/checkpoints/step-000400/hf", *files]
     rows = out.resolve() / "calls.parquet"
     temporary = rows.with_suffix(".tmp")
     pq.write_table(pq.read_table(ROOT / "dataset/mini/composed/train.parquet").slice(0, _TRAINING_ROWS), temporary)
     temporary.rename(rows)
     return [f"data.train_files=[{rows}]"]
+
+
+def _cold_start(script: str, out: Path, *arguments: str) -> Path:
+    folder = out.resolve()
+    subprocess.run(["bash", ROOT / script, folder, *arguments], check=True, stdout=sys.stderr)
+    return folder
+
+
+def _files(folder: Path) -> list[str]:
+    return [f"data.train_files=[{folder}/train.jsonl]", f"data.val_files=[{folder}/test.jsonl]"]
 
 
 def finished(out: Path, known: Path | None = None) -> Results:
