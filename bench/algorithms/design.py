@@ -14,7 +14,7 @@ from verl.algorithms import ALGORITHMS
 
 BASE = "grpo"
 RULES = [name for name in ALGORITHMS if name != "opd"]  # which learns from a teacher, not from rewards
-RATES = (1e-4, 3e-4, 1e-3)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 SWEEP_SEED = 100  # of the runs that select a rate: no other run has it
 _CRITIC = ("critic.optim.lr=1e-3", "critic.optim.weight_decay=0")
 _ONE_UPDATE = ("actor.ppo_mini_batch_size=16",)  # the loss corrects for no other policy
@@ -110,7 +110,7 @@ SORT_SEEDS, CONFIRM_SEEDS = range(3), range(10, 18)  # apart: the first stage se
 
 
 def sweep() -> Iterator[StudyRun]:
-    """One run of every rule and rate, on calls: a rule's rate is that of its best one."""
+    """One run of every rule and rate, on calls, for `best_rates`."""
     for rate in RATES:
         for rule in RULES:
             yield StudyRun("sweep", CALLS, rule, rate, SWEEP_SEED, STEPS["sweep"])

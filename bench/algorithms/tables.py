@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from statistics import fmean
+from math import inf
+from statistics import fmean, mode
 from typing import Any
 
-from bench.algorithms.design import BASE, RATES, RULES, TASKS, StudyRun, StudyTask
+from bench.algorithms.design import BASE, CALLS, RATES, RULES, TASKS, StudyRun, StudyTask
 from toolrl.analysis.compare.paired import Difference, Scores, difference, holm
 
 Results = Mapping[StudyRun, Mapping[str, Any]]
@@ -21,12 +22,19 @@ def mean_score(result: Mapping[str, Any]) -> float:
 
 
 def best_rates(results: Results) -> dict[str, float]:
-    """By rule, the rate with the highest validation reward of the sweep."""
+    """By rule, the rate that is best for most rules, unless its own best run exceeds that by more than the margin.
+
+    Smaller differences of single runs are chance, and would give rules different rates for no reason.
+    """
     scores: dict[str, dict[float, float]] = defaultdict(dict)
     for run, result in results.items():
         if run.stage == "sweep" and "scores" in result:
             scores[run.rule][run.rate] = mean_score(result)
-    return {rule: max(by_rate, key=by_rate.__getitem__) for rule, by_rate in scores.items()}
+    best = {rule: max(by_rate, key=by_rate.__getitem__) for rule, by_rate in scores.items()}
+    common = mode(best.values())
+    margin = TASKS[CALLS].margin
+    near = {rule for rule, by_rate in scores.items() if by_rate.get(common, -inf) >= by_rate[best[rule]] - margin}
+    return {rule: common if rule in near else rate for rule, rate in best.items()}
 
 
 def scores_of(results: Results, stage: str) -> dict[tuple[str, str], dict[str, dict[int, Scores]]]:
