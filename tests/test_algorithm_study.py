@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -80,10 +80,25 @@ def test_the_sweep_and_the_first_stage_have_every_rule() -> None:
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)  # whole comparisons first
 
 
-def test_the_rate_of_a_rule_is_that_of_its_best_run() -> None:
-    scores = dict(zip(RATES, (1.0, 2.0, 1.5), strict=True))
-    results = {run_of("grpo", SWEEP_SEED, "sweep", rate): result(score, score) for rate, score in scores.items()}
-    assert best_rates({**results, run_of("grpo", 0, rate=9.0): result(4.0, 4.0)}) == {"grpo": RATES[1]}
+def swept(**scores: Sequence[float]) -> dict[StudyRun, dict[str, Any]]:
+    """By rule, a score for each rate."""
+    return {
+        run_of(rule, SWEEP_SEED, "sweep", rate): result(score, score)
+        for rule, each in scores.items()
+        for rate, score in zip(RATES, each, strict=True)
+    }
+
+
+def test_a_rule_has_the_common_rate_unless_its_own_best_is_better_by_more_than_chance() -> None:
+    scores = {"rloo": (0.0, 1.0, 2.0, 1.5), "opo": (0.0, 1.0, 2.0, 1.9), "gpg": (0.0, 2.0, 2.1, 1.0)}
+    sweep = swept(**scores, grpo=(0.0, 2.1, 2.0, 1.0), gspo=(0.0, 2.0, 1.8, 1.0))
+    common = dict.fromkeys((*scores, "grpo"), RATES[2])
+    assert best_rates({**sweep, run_of("grpo", 0, rate=9.0): result(4.0, 4.0)}) == {**common, "gspo": RATES[1]}
+
+
+def test_a_failed_run_leaves_its_rule_the_other_rates() -> None:
+    sweep = swept(rloo=(0.0, 1.0, 2.0, 1.5), opo=(0.0, 1.0, 2.0, 1.9), gspo=(0.0, 1.0, 2.0, 0.5))
+    assert best_rates({**sweep, run_of("gspo", SWEEP_SEED, "sweep", RATES[2]): {"failed": "x"}})["gspo"] == RATES[1]
 
 
 def test_differences_are_to_grpo_over_rows_and_seeds() -> None:
@@ -149,7 +164,7 @@ def test_finished_runs_are_not_run_again_and_a_stage_waits_for_the_one_before(tm
     finished = study.finished(tmp_path)
     assert finished == {first: result(1.0)}
     assert [run for run in study.planned("sweep", finished) if run not in finished] == others
-    with pytest.raises(SystemExit, match="sort needs all runs of sweep: 104 are missing"):
+    with pytest.raises(SystemExit, match="sort needs all runs of sweep: 139 are missing"):
         list(study.planned("sort", finished))
 
 
