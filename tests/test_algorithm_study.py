@@ -15,14 +15,16 @@ import pytest
 from bench.algorithms import child, shop, study
 from bench.algorithms.design import (
     CALLS,
-    RATES,
     RULES,
     SHOP,
     SORT_SEEDS,
     SORT_TASKS,
     SWEEP_SEED,
     TASKS,
+    TOOL_LOOP,
     StudyRun,
+    confirm,
+    rate_of,
     sort,
     sweep,
 )
@@ -37,6 +39,7 @@ from verl.config.load import load_config
 
 DATA = ("model.path=embedded:model", "data.train_files=[train.jsonl]", "data.val_files=[test.jsonl]")
 RATE = 3e-4
+RATES = TASKS[CALLS].rates
 
 
 def result(*scores: float) -> dict[str, Any]:
@@ -73,8 +76,9 @@ def test_every_run_is_a_configuration_of_its_rule(rule: str, task: str) -> None:
 
 def test_the_sweep_and_the_first_stage_have_every_rule() -> None:
     assert {*RULES} == {*ALGORITHMS} - {"opd"}
-    assert {(run.rule, run.rate) for run in sweep()} == {(rule, rate) for rule in RULES for rate in RATES}
-    runs = [*sort(dict.fromkeys(RULES, RATE))]
+    swept = {(run.task, run.rule, run.rate) for run in sweep()}
+    assert swept == {(task, rule, rate) for task in SORT_TASKS for rule in RULES for rate in TASKS[task].rates}
+    runs = [*sort({task: dict.fromkeys(RULES, RATE) for task in SORT_TASKS})]
     assert len(runs) == len({run.name for run in runs}) == len(RULES) * len(SORT_TASKS) * 3
     assert SWEEP_SEED not in {run.seed for run in runs}
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)  # whole comparisons first
@@ -93,12 +97,19 @@ def test_a_rule_has_the_common_rate_unless_its_own_best_is_better_by_more_than_c
     scores = {"rloo": (0.0, 1.0, 2.0, 1.5), "opo": (0.0, 1.0, 2.0, 1.9), "gpg": (0.0, 2.0, 2.1, 1.0)}
     sweep = swept(**scores, grpo=(0.0, 2.1, 2.0, 1.0), gspo=(0.0, 2.0, 1.8, 1.0))
     common = dict.fromkeys((*scores, "grpo"), RATES[2])
-    assert best_rates({**sweep, run_of("grpo", 0, rate=9.0): result(4.0, 4.0)}) == {**common, "gspo": RATES[1]}
+    assert best_rates({**sweep, run_of("grpo", 0, rate=9.0): result(4.0, 4.0)}) == {CALLS: {**common, "gspo": RATES[1]}}
 
 
 def test_a_failed_run_leaves_its_rule_the_other_rates() -> None:
     sweep = swept(rloo=(0.0, 1.0, 2.0, 1.5), opo=(0.0, 1.0, 2.0, 1.9), gspo=(0.0, 1.0, 2.0, 0.5))
-    assert best_rates({**sweep, run_of("gspo", SWEEP_SEED, "sweep", RATES[2]): {"failed": "x"}})["gspo"] == RATES[1]
+    failed = run_of("gspo", SWEEP_SEED, "sweep", RATES[2])
+    assert best_rates({**sweep, failed: {"failed": "x"}})[CALLS]["gspo"] == RATES[1]
+
+
+def test_the_shop_takes_the_rates_of_the_tool_loop() -> None:
+    rates = {CALLS: {"grpo": 1.0}, TOOL_LOOP: {"grpo": 2.0}}
+    assert {run.task: run.rate for run in confirm(["grpo"], rates)} == {CALLS: 1.0, TOOL_LOOP: 2.0, SHOP: 2.0}
+    assert rate_of(SHOP, "gspo", rates) == TASKS[TOOL_LOOP].rates[0]  # its sweep has failed
 
 
 def test_differences_are_to_grpo_over_rows_and_seeds() -> None:
@@ -139,8 +150,7 @@ def test_a_failed_run_is_an_outcome() -> None:
     results = {run_of("grpo", SWEEP_SEED, "sweep", rate): result(1.0, 2.0) for rate in RATES[:2]}
     failed = run_of("grpo", SWEEP_SEED, "sweep", RATES[2])
     text = tables({**results, failed: {"failed": "no group has an advantage"}})
-    assert best_rates({**results, failed: {"failed": "x"}}) == {"grpo": RATES[0]}
-    assert "| grpo | 1.500 | 1.500 |  |" in text
+    assert "sweep, calls" in text and "| grpo | 1.500 | 1.500 |  |" in text
     assert text.endswith(f"3 runs, 0.0 CPU hours.\n\n- failed: {failed.name}: no group has an advantage")
 
 
@@ -164,7 +174,7 @@ def test_finished_runs_are_not_run_again_and_a_stage_waits_for_the_one_before(tm
     finished = study.finished(tmp_path)
     assert finished == {first: result(1.0)}
     assert [run for run in study.planned("sweep", finished) if run not in finished] == others
-    with pytest.raises(SystemExit, match="sort needs all runs of sweep: 139 are missing"):
+    with pytest.raises(SystemExit, match="sort needs all runs of sweep: 244 are missing"):
         list(study.planned("sort", finished))
 
 

@@ -14,7 +14,6 @@ from verl.algorithms import ALGORITHMS
 
 BASE = "grpo"
 RULES = [name for name in ALGORITHMS if name != "opd"]  # which learns from a teacher, not from rewards
-RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 SWEEP_SEED = 100  # of the runs that select a rate: no other run has it
 _CRITIC = ("critic.optim.lr=1e-3", "critic.optim.weight_decay=0")
 _ONE_UPDATE = ("actor.ppo_mini_batch_size=16",)  # the loss corrects for no other policy
@@ -49,6 +48,7 @@ _SAME = (
 class StudyTask:
     """margin: difference of mean rewards up to which two rules count as equivalent
 
+    rates: learning rates of the sweep; a task without any takes those that are chosen for `TOOL_LOOP`
     copies: rules that compute on this task what `toolrl_grpo` does, up to rounding and the scale of the gradient: they
         show what chance alone makes of a difference, and are neither tested nor selected
     unsuited: rules that the rewards of this task do not suit; neither selected
@@ -56,6 +56,7 @@ class StudyTask:
 
     overrides: Sequence[str]
     margin: float
+    rates: Sequence[float] = ()
     copies: Sequence[str] = ()
     unsuited: Sequence[str] = ()
 
@@ -65,10 +66,11 @@ TASKS: Mapping[str, StudyTask] = {
     CALLS: StudyTask(
         ("recipe=composed_grpo",),
         0.15,
+        rates=(1e-4, 3e-4, 1e-3, 3e-3),
         copies=("aspo", "gigpo", "kpop", "matchtir", "simpletir"),
         unsuited=("grpo_roc", "max_rl", "raft_pp"),
     ),
-    TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1, copies=("kpop",), unsuited=("max_rl",)),
+    TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1, rates=(1e-4, 3e-4, 1e-3), copies=("kpop",), unsuited=("max_rl",)),
     SHOP: StudyTask(
         (
             "model.compute_dtype=float32",
@@ -110,24 +112,30 @@ SORT_SEEDS, CONFIRM_SEEDS = range(3), range(10, 18)  # apart: the first stage se
 
 
 def sweep() -> Iterator[StudyRun]:
-    """One run of every rule and rate, on calls, for `best_rates`."""
-    for rate in RATES:
-        for rule in RULES:
-            yield StudyRun("sweep", CALLS, rule, rate, SWEEP_SEED, STEPS["sweep"])
+    """One run of every rule and rate, for `best_rates`."""
+    for task in SORT_TASKS:
+        for rate in TASKS[task].rates:
+            for rule in RULES:
+                yield StudyRun("sweep", task, rule, rate, SWEEP_SEED, STEPS["sweep"])
 
 
-def sort(rates: Mapping[str, float]) -> Iterator[StudyRun]:
+def rate_of(task: str, rule: str, rates: Mapping[str, Mapping[str, float]]) -> float:
+    """rates: by task and rule, from the sweep"""
+    swept = task if TASKS[task].rates else TOOL_LOOP
+    return rates[swept].get(rule, TASKS[swept].rates[0])  # the lowest, if all runs of its sweep have failed
+
+
+def sort(rates: Mapping[str, Mapping[str, float]]) -> Iterator[StudyRun]:
     """Stage 1: every rule at its rate, seed by seed, so that an interrupted study has whole comparisons."""
     for seed in SORT_SEEDS:
         for task in SORT_TASKS:
             for rule in RULES:
-                rate = rates.get(rule, RATES[0])  # if all runs of its sweep have failed
-                yield StudyRun("sort", task, rule, rate, seed, STEPS["sort"])
+                yield StudyRun("sort", task, rule, rate_of(task, rule, rates), seed, STEPS["sort"])
 
 
-def confirm(rules: Sequence[str], rates: Mapping[str, float]) -> Iterator[StudyRun]:
+def confirm(rules: Sequence[str], rates: Mapping[str, Mapping[str, float]]) -> Iterator[StudyRun]:
     """Stage 2: few rules, more steps and seeds."""
     for seed in CONFIRM_SEEDS:
         for task in TASKS:
             for rule in rules:
-                yield StudyRun("confirm", task, rule, rates[rule], seed, STEPS["confirm"])
+                yield StudyRun("confirm", task, rule, rate_of(task, rule, rates), seed, STEPS["confirm"])

@@ -8,7 +8,7 @@ from math import inf
 from statistics import fmean, mode
 from typing import Any
 
-from bench.algorithms.design import BASE, CALLS, RATES, RULES, TASKS, StudyRun, StudyTask
+from bench.algorithms.design import BASE, RULES, SORT_TASKS, TASKS, StudyRun, StudyTask
 from toolrl.analysis.compare.paired import Difference, Scores, difference, holm
 
 Results = Mapping[StudyRun, Mapping[str, Any]]
@@ -21,20 +21,28 @@ def mean_score(result: Mapping[str, Any]) -> float:
     return fmean(fmean(scores) for scores in result["scores"].values())
 
 
-def best_rates(results: Results) -> dict[str, float]:
-    """By rule, the rate that is best for most rules, unless its own best run exceeds that by more than the margin.
+def best_rates(results: Results) -> dict[str, dict[str, float]]:
+    """By task and rule, the rate that is best for most rules, unless the rule's own best run is better by the margin.
 
     Smaller differences of single runs are chance, and would give rules different rates for no reason.
     """
-    scores: dict[str, dict[float, float]] = defaultdict(dict)
-    for run, result in results.items():
-        if run.stage == "sweep" and "scores" in result:
-            scores[run.rule][run.rate] = mean_score(result)
+    return {task: _best_rates(scores, TASKS[task].margin) for task, scores in _swept(results).items()}
+
+
+def _best_rates(scores: Mapping[str, Mapping[float, float]], margin: float) -> dict[str, float]:
     best = {rule: max(by_rate, key=by_rate.__getitem__) for rule, by_rate in scores.items()}
     common = mode(best.values())
-    margin = TASKS[CALLS].margin
     near = {rule for rule, by_rate in scores.items() if by_rate.get(common, -inf) >= by_rate[best[rule]] - margin}
     return {rule: common if rule in near else rate for rule, rate in best.items()}
+
+
+def _swept(results: Results) -> dict[str, dict[str, dict[float, float]]]:
+    """{task: {rule: {rate: score}}}"""
+    found: dict[str, dict[str, dict[float, float]]] = {task: defaultdict(dict) for task in SORT_TASKS}
+    for run, result in results.items():
+        if run.stage == "sweep" and "scores" in result:
+            found[run.task][run.rule][run.rate] = mean_score(result)
+    return {task: by_rule for task, by_rule in found.items() if by_rule}
 
 
 def scores_of(results: Results, stage: str) -> dict[tuple[str, str], dict[str, dict[int, Scores]]]:
@@ -83,7 +91,7 @@ def verdict(found: Difference, p: float, margin: float) -> str:
 
 def tables(results: Results) -> str:
     """Markdown: the sweep, then a table per stage, task and validation set."""
-    parts = [_sweep_table(results)]
+    parts = [_sweep_table(task, scores) for task, scores in _swept(results).items()]
     for stage in ("sort", "confirm"):
         for (task, name), by_rule in sorted(scores_of(results, stage).items()):
             parts.append(_stage_table(f"{stage}, {task}, {name}", by_rule, TASKS[task]))
@@ -93,14 +101,13 @@ def tables(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _sweep_table(results: Results) -> str:
-    sweep = {run: result for run, result in results.items() if run.stage == "sweep" and "scores" in result}
-    scores = {(run.rule, run.rate): mean_score(result) for run, result in sweep.items()}
-    lines = [f"| rule | {' | '.join(f'{rate:g}' for rate in RATES)} |", "| --- " * (len(RATES) + 1) + "|"]
+def _sweep_table(task: str, scores: Mapping[str, Mapping[float, float]]) -> str:
+    rates = TASKS[task].rates
+    lines = [f"| rule | {' | '.join(f'{rate:g}' for rate in rates)} |", "| --- " * (len(rates) + 1) + "|"]
     for rule in RULES:
-        cells = [f"{scores[rule, rate]:.3f}" if (rule, rate) in scores else "" for rate in RATES]
+        cells = [f"{scores[rule][rate]:.3f}" if rate in scores.get(rule, ()) else "" for rate in rates]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
-    return "\n".join(["sweep", "", *lines])
+    return "\n".join([f"sweep, {task}", "", *lines])
 
 
 def _stage_table(title: str, by_rule: Mapping[str, Mapping[int, Scores]], task: StudyTask) -> str:
