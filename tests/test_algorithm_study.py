@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from bench.algorithms import child, shop, study
 from bench.algorithms.design import (
+    BASE,
     CALLS,
     RULES,
     SHOP,
@@ -143,23 +145,41 @@ def test_the_second_stage_has_the_nearest_and_the_farthest_rules() -> None:
 
 def test_a_copy_is_in_the_table_and_is_not_tested() -> None:
     text = tables(sorted_runs({"grpo": 1.0, "gspo": 0.99, "kpop": 1.0}))
-    assert "| kpop | 1.025 | 3 | +0.000 | +0.000 to +0.000 |  | a copy |" in text
+    assert "| kpop | +0.000 (+0.000 to +0.000) copy |" in text
 
 
 def test_a_failed_run_is_an_outcome() -> None:
     results = {run_of("grpo", SWEEP_SEED, "sweep", rate): result(1.0, 2.0) for rate in RATES[:2]}
     failed = run_of("grpo", SWEEP_SEED, "sweep", RATES[2])
     text = tables({**results, failed: {"failed": "no group has an advantage"}})
-    assert "sweep, calls" in text and "| grpo | 1.500 | 1.500 |  |" in text
+    assert "| grpo | **1.500** | 1.500 |  |" in text
     assert text.endswith(f"3 runs, 0.0 CPU hours.\n\n- failed: {failed.name}: no group has an advantage")
 
 
-def test_the_table_of_a_stage(tmp_path: Path) -> None:
-    text = tables(sorted_runs({"grpo": 1.0, "gspo": 0.5}))
-    assert "sort, calls, test\n\n| rule | mean | seeds | difference |" in text
-    assert "| grpo | 1.025 | 3 |  |  |  |  |" in text
-    assert "| gspo | 0.525 | 3 | -0.500 | -0.500 to -0.500 | 0 | differs |" in text
-    assert text.endswith("6 runs, 0.1 CPU hours.")
+def test_the_table_of_a_stage() -> None:
+    results = sorted_runs({"grpo": 1.0, "gspo": 0.5, "rloo": 1.1, "opo": 1.0})
+    del results[run_of("opo", 1)], results[run_of("opo", 2)]
+    text = tables(results)
+    assert (
+        text
+        == """sort
+
+| rule | calls, test |
+| --- | --- |
+| grpo | 1.025 |
+| rloo | **+0.100 (+0.100 to +0.100), p 0** |
+| gspo | **-0.500 (-0.500 to -0.500), p 0** |
+
+Detectable: calls, test 0.00.
+
+10 runs, 0.2 CPU hours."""
+    )
+
+
+def test_a_rule_with_one_seed_in_one_of_the_tasks() -> None:
+    results = sorted_runs({"grpo": 1.0, "gspo": 0.5})
+    other = {replace(run, task=TOOL_LOOP): each for run, each in results.items() if run.rule == BASE or run.seed == 0}
+    assert "| gspo | **-0.500 (-0.500 to -0.500), p 0** | seeds: 1 |" in tables({**results, **other})
 
 
 def test_finished_runs_are_not_run_again_and_a_stage_waits_for_the_one_before(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean, mode
 from typing import Any
@@ -90,47 +90,75 @@ def verdict(found: Difference, p: float, margin: float) -> str:
 
 
 def tables(results: Results) -> str:
-    """Markdown: the sweep, then a table per stage, task and validation set."""
-    parts = [_sweep_table(task, scores) for task, scores in _swept(results).items()]
-    for stage in ("sort", "confirm"):
-        for (task, name), by_rule in sorted(scores_of(results, stage).items()):
-            parts.append(_stage_table(f"{stage}, {task}, {name}", by_rule, TASKS[task]))
+    """Markdown: the sweep, then a table per stage."""
+    parts = [_sweep_table(results), *(_stage_table(stage, results) for stage in ("sort", "confirm"))]
     seconds = sum(result["cpu_s"] for result in results.values() if "scores" in result)
     parts.append(f"{len(results)} runs, {seconds / 3600:.1f} CPU hours.")
     parts += [f"- failed: {run.name}: {result['failed']}" for run, result in results.items() if "failed" in result]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
-def _sweep_table(task: str, scores: Mapping[str, Mapping[float, float]]) -> str:
-    rates = TASKS[task].rates
-    lines = [f"| rule | {' | '.join(f'{rate:g}' for rate in rates)} |", "| --- " * (len(rates) + 1) + "|"]
-    for rule in RULES:
-        cells = [f"{scores[rule][rate]:.3f}" if rate in scores.get(rule, ()) else "" for rate in rates]
-        lines.append(f"| {rule} | {' | '.join(cells)} |")
-    return "\n".join([f"sweep, {task}", "", *lines])
+def _sweep_table(results: Results) -> str:
+    """The chosen rates are bold."""
+    swept, chosen = _swept(results), best_rates(results)
+    columns = [(task, rate) for task in swept for rate in TASKS[task].rates]
+
+    def cell(rule: str, task: str, rate: float) -> str:
+        score = swept[task].get(rule, {}).get(rate)
+        text = "" if score is None else f"{score:.3f}"
+        return f"**{text}**" if chosen[task].get(rule) == rate else text
+
+    rows = [[rule, *(cell(rule, *column) for column in columns)] for rule in RULES]
+    return _markdown("sweep", ["rule", *(f"{task}, {rate:g}" for task, rate in columns)], rows)
 
 
-def _stage_table(title: str, by_rule: Mapping[str, Mapping[int, Scores]], task: StudyTask) -> str:
-    lines = ["| rule | mean | seeds | difference | 95 % interval | p | verdict |", "| --- " * 7 + "|"]
-    found = differences(by_rule)
-    tested = [rule for rule in found if rule not in task.copies]
-    corrected = dict(zip(tested, holm([found[rule].p for rule in tested]), strict=True))
-    for rule in sorted(by_rule, key=lambda rule: -_mean(by_rule[rule])):
-        cells = [rule, f"{_mean(by_rule[rule]):.3f}", str(len(by_rule[rule]))]
-        if rule in found:
-            low, high = found[rule].interval
-            cells += [f"{found[rule].mean:+.3f}", f"{low:+.3f} to {high:+.3f}"]
-            if rule in corrected:
-                cells += [f"{corrected[rule]:.2g}", verdict(found[rule], corrected[rule], task.margin)]
-            else:
-                cells += ["", "a copy"]
-        else:
-            cells += [""] * 4
-        lines.append(f"| {' | '.join(cells)} |")
-    detectable = [each.detectable for each in found.values()]
-    note = f"Detectable on average: {fmean(detectable):.2f}; margin {task.margin:g}." if detectable else ""
-    return "\n".join([title, "", *lines, "", note])
+def _stage_table(stage: str, results: Results) -> str:
+    """By validation set the mean of GRPO, and each rule's difference to it; the rules in the order of these."""
+    columns = {
+        f"{task}, {name}": _Column(by_rule, TASKS[task]) for (task, name), by_rule in scores_of(results, stage).items()
+    }
+    rules = {rule for column in columns.values() for rule in column.differences}
+    order = sorted(rules, key=lambda rule: -fmean(each.distance(rule) for each in columns.values()))
+    rows = [[rule, *(column.cell(rule) for column in columns.values())] for rule in [BASE, *order] if columns]
+    detectable = [f"{name} {column.detectable:.2f}" for name, column in columns.items() if column.differences]
+    table = _markdown(stage, ["rule", *columns], rows)
+    return f"{table}\n\nDetectable: {', '.join(detectable)}." if detectable else table
 
 
-def _mean(by_seed: Mapping[int, Scores]) -> float:
-    return fmean(fmean(scores.values()) for scores in by_seed.values())
+class _Column:
+    """A validation set of a stage."""
+
+    def __init__(self, by_rule: Mapping[str, Mapping[int, Scores]], task: StudyTask) -> None:
+        self.differences = differences(by_rule)
+        self._by_rule, self._task = by_rule, task
+        tested = [rule for rule in self.differences if rule not in task.copies]
+        self._p = dict(zip(tested, holm([self.differences[rule].p for rule in tested]), strict=True))
+
+    @property
+    def detectable(self) -> float:
+        return fmean(each.detectable for each in self.differences.values())
+
+    def distance(self, rule: str) -> float:
+        """In margins; 0 if it is not known."""
+        return self.differences[rule].mean / self._task.margin if rule in self.differences else 0.0
+
+    def cell(self, rule: str) -> str:
+        by_seed = self._by_rule.get(rule, {})
+        if rule == BASE:
+            return f"{fmean(fmean(scores.values()) for scores in by_seed.values()):.3f}" if by_seed else ""
+        if rule not in self.differences:
+            return f"seeds: {len(by_seed)}"
+        low, high = self.differences[rule].interval
+        text = f"{self.differences[rule].mean:+.3f} ({low:+.3f} to {high:+.3f})"
+        if rule in self._task.copies:
+            return f"{text} copy"
+        found = verdict(self.differences[rule], self._p[rule], self._task.margin)
+        return f"**{text}, p {self._p[rule]:.2g}**" if found == "differs" else f"{text} {found}".rstrip()
+
+
+def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Empty without any cell."""
+    if not any(any(cells[1:]) for cells in rows):
+        return ""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join([title, "", *lines])
