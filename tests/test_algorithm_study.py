@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,18 @@ def test_a_fifth_of_the_demonstrations_ends_an_order_well() -> None:
         rewards.append(played(order, calls))
     expected = 0.3 * (1 / 3 + 2 / 3 * 0.5)  # orders of one product have nothing to leave out
     assert fmean(rewards) == pytest.approx(expected, abs=0.03)
+
+
+def test_no_order_of_the_test_is_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["shop.py", "--out", str(tmp_path)])
+    shop.main()
+    orders = {}
+    for file in tmp_path.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        texts = [row.get("prompt", row.get("messages"))[0]["content"] for row in rows]
+        orders[file.stem] = [frozenset(text.removeprefix("Buy ").removesuffix(".").split(", ")) for text in texts]
+    assert {name: len(each) for name, each in orders.items()} == shop.COUNTS
+    assert not {*orders["test"]} & {*orders["train"], *orders["demonstrations"]}
 
 
 def played(order: dict[str, int], calls: Iterable[tuple[Any, ...]]) -> float:

@@ -2,8 +2,9 @@
 
     python bench/algorithms/shop.py --out FOLDER
 
-Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo), and prompt.txt. Most
-demonstrations forget to pay, or leave out a product: the policy knows the tools, and rarely ends an order well.
+Writes demonstrations.jsonl (for main_sft), train.jsonl and test.jsonl (for main_ppo), and prompt.txt. No order of the
+test is in another file. Most demonstrations forget to pay, or leave out a product: the policy knows the tools, and
+rarely ends an order well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -24,7 +26,7 @@ from verl.formats.prompt import function_schema
 
 PROMPT = "{tools}\n"
 PRODUCTS = [f"{letter}{digit}" for letter in ascii_uppercase for digit in range(10)]
-COUNTS = {"demonstrations": 4800, "train": 1000, "test": 100}
+COUNTS = {"test": 100, "demonstrations": 4800, "train": 1000}
 NO_PAYMENT, LEFT_OUT = 0.7, 0.5  # shares of demonstrations
 
 
@@ -61,8 +63,12 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     draw = random.Random(0)
+    held_out: set[frozenset[tuple[str, int]]] = set()
     for name, count in COUNTS.items():
-        orders = [new_order(draw) for _ in range(count)]
+        new = (order for order in iter(lambda: new_order(draw), None) if frozenset(order.items()) not in held_out)
+        orders = list(islice(new, count))
+        if name == "test":
+            held_out = {frozenset(order.items()) for order in orders}
         rows = [demonstration(order, draw) if name == "demonstrations" else task(order) for order in orders]
         (out / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
