@@ -58,7 +58,8 @@ def show(reward: Sequence[RunFolder], teacher: Sequence[RunFolder]) -> None:
             low, high = found.interval
             differences.append(f"{name}: {found.mean:+.3f} ({low:+.3f} to {high:+.3f})")
     console.print(table)
-    console.print(f"teacher after {HALF} steps minus reward after {STEPS}", *differences, sep="\n")
+    if differences:
+        console.print(f"teacher after {HALF} steps minus reward after {STEPS}", *differences, sep="\n")
 
 
 def mean_of(run: RunFolder, step: int, name: str) -> float:
