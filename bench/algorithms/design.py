@@ -70,7 +70,7 @@ TASKS: Mapping[str, StudyTask] = {
         copies=("aspo", "gigpo", "kpop", "matchtir", "simpletir"),
         unsuited=("grpo_roc", "max_rl", "raft_pp"),
     ),
-    TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1, rates=(1e-4, 3e-4, 1e-3), copies=("kpop",), unsuited=("max_rl",)),
+    TOOL_LOOP: StudyTask(("recipe=tool_loop",), 0.1, rates=(1e-4, 3e-4), copies=("kpop",), unsuited=("max_rl",)),
     SHOP: StudyTask(
         (
             "model.compute_dtype=float32",
