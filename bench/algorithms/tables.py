@@ -122,7 +122,7 @@ def _stage_table(stage: str, results: Results) -> str:
     rows = [[rule, *(column.cell(rule) for column in columns.values())] for rule in [BASE, *order] if columns]
     detectable = [f"{name} {column.detectable:.2f}" for name, column in columns.items() if column.differences]
     table = _markdown(stage, ["rule", *columns], rows)
-    return f"{table}\n\nDetectable: {', '.join(detectable)}." if detectable else table
+    return f"{table}\n\nDetectable: {'; '.join(detectable)}." if detectable else table
 
 
 class _Column:
