@@ -214,6 +214,12 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "unknown stage: sorting; known: sweep, sort, confirm" in capsys.readouterr().err
 
 
+def test_a_missing_file_of_known_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        study.main([str(tmp_path), "--known", str(tmp_path / "nowhere.jsonl.gz")])
+    assert "--known: there is no file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("calls", "reward"),
     [

@@ -150,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)  # stages may follow options
     if unknown := [stage for stage in args.stages if stage not in STAGES]:
         parser.error(f"unknown stage: {', '.join(unknown)}; known: {', '.join(STAGES)}")
+    if args.known and not args.known.is_file():
+        parser.error(f"--known: there is no file {args.known}")
     if args.jobs < 1:
         parser.error("--jobs must be at least 1")
     if not args.table:
